@@ -1,0 +1,6 @@
+"""spanformer: attention heads that learn how far to look, and cost only that much."""
+
+from spanformer.ops import Attended, BlockIndex, Rule, attend, backends, choose_backend, merge
+
+__version__ = "0.1.0"
+__all__ = ["Attended", "BlockIndex", "Rule", "attend", "backends", "choose_backend", "merge"]

@@ -1,0 +1,9 @@
+"""The attention operation: its description (Rule), its backends, and merging by lse."""
+
+from spanformer.ops.attend import attend, backends, choose_backend
+from spanformer.ops.blocks import BlockIndex
+from spanformer.ops.call import Attended
+from spanformer.ops.merge import merge
+from spanformer.ops.rule import Rule
+
+__all__ = ["Attended", "BlockIndex", "Rule", "attend", "backends", "choose_backend", "merge"]

@@ -1,0 +1,107 @@
+"""The one attention operation: checks a call, picks a backend by name, and never falls back silently."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+
+import torch
+from torch import Tensor
+
+from spanformer.ops.backend import Backend
+from spanformer.ops.call import Attended, Call, make_call
+from spanformer.ops.dropout import draw_seed
+from spanformer.ops.rule import Rule
+
+log = logging.getLogger("spanformer")
+
+NAMES = ("native", "flex", "banded", "reference")
+AUTO = {"cpu": ("native", "banded"), "cuda": ("flex", "banded")}  # the first that can serve; other devices: banded
+_loaded: dict[str, Backend] = {}
+_logged: set[str] = set()
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: Rule,
+    *,
+    backend: str = "auto",
+    dropout: float = 0.0,
+    generator: torch.Generator | None = None,
+    scale: float | None = None,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+) -> Attended:
+    """Attention of queries over keys, each head seeing what the rule lets it see, and costing only that.
+
+    q [B, H, Tq, D]; k [B, Hkv, Tk, D]; v [B, Hkv, Tk, Dv]; H a multiple of Hkv. By default queries are the last Tq
+    of the keys' positions; q_positions [Tq] or [B, Tq] and k_positions [Tk] or [B, Tk] give any others.
+    scale multiplies q·k, 1/√D unless given. dropout drops weights after the softmax, drawn from `generator` (or
+    torch's own) the same way by every backend.
+    backend: "auto" (see `choose_backend`) or one of `backends()`.
+
+    Returns out [B, H, Tq, Dv] and lse [B, H, Tq]; a row that sees no key gives zeros and −inf.
+    """
+    seed = draw_seed(generator, q.device) if dropout else None
+    call = make_call(
+        q, k, v, rule, scale=scale, dropout=dropout, seed=seed, q_positions=q_positions, k_positions=k_positions
+    )
+    return _pick(call, backend).run(call)
+
+
+def backends() -> dict[str, list[str]]:
+    """Every backend's name, with why it cannot be used on this machine ([] if it can)."""
+    return {name: _backend(name).unusable() for name in NAMES}
+
+
+def choose_backend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: Rule,
+    *,
+    dropout: float = 0.0,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+) -> str:
+    """The backend that backend="auto" takes for this call."""
+    call = make_call(q, k, v, rule, dropout=dropout, q_positions=q_positions, k_positions=k_positions)
+    return _pick(call, "auto").name
+
+
+def _pick(call: Call, name: str) -> Backend:
+    if name != "auto":
+        if name not in NAMES:
+            raise ValueError(f"backend is {name!r}; expected 'auto' or one of {', '.join(NAMES)}")
+        chosen = _backend(name)
+        reasons = chosen.unusable() or chosen.refuses(call)
+        if reasons:
+            raise ValueError(f"backend {name!r} cannot serve this call: {'; '.join(reasons)}")
+        return chosen
+    refused = []
+    for candidate in AUTO.get(call.q.device.type, ("banded",)):
+        chosen = _backend(candidate)
+        reasons = chosen.unusable() or chosen.refuses(call)
+        if not reasons:
+            if not torch.compiler.is_compiling():
+                _log_once(candidate, refused)
+            return chosen
+        refused.append(f"{candidate}: {'; '.join(reasons)}")
+    raise ValueError(
+        f"no backend can serve this call ({' | '.join(refused)}); backend='reference' takes anything, at dense cost"
+    )
+
+
+def _backend(name: str) -> Backend:
+    if name not in _loaded:  # lazily: the kernel and FlexAttention are not free to import
+        _loaded[name] = importlib.import_module(f"spanformer.ops.{name}").BACKEND
+    return _loaded[name]
+
+
+def _log_once(name: str, refused: list[str]) -> None:
+    line = f"attention runs on {name!r}" + (f" ({' | '.join(refused)})" if refused else "")
+    if line not in _logged:
+        _logged.add(line)
+        log.info(line)

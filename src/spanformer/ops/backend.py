@@ -1,0 +1,18 @@
+"""What a backend is: a name, whether it can run here, whether it can serve a call, and the run itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from spanformer.ops.call import Attended, Call
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str
+    unusable: Callable[[], list[str]]
+    """why it cannot run on this machine; [] if it can"""
+    refuses: Callable[[Call], list[str]]
+    """why it cannot serve this call; [] if it can"""
+    run: Callable[[Call], Attended]

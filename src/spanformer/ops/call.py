@@ -1,0 +1,190 @@
+"""One attention call, checked and put in one form, as every backend receives it.
+
+Shapes: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D and Dv head sizes of keys and values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from spanformer.ops.rule import Rule
+
+
+class Attended(NamedTuple):
+    """out [B, H, Tq, Dv] and lse [B, H, Tq], the natural log of the softmax's sum (−inf for a row that saw nothing).
+    Both are differentiable, so attention over disjoint keys can be merged by lse."""
+
+    out: Tensor
+    lse: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    q: Tensor
+    """[B, H, Tq, D]"""
+    k: Tensor
+    """[B, Hkv, Tk, D]"""
+    v: Tensor
+    """[B, Hkv, Tk, Dv]"""
+    rule: Rule
+    scale: float
+    """multiplies q·k and q·r[d]"""
+    dropout: float = 0.0
+    seed: Tensor | None = None
+    """[1] int64 when dropout > 0"""
+    q_positions: Tensor | None = None
+    """[1 or B, Tq] int64; None together with k_positions: keys are at 0 … Tk − 1, queries the last Tq of them"""
+    k_positions: Tensor | None = None
+    """[1 or B, Tk] int64"""
+    q_documents: Tensor | None = None
+    """[1 or B, Tq] int64, with k_documents"""
+    k_documents: Tensor | None = None
+    """[1 or B, Tk] int64"""
+
+    @property
+    def offset(self) -> int:
+        """Implicit positions: query i stands at i + offset, key j at j."""
+        return self.k.shape[2] - self.q.shape[2]
+
+    @property
+    def shift(self) -> int:
+        """How many tokens every distance is shortened by (the original counts from the previous token)."""
+        return 1 if self.rule.original else 0
+
+    def positions(self) -> tuple[Tensor, Tensor]:
+        """[1 or B, Tq] and [1 or B, Tk], made explicit."""
+        if self.q_positions is not None and self.k_positions is not None:
+            return self.q_positions, self.k_positions
+        keys = torch.arange(self.k.shape[2], device=self.k.device)[None]
+        return torch.arange(self.q.shape[2], device=self.q.device)[None] + self.offset, keys
+
+
+def make_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: Rule,
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    k_positions: Tensor | None = None,
+) -> Call:
+    """Check every argument against the others; raise a ValueError naming the one that does not fit."""
+    _check_qkv(q, k, v, rule)
+    b, _, tq, _ = q.shape
+    tk = k.shape[2]
+    if (q_positions is None) != (k_positions is None):
+        given, missing = ("q_positions", "k_positions") if k_positions is None else ("k_positions", "q_positions")
+        raise ValueError(f"{given} was given without {missing}; distances need both, or neither")
+    if q_positions is not None and k_positions is not None:
+        q_positions, k_positions = _ids("q_positions", q_positions, b, tq, q), _ids("k_positions", k_positions, b, tk, q)
+    elif rule.causal and tk < tq:
+        raise ValueError(
+            f"k has {tk} keys for {tq} queries; a causal rule takes queries as the last positions of the keys, so it "
+            "needs at least as many keys (or pass q_positions and k_positions)"
+        )
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout is {dropout}; expected 0 ≤ dropout < 1")
+    q_documents, k_documents = _documents(rule, q, b, tq, tk)
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
+    call = Call(q, k, v, rule, scale, dropout, seed, q_positions, k_positions, q_documents, k_documents)
+    _check_rule(call)
+    return call
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> None:
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.ndim != 4:
+            raise ValueError(f"{name} has shape {list(t.shape)}; expected 4 axes, [batch, heads, tokens, head size]")
+        if not t.is_floating_point():
+            raise ValueError(f"{name} has dtype {t.dtype}; expected a floating-point dtype")
+    if q.dtype != k.dtype or q.dtype != v.dtype:
+        raise ValueError(f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}; expected one dtype")
+    if q.device != k.device or q.device != v.device:
+        raise ValueError(f"q, k and v are on {q.device}, {k.device} and {v.device}; expected one device")
+    b, h, _, d = q.shape
+    if rule.heads != h:
+        raise ValueError(f"q has shape {list(q.shape)}, {h} heads; the rule is for {rule.heads}")
+    if k.shape[0] != b or k.shape[3] != d:
+        raise ValueError(f"k has shape {list(k.shape)}; expected [{b}, Hkv, Tk, {d}] to go with q {list(q.shape)}")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v has shape {list(v.shape)}; expected {list(k.shape[:3])} and a head size, to go with k")
+    if k.shape[1] < 1 or h % k.shape[1]:
+        raise ValueError(f"k has {k.shape[1]} heads; expected a number that divides q's {h}")
+    if d < 1 or v.shape[3] < 1:
+        raise ValueError(f"q has head size {d} and v {v.shape[3]}; expected at least 1")
+
+
+def _ids(name: str, ids: Tensor, batch: int, length: int, q: Tensor) -> Tensor:
+    """Integer ids as [1 or B, length] int64."""
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"{name} has dtype {ids.dtype}; expected integers")
+    if ids.device != q.device:
+        raise ValueError(f"{name} is on {ids.device}; expected {q.device}, where q is")
+    rows = ids if ids.ndim == 2 else ids[None]
+    if rows.ndim != 2 or rows.shape[0] not in (1, batch) or rows.shape[1] != length:
+        raise ValueError(f"{name} has shape {list(ids.shape)}; expected [{length}] or [{batch}, {length}]")
+    return rows.to(torch.int64)
+
+
+def _documents(rule: Rule, q: Tensor, b: int, tq: int, tk: int) -> tuple[Tensor | None, Tensor | None]:
+    if rule.documents is None:
+        return None, None
+    if isinstance(rule.documents, tuple):
+        return _ids("documents[0]", rule.documents[0], b, tq, q), _ids("documents[1]", rule.documents[1], b, tk, q)
+    keys = _ids("documents", rule.documents, b, tk, q)
+    if tk < tq:
+        raise ValueError(f"documents names {tk} keys for {tq} queries; pass a pair (ids of queries, ids of keys)")
+    return keys[:, tk - tq :], keys
+
+
+def _check_rule(call: Call) -> None:
+    rule, (b, h, tq, d), (_, hkv, tk, _) = call.rule, call.q.shape, call.k.shape
+    for name in ("span", "distance_bias", "distance_vec", "key_bias", "sinks"):
+        t = getattr(rule, name)
+        if t is not None and t.device != call.q.device:
+            raise ValueError(f"{name} is on {t.device}; expected {call.q.device}, where q is")
+    if rule.dynamic and rule.span is not None and (rule.span.shape[0] != b or rule.span.shape[2] != tq):
+        raise ValueError(f"span has shape {list(rule.span.shape)}; expected [{b}, {h}, {tq}], one for each query")
+    if rule.key_bias is not None:
+        t = rule.key_bias
+        if t.shape[0] not in (1, b) or t.shape[1] not in (1, hkv, h) or t.shape[2] != tk:
+            raise ValueError(f"key_bias has shape {list(t.shape)}; expected [1 or {b}, 1 or {hkv} or {h}, {tk}]")
+    if rule.distance_vec is not None and rule.distance_vec.shape[2] != d:
+        raise ValueError(f"distance_vec has shape {list(rule.distance_vec.shape)}; expected head size {d} as its last axis")
+    tables = [(name, t) for name in ("distance_bias", "distance_vec") if (t := getattr(rule, name)) is not None]
+    if tables and not torch.compiler.is_compiling():
+        needed = min(max(rule.limits()), longest_distance(call))
+        for name, t in tables:
+            if t.shape[1] < needed:
+                raise ValueError(
+                    f"{name} has shape {list(t.shape)}, distances 0 … {t.shape[1] - 1}; heads here reach "
+                    f"{needed} distances, so it needs at least {needed}"
+                )
+    if rule.blocks is not None and not torch.compiler.is_compiling():
+        last = int(call.positions()[0].max()) if tq else -1
+        if last >= rule.blocks.rows * rule.blocks.size:
+            raise ValueError(
+                f"blocks describes positions up to {rule.blocks.rows * rule.blocks.size - 1}; "
+                f"a query stands at {last}"
+            )
+
+
+def longest_distance(call: Call) -> int:
+    """How many distances 0, 1, … can occur between a query and a key of this call."""
+    tq, tk = call.q.shape[2], call.k.shape[2]
+    if not tq or not tk:
+        return 0
+    if call.q_positions is None or call.k_positions is None:
+        back, ahead = tk - 1, max(0, tq - 1 - (tk - tq) if tk < tq else tq - 1)
+    else:
+        back = int(call.q_positions.max() - call.k_positions.min())
+        ahead = int(call.k_positions.max() - call.q_positions.min())
+    return max(0, (back if call.rule.causal else max(back, ahead)) + 1 - call.shift)

@@ -1,0 +1,30 @@
+"""Merge attention over disjoint sets of keys: memories, retrieved or persistent keys have no distance, so they are
+attended to separately and joined by lse.
+
+    out = Σ_p exp(lse_p − lse) · out_p        lse = log Σ_p exp(lse_p)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from spanformer.ops.call import Attended
+
+
+def merge(parts: Sequence[Attended]) -> Attended:
+    """The attention over all parts' keys together. out [B, H, Tq, Dv], lse [B, H, Tq] as in each part."""
+    if not parts:
+        raise ValueError("merge was given no parts; expected at least one Attended")
+    lse = torch.stack([p.lse for p in parts])  # [P, B, H, Tq]
+    peak = lse.detach().amax(0)
+    peak = torch.where(peak == -math.inf, 0, peak)  # a row no part saw anything for
+    weight = (lse - peak).exp()
+    total = weight.sum(0)
+    nothing = total == 0
+    safe = torch.where(nothing, 1, total)
+    share = (weight / safe)[..., None]
+    out = sum((s.to(p.out.dtype) * p.out for s, p in zip(share, parts, strict=True)), torch.zeros_like(parts[0].out))
+    return Attended(out, torch.where(nothing, -math.inf, safe.log() + peak))

@@ -1,0 +1,121 @@
+"""The dense oracle: every pair of query and key, written from the equations, in any dtype.
+
+    s_ij = scale · (q_i·k_j + q_i·r[d]) + b[d] + c_j          d = i − j
+    a_ij = m(d)·exp(s_ij) / (exp(sink) + Σ_r m(i − r)·exp(s_ir))       m(d) = clip((R + z − d)/R, 0, 1)
+
+It builds Tq × Tk tensors on purpose. Differentiable (twice, where torch is) in every term.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from spanformer.ops import dropout as dropping
+from spanformer.ops.backend import Backend
+from spanformer.ops.call import Attended, Call
+
+
+def attend_reference(call: Call) -> Attended:
+    q, rule = call.q, call.rule
+    group = q.shape[1] // call.k.shape[1]
+    k, v = call.k.repeat_interleave(group, 1), call.v.repeat_interleave(group, 1)  # [B, H, Tk, ·]
+    distance = distances(call)  # [1 or B, 1, Tq, Tk]
+    visible = visible_pairs(call, distance)  # [B, H, Tq, Tk]
+    finite = bool(q.isfinite().all() and k.isfinite().all() and v.isfinite().all())
+    if finite:
+        score = q @ k.transpose(-1, -2)
+    else:  # 0 · NaN is NaN: what is not visible must not even be multiplied
+        k = torch.where(visible[..., None], k[:, :, None], 0)
+        v = torch.where(visible[..., None], v[:, :, None], 0)
+        score = (q[:, :, :, None] * k).sum(-1)
+    if rule.distance_vec is not None:
+        table = (q @ rule.distance_vec.to(q.dtype).transpose(-1, -2)).contiguous()  # [B, H, Tq, L]
+        score = score + table.gather(-1, _index(distance, rule.distance_vec, q))
+    score = score * call.scale
+    if rule.distance_bias is not None:
+        table = rule.distance_bias.to(q.dtype)[None, :, None].expand(*q.shape[:3], -1)
+        score = score + table.gather(-1, _index(distance, rule.distance_bias, q))
+    if rule.key_bias is not None:
+        bias = rule.key_bias.to(q.dtype)
+        score = score + bias.repeat_interleave(q.shape[1] // bias.shape[1], 1)[:, :, None]
+    if rule.span is not None:
+        m = span_mask(call, distance)
+        score = score + torch.where(visible, m, 1).log()
+    score = torch.where(visible, score, -math.inf)
+
+    peak = score.detach().amax(-1, keepdim=True) if score.shape[-1] else score.new_full((*score.shape[:3], 1), -math.inf)
+    if rule.sinks is not None:
+        sink = rule.sinks.to(q.dtype)[None, :, None, None]
+        peak = torch.maximum(peak, sink.detach())
+    peak = torch.where(peak == -math.inf, 0, peak)  # a row that sees nothing
+    weight = (score - peak).exp()
+    total = weight.sum(-1, keepdim=True)
+    if rule.sinks is not None:
+        total = total + (sink - peak).exp()
+    nothing = total == 0
+    safe = torch.where(nothing, 1, total)
+    lse = torch.where(nothing, -math.inf, safe.log() + peak)[..., 0]
+    weight = weight / safe
+    if call.dropout:
+        weight = weight * kept_weights(call).to(q.dtype) / (1 - call.dropout)
+    out = weight @ v if finite else (weight[..., None] * v).sum(-2)
+    return Attended(out, lse)
+
+
+def distances(call: Call) -> Tensor:
+    """[1 or B, 1, Tq, Tk]: i − j, counted from the previous token with the original's conventions; |i − j| if not causal."""
+    q_pos, k_pos = call.positions()
+    d = q_pos[:, None, :, None] - k_pos[:, None, None, :] - call.shift
+    return d if call.rule.causal else d.abs()
+
+
+def visible_pairs(call: Call, distance: Tensor) -> Tensor:
+    """[B, H, Tq, Tk], True where a pair has weight."""
+    rule, (b, h, tq, _) = call.rule, call.q.shape
+    seen = (distance >= 0).expand(b, h, tq, call.k.shape[2])
+    if rule.reach is not None:
+        reach = torch.as_tensor(rule.reach_list(), device=distance.device)
+        seen = seen & (distance < reach[None, :, None, None])
+    if rule.span is not None:
+        seen = seen & (span_mask(call, distance).detach() > 0)
+    if rule.key_bias is not None:
+        shown = rule.key_bias.detach() > -math.inf
+        # NaN compares false, and a NaN bias must show: hide only what is exactly −inf
+        shown = shown | rule.key_bias.detach().isnan()
+        seen = seen & shown.repeat_interleave(h // shown.shape[1], 1)[:, :, None]
+    if call.q_documents is not None and call.k_documents is not None:
+        seen = seen & (call.q_documents[:, None, :, None] == call.k_documents[:, None, None, :])
+    if rule.blocks is not None:
+        seen = seen & rule.blocks.visible(*call.positions())
+    return seen
+
+
+def span_mask(call: Call, distance: Tensor) -> Tensor:
+    """m, [1 or B, H, Tq or 1, Tk]; its gradient lives strictly on the ramp, so a whole-number span has no kink to sit on."""
+    rule = call.rule
+    assert rule.span is not None
+    z = rule.span.to(call.q.dtype)
+    z = z[..., None] if rule.dynamic else z[None, :, None, None]
+    m = (rule.ramp + z - distance.to(call.q.dtype)) / rule.ramp
+    return torch.where(m >= 1, 1, torch.where(m <= 0, 0, m))
+
+
+def kept_weights(call: Call) -> Tensor:
+    """[B, H, Tq, Tk], True where dropout leaves a weight."""
+    assert call.seed is not None
+    (b, h, tq, _), tk, at = call.q.shape, call.k.shape[2], call.q.device
+    heads = torch.arange(b * h, device=at).view(b, h, 1, 1)
+    queries, keys = torch.arange(tq, device=at)[:, None], torch.arange(tk, device=at)
+    return dropping.keep(call.seed, call.dropout, heads, queries, keys)
+
+
+def _index(distance: Tensor, table: Tensor, q: Tensor) -> Tensor:
+    """Where to read a table over distances; pairs outside it are hidden by reach or causality, so any entry will do."""
+    clamped = distance.clamp(0, table.shape[1] - 1)
+    return clamped.expand(*q.shape[:3], distance.shape[-1])
+
+
+BACKEND = Backend("reference", unusable=lambda: [], refuses=lambda _call: [], run=attend_reference)

@@ -1,0 +1,197 @@
+"""What an attention head may see, as plain data: tensors that a kernel, a cache and a cost model can all read.
+
+Shapes: B batch, H query heads, Hkv key/value heads (H a multiple of Hkv), Tq queries, Tk keys,
+D head size, L the length of a table over distances 0 … L − 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+from torch import Tensor
+
+from spanformer.ops.blocks import BlockIndex
+
+UNLIMITED = 1 << 40  # a reach beyond any sequence
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """Which keys each head sees, and with what bias. Every term but `heads` is optional; `a + b` composes.
+
+    A query at position i and a key at position j are at distance d = i − j. An empty causal rule is ordinary
+    causal attention: keys with d ≥ 0. A non-causal rule also sees the future and reads every term at |d|.
+    """
+
+    heads: int
+    """H, the number of query heads."""
+    _: KW_ONLY
+    causal: bool = True
+    """Never see the future (d < 0)."""
+    reach: Tensor | Sequence[int] | int | None = None
+    """[H] (or one number for all): a head of reach r sees d = 0 … r − 1. Kept as int64 on the CPU."""
+    span: Tensor | None = None
+    """[H] static or [B, H, Tq] dynamic: z in m = clip((ramp + z − d) / ramp, 0, 1), which multiplies the
+    weights before they are renormalised. Its gradient lives strictly inside the ramp, 0 < m < 1."""
+    ramp: float = 32.0
+    """R, how many tokens the soft edge of a span takes."""
+    distance_bias: Tensor | None = None
+    """[H, L] added to the score at distance d (ALiBi, T5)."""
+    distance_vec: Tensor | None = None
+    """[1 or H, L, D]: q·r[d] joins q·k, and is scaled with it (Shaw, Transformer-XL, the original's table)."""
+    key_bias: Tensor | None = None
+    """[1 or B, 1 or Hkv or H, Tk] added to every score of a key; −inf hides the key (padding)."""
+    documents: Tensor | tuple[Tensor, Tensor] | None = None
+    """[Tk] or [B, Tk] integer ids: only pairs of one document see each other. Queries are the last Tq of them;
+    a pair (queries' ids [.., Tq], keys' ids [.., Tk]) gives both."""
+    sinks: Tensor | None = None
+    """[H] a learned score that takes part in every softmax and has no value: somewhere to put unneeded mass."""
+    blocks: BlockIndex | None = None
+    """A block-sparse pattern over positions."""
+    penalty: Tensor | None = None
+    """A scalar to add to the loss; attend ignores it, `+` sums it."""
+    original: bool = False
+    """The conventions of Sukhbaatar et al.'s code: a token does not see itself, and every distance (in reach,
+    span and tables alike) counts from the previous token, d − 1. A reach is then its hard cap at the maximum span."""
+
+    def __post_init__(self) -> None:
+        if self.heads < 1:
+            raise ValueError(f"heads is {self.heads}; expected at least 1")
+        if self.reach is not None:
+            object.__setattr__(self, "reach", _as_reach(self.reach, self.heads))
+        if not self.ramp > 0 or math.isinf(self.ramp):
+            raise ValueError(f"ramp is {self.ramp}; expected a positive, finite number of tokens")
+        if self.original and not self.causal:
+            raise ValueError("original=True excludes a token itself by looking back, so it needs causal=True")
+        self._check_shapes()
+        if self.span is not None and self.span.device.type == "cpu" and not torch.compiler.is_compiling():
+            lowest = float(self.span.detach().min()) if self.span.numel() else 0.0
+            if not lowest >= 0:  # NaN fails too
+                raise ValueError(
+                    f"span of shape {list(self.span.shape)} holds {lowest}; expected numbers of tokens, 0 or more"
+                )
+
+    def _check_shapes(self) -> None:
+        h = self.heads
+        if self.span is not None:
+            static, dynamic = self.span.shape == (h,), self.span.ndim == 3 and self.span.shape[1] == h
+            _expect(static or dynamic, "span", self.span, f"[{h}] (static) or [B, {h}, Tq] (dynamic)")
+            _expect(self.span.is_floating_point(), "span", self.span, "a floating-point dtype")
+        if self.distance_bias is not None:
+            t = self.distance_bias
+            _expect(t.ndim == 2 and t.shape[0] == h, "distance_bias", t, f"[{h}, L]")
+            _expect(t.is_floating_point(), "distance_bias", t, "a floating-point dtype")
+        if self.distance_vec is not None:
+            t = self.distance_vec
+            _expect(t.ndim == 3 and t.shape[0] in (1, h), "distance_vec", t, f"[1 or {h}, L, D]")
+            _expect(t.is_floating_point(), "distance_vec", t, "a floating-point dtype")
+        if self.key_bias is not None:
+            t = self.key_bias
+            _expect(t.ndim == 3 and h % t.shape[1] == 0, "key_bias", t, "[1 or B, 1 or Hkv or H, Tk]")
+            _expect(t.is_floating_point(), "key_bias", t, "a floating-point dtype (−inf hides a key)")
+        if self.sinks is not None:
+            _expect(self.sinks.shape == (h,), "sinks", self.sinks, f"[{h}]")
+            _expect(self.sinks.is_floating_point(), "sinks", self.sinks, "a floating-point dtype")
+        for ids in self.documents if isinstance(self.documents, tuple) else (self.documents,):
+            if ids is not None:
+                _expect(ids.ndim in (1, 2), "documents", ids, "[T] or [B, T]")
+                _expect(not ids.is_floating_point() and ids.dtype != torch.bool, "documents", ids, "integer ids")
+        if self.blocks is not None:
+            _expect(self.blocks.offsets.shape[0] in (1, h), "blocks.offsets", self.blocks.offsets, f"[1 or {h}, rows + 1]")
+        if self.penalty is not None:
+            _expect(self.penalty.ndim == 0, "penalty", self.penalty, "a scalar")
+
+    @property
+    def dynamic(self) -> bool:
+        """True if every query has a span of its own."""
+        return self.span is not None and self.span.ndim == 3
+
+    def limits(self) -> list[int]:
+        """Per head, how many distances can have weight: min(reach, ⌈span + ramp⌉). Reads the span (one sync on a GPU)."""
+        reach = [UNLIMITED] * self.heads if self.reach is None else self.reach_list()
+        if self.span is None:
+            return reach
+        longest = self.span.detach() if not self.dynamic else self.span.detach().amax((0, 2))
+        seen = [_seen(z, self.ramp) for z in longest.double().tolist()]
+        return [min(a, b) for a, b in zip(reach, seen, strict=True)]
+
+    def reach_list(self) -> list[int]:
+        """The reach as plain integers; unlimited heads hold a number beyond any sequence."""
+        if self.reach is None:
+            return [UNLIMITED] * self.heads
+        assert isinstance(self.reach, Tensor)  # __post_init__ made it one
+        return self.reach.tolist()
+
+    def __add__(self, other: Rule) -> Rule:
+        if not isinstance(other, Rule):
+            return NotImplemented
+        if self.heads != other.heads:
+            raise ValueError(f"rules of {self.heads} and {other.heads} heads cannot be added")
+        if self.span is not None and other.span is not None:
+            raise ValueError("both rules carry a span; a head has one span, so drop one of them")
+        return Rule(
+            self.heads,
+            causal=self.causal or other.causal,
+            reach=_either(self.reach, other.reach, lambda a, b: torch.minimum(a, b)),
+            span=_either(self.span, other.span, _never),
+            ramp=self.ramp if self.span is not None or other.span is None else other.ramp,
+            distance_bias=_either(self.distance_bias, other.distance_bias, _add_tables),
+            distance_vec=_either(self.distance_vec, other.distance_vec, _add_tables),
+            key_bias=_either(self.key_bias, other.key_bias, lambda a, b: a + b),
+            documents=_either(self.documents, other.documents, _same_documents),
+            sinks=_either(self.sinks, other.sinks, torch.logaddexp),  # two sinks weigh as much as their sum
+            blocks=_either(self.blocks, other.blocks, lambda a, b: a & b),
+            penalty=_either(self.penalty, other.penalty, lambda a, b: a + b),
+            original=self.original or other.original,
+        )
+
+
+def _seen(span: float, ramp: float) -> int:
+    """How many distances 0, 1, … have m > 0, that is d < span + ramp."""
+    total = span + ramp
+    return UNLIMITED if total >= UNLIMITED else math.ceil(total)
+
+
+def _as_reach(reach: Tensor | Sequence[int] | int, heads: int) -> Tensor:
+    if isinstance(reach, int):
+        reach = [reach] * heads
+    given = reach if isinstance(reach, Tensor) else torch.tensor(list(reach))
+    if given.is_floating_point() or given.dtype == torch.bool:
+        raise ValueError(f"reach has dtype {given.dtype}; expected whole numbers of tokens")
+    tensor = given.detach().to("cpu", torch.int64)
+    _expect(tensor.shape == (heads,), "reach", tensor, f"[{heads}]")
+    if not torch.compiler.is_compiling() and int(tensor.min()) < 0:
+        raise ValueError(f"reach holds {int(tensor.min())}; expected numbers of tokens, 0 or more")
+    return tensor
+
+
+def _expect(ok: bool, name: str, tensor: Tensor, expected: str) -> None:
+    if not ok:
+        raise ValueError(f"{name} has shape {list(tensor.shape)} and dtype {tensor.dtype}; expected {expected}")
+
+
+def _either(a, b, both):
+    """The one that is there, or both put together."""
+    if a is None or b is None:
+        return a if b is None else b
+    return both(a, b)
+
+
+def _never(_a: Tensor, _b: Tensor) -> Tensor:
+    raise AssertionError("two spans were refused above")
+
+
+def _add_tables(a: Tensor, b: Tensor) -> Tensor:
+    """Tables of different lengths are known together only as far as the shorter goes."""
+    length = min(a.shape[1], b.shape[1])
+    return a[:, :length] + b[:, :length]
+
+
+def _same_documents(a, b):
+    pairs = zip(a if isinstance(a, tuple) else (a,), b if isinstance(b, tuple) else (b,), strict=False)
+    if isinstance(a, tuple) != isinstance(b, tuple) or not all(x is y or torch.equal(x, y) for x, y in pairs):
+        raise ValueError("both rules carry document ids, and they differ; number the documents once, for both")
+    return a

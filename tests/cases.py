@@ -1,0 +1,164 @@
+"""Awkward attention calls, and the one way every backend is held against the float64 oracle.
+
+Tolerance: a backend's error against the float64 oracle may be at most `FACTOR` times that of a dense run in the
+backend's own dtype, plus a floor of a few units in the last place of the largest value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from spanformer import BlockIndex, Rule, attend
+
+LEARNED = ("span", "distance_bias", "distance_vec", "key_bias", "sinks")
+
+
+@dataclass
+class Case:
+    """One call: sizes, and which Rule terms it carries."""
+
+    b: int = 1
+    h: int = 2
+    hkv: int = 2
+    tq: int = 17
+    tk: int = 17
+    d: int = 16
+    dv: int | None = None
+    terms: tuple[str, ...] = ()
+    causal: bool = True
+    original: bool = False
+    ramp: float = 8.0
+    spans: tuple[float, ...] = (5.5, 40.0)  # cycled over heads
+    reach: tuple[int, ...] | None = None  # cycled over heads
+    logits: float = 1.0  # standard deviation of q (k is 1)
+    dropout: float = 0.0
+    positions: str = "implicit"  # "implicit", "shuffled" (keys in any order), "rows" (each batch row elsewhere)
+    layout: str = "bhtd"  # "bthd": heads and tokens transposed views, rows not contiguous
+    seed: int = 0
+    extra: dict = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        default = Case()
+        parts = [f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != getattr(default, f.name)]
+        return " ".join(parts) or "plain"
+
+
+@dataclass
+class Made:
+    """The tensors of a case, in float64; `inputs` are the ones gradients are asked for."""
+
+    inputs: dict[str, Tensor]
+    fixed: dict
+    case: Case
+    g_out: Tensor
+    g_lse: Tensor
+
+
+def make(case: Case) -> Made:
+    g = torch.Generator().manual_seed(case.seed)
+    rand = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
+    c, dv = case, case.dv or case.d
+    inputs = {
+        "q": rand(c.b, c.h, c.tq, c.d) * c.logits,
+        "k": rand(c.b, c.hkv, c.tk, c.d),
+        "v": rand(c.b, c.hkv, c.tk, dv),
+    }
+    fixed: dict = {"causal": c.causal, "ramp": c.ramp, "original": c.original}
+    length = max(c.tq, c.tk)
+    q_pos = k_pos = None
+    if c.positions == "shuffled":
+        k_pos = torch.randperm(c.tk, generator=g)
+        q_pos = torch.arange(c.tk - c.tq, c.tk)
+    elif c.positions == "rows":
+        k_pos = torch.arange(c.tk)[None] + 3 * torch.arange(c.b)[:, None]
+        q_pos = k_pos[:, c.tk - c.tq :] + torch.arange(c.b)[:, None] % 2
+        length += 3 * c.b + 1
+    fixed["q_positions"], fixed["k_positions"] = q_pos, k_pos
+    for term in c.terms:
+        if term == "span":
+            inputs["span"] = torch.tensor([c.spans[i % len(c.spans)] for i in range(c.h)], dtype=torch.float64)
+        elif term == "dynamic":
+            inputs["span"] = torch.rand(c.b, c.h, c.tq, generator=g, dtype=torch.float64) * max(c.spans)
+        elif term == "distance_bias":
+            inputs["distance_bias"] = rand(c.h, length)
+        elif term == "distance_vec":
+            inputs["distance_vec"] = rand(1, length, c.d)
+        elif term == "head_vec":
+            inputs["distance_vec"] = rand(c.h, length, c.d)
+        elif term == "key_bias":
+            inputs["key_bias"] = rand(c.b, c.hkv, c.tk)
+        elif term == "padding":
+            inputs["key_bias"] = torch.zeros(c.b, 1, c.tk, dtype=torch.float64)
+            for row in range(c.b):
+                inputs["key_bias"][row, 0, : (row + 1) * c.tk // (c.b + 2)] = -torch.inf
+        elif term == "documents":
+            fixed["documents"] = (torch.arange(c.tk) * 3 // max(c.tk, 1)).expand(c.b, c.tk) + torch.arange(c.b)[:, None]
+        elif term == "sinks":
+            inputs["sinks"] = rand(c.h)
+        elif term == "blocks":
+            side = length + 1
+            mask = torch.rand(c.h, side // 8 + 1, side // 8 + 1, generator=g) < 0.5
+            mask = mask.repeat_interleave(8, 1).repeat_interleave(8, 2)[:, :side, :side]
+            mask[:, torch.rand(side, side, generator=g) < 0.02] ^= True
+            fixed["blocks"] = BlockIndex.from_dense(mask, 16)
+        else:
+            raise ValueError(f"no such term: {term}")
+    if c.reach is not None:
+        fixed["reach"] = [c.reach[i % len(c.reach)] for i in range(c.h)]
+    return Made(inputs, fixed, c, rand(c.b, c.h, c.tq, dv), rand(c.b, c.h, c.tq))
+
+
+def run(made: Made, backend: str, dtype: torch.dtype, call: Callable = attend) -> dict[str, Tensor]:
+    """out, lse and the gradient of every input, as float64."""
+    leaves = {name: t.to(dtype).requires_grad_() for name, t in made.inputs.items()}
+    q, k, v = (_layout(leaves[name], made.case.layout) for name in ("q", "k", "v"))
+    options = {key: value for key, value in made.fixed.items() if not key.endswith("_positions")}
+    rule = Rule(made.case.h, **options, **{name: leaves[name] for name in LEARNED if name in leaves})
+    out, lse = call(
+        q, k, v, rule,
+        backend=backend,
+        dropout=made.case.dropout,
+        generator=torch.Generator().manual_seed(7),
+        q_positions=made.fixed["q_positions"],
+        k_positions=made.fixed["k_positions"],
+    )  # fmt: skip
+    shown = lse != -torch.inf  # a row that saw nothing has no lse to speak of
+    loss = (out * made.g_out.to(out.dtype)).sum() + (torch.where(shown, lse, 0) * made.g_lse.to(lse.dtype)).sum()
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    result = {"out": out, "lse": torch.where(shown, lse, -1.0)}
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        result["d" + name] = torch.zeros_like(leaf) if grad is None else grad
+    return {name: t.detach().double() for name, t in result.items()}
+
+
+def check(case: Case, backend: str, dtype: torch.dtype = torch.float32, factor: float = 4.0) -> None:
+    """Raise if the backend is further from the float64 oracle than `factor` times a dense run in its own dtype."""
+    made = make(case)
+    if dtype != torch.float64:  # inputs as the backend will see them: rounding them is not its error
+        made.inputs = {name: t.to(dtype).double() for name, t in made.inputs.items()}
+        made.g_out, made.g_lse = made.g_out.to(dtype).double(), made.g_lse.to(dtype).double()
+    truth, dense, got = run(made, "reference", torch.float64), run(made, "reference", dtype), run(made, backend, dtype)
+    eps = torch.finfo(dtype).eps
+    wrong = []
+    for name, true in truth.items():
+        if not torch.isfinite(got[name]).all():
+            wrong.append(f"{name} is not finite")
+            continue
+        error, allowed = _worst(got[name] - true), factor * _worst(dense[name] - true) + 16 * eps * max(_worst(true), 1e-3)
+        if error > allowed:
+            wrong.append(f"{name}: error {error:.3g}, allowed {allowed:.3g}")
+    assert not wrong, f"{backend} {dtype} on [{case.name}]: " + "; ".join(wrong)
+
+
+def _worst(t: Tensor) -> float:
+    return float(t.abs().max()) if t.numel() else 0.0
+
+
+def _layout(t: Tensor, layout: str) -> Tensor:
+    return t if layout == "bhtd" else t.transpose(1, 2).contiguous().transpose(1, 2)
