@@ -1,0 +1,421 @@
+// Gradients, with the weights recomputed from lse. An item owns a segment of keys of one key/value head: it alone writes
+// dK and dV there. Several segments add to one block of dQ, always in the same order (the nearest keys first, by taking
+// turns), so results do not depend on the number of threads and no copy of dQ is needed.
+#pragma once
+#include <memory>
+#include <thread>
+
+#include "exact.h"
+#include "work.h"
+
+namespace spanformer {
+namespace SPANFORMER_ISA {
+
+constexpr long BACK_QUERIES = 64;  // per block
+constexpr long BACK_KEYS = 96;     // per chunk, a multiple of ROWS
+
+// Sums over distances, d first … first + count − 1, of one segment and head; `width` numbers a distance.
+struct DistanceSums {
+  long h, first, count;
+  float* data;
+};
+
+struct Segment {
+  long b, kv, index, ka, kb;
+};
+
+struct Plan {  // who visits which block of queries
+  const Scene& s;
+  long size, segments, blocks, group;
+  std::vector<long> nearest;  // [B, H, blocks]: the highest segment that visits the block, −1 for none
+  std::vector<Segment> items;
+  std::unique_ptr<std::atomic<int>[]> turns;  // [B, H, blocks]: how many segments have added their dQ
+  double cost = 0;
+
+  explicit Plan(const Scene& scene) : s(scene), group(scene.c.H / scene.c.Hkv) {
+    const Call& c = s.c;
+    // A function of the shape alone: what is summed, and in which order, must not depend on the threads.
+    size = std::clamp(round_up(c.Tk * c.B * c.Hkv / 8, 64), 128L, 512L);
+    if (c.d_distance_vec) size = std::max(size, round_up(c.Tk / 8, 64));  // each segment sums vectors by itself
+    segments = (c.Tk + size - 1) / size;
+    blocks = (c.Tq + BACK_QUERIES - 1) / BACK_QUERIES;
+    const long cells = c.B * c.H * blocks;
+    nearest.assign(cells, -1);
+    turns.reset(new std::atomic<int>[cells]);
+    for (long x = 0; x < cells; x++) turns[x].store(0, std::memory_order_relaxed);
+    struct Owner {
+      long b, kv;
+      double cost;
+    };
+    std::vector<Owner> owners;
+    for (long b = 0; b < c.B; b++)
+      for (long kv = 0; kv < c.Hkv; kv++) {
+        Owner o{b, kv, 0};
+        for (long h = kv * group; h < (kv + 1) * group; h++)
+          for (long t = 0; t < segments; t++) {
+            long first, last;
+            visited(b, h, t * size, std::min((long)c.Tk, (t + 1) * size), first, last);
+            for (long x = first; x < last; x++) nearest[(b * c.H + h) * blocks + x] = t;
+            o.cost += (double)(last - first) * BACK_QUERIES * size;
+          }
+        owners.push_back(o);
+        cost += o.cost * (c.D + c.Dv);
+      }
+    std::stable_sort(owners.begin(), owners.end(), [](const Owner& x, const Owner& y) { return x.cost > y.cost; });
+    for (const Owner& o : owners)
+      for (long t = segments - 1; t >= 0; t--)
+        items.push_back({o.b, o.kv, t, t * size, std::min((long)c.Tk, (t + 1) * size)});
+  }
+
+  // The blocks of queries [first, last) of head h that may see keys [ka, kb).
+  void visited(long b, long h, long ka, long kb, long& first, long& last) const {
+    const long limit = s.longest(b, h), band_first = std::max(s.heads[h].first, 1 - limit);
+    const long band_last = std::min(s.heads[h].last, limit - 1);
+    long from = 0, to = s.c.Tq;
+    if (band_last < band_first)
+      to = 0;
+    else if (!s.positioned)
+      from = std::max(from, ka + band_first - s.offset[b]), to = std::min(to, kb + band_last - s.offset[b]);
+    first = from / BACK_QUERIES, last = to > from ? (to + BACK_QUERIES - 1) / BACK_QUERIES : first;
+  }
+};
+
+struct BackwardScratch {
+  float *QT, *GT, *dQT, *P, *dS, *mask, *rel, *dQ, *lse, *delta, *dz, *Q, *G, *K, *V, *dK, *dV;
+  long D, Dv;  // head sizes rounded up to a panel: dK and dV have them in the lanes
+  BackwardScratch(const Call& c, long segment) : D(round_up(c.D, PANEL)), Dv(round_up(c.Dv, PANEL)) {
+    const long q = BACK_QUERIES, k = BACK_KEYS, rel_rows = k + PANEL;
+    const bool plain = c.dtype == kFloat32;
+    const long sizes[] = {q * c.D, q * c.Dv, q * c.D, k * q, k * q, k * PANEL, rel_rows * PANEL, q * c.D, q, q, q,
+                          plain && D == c.D ? 0 : q * D, plain && Dv == c.Dv ? 0 : q * Dv, plain ? 0 : segment * c.D,
+                          plain ? 0 : segment * c.Dv, segment * D, segment * Dv};
+    float** parts[] = {&QT, &GT, &dQT, &P, &dS, &mask, &rel, &dQ, &lse, &delta, &dz, &Q, &G, &K, &V, &dK, &dV};
+    size_t all = 0;
+    for (long n : sizes) all += Arena::rounded(n);
+    arena().reserve(all);
+    for (size_t t = 0; t < sizeof sizes / sizeof *sizes; t++) *parts[t] = arena().take(sizes[t]);
+  }
+};
+
+template <class T>
+class SegmentBackward {
+ public:
+  SegmentBackward(const Plan& plan, const Segment& x, DistanceSums* bias, DistanceSums* vec, double* d_span)
+      : plan_(plan), s(plan.s), c(s.c), x_(x), w(c, plan.size), bias_(bias), vec_(vec), d_span_(d_span) {}
+
+  void run() {
+    const long n = x_.kb - x_.ka;
+    const T *k = row<T>(c.k, x_.b, x_.kv, x_.ka), *v = row<T>(c.v, x_.b, x_.kv, x_.ka);
+    K_ = as_float(k, c.k.row, n, c.D, c.D, w.K), V_ = as_float(v, c.v.row, n, c.Dv, c.Dv, w.V);
+    exact_ = !all_finite(K_.data, K_.ld, n, c.D) || !all_finite(V_.data, V_.ld, n, c.Dv) || (s.positioned && c.distance_vec);
+    std::memset(w.dK, 0, sizeof(float) * n * w.D), std::memset(w.dV, 0, sizeof(float) * n * w.Dv);
+    for (long g = 0; g < plan_.group; g++) head(g);
+    for (long j = 0; j < n; j++) {
+      T *dk = row_of<T>(c.dk, x_.b, x_.kv, x_.ka + j), *dv = row_of<T>(c.dv, x_.b, x_.kv, x_.ka + j);
+      for (long d = 0; d < c.D; d++) put(&dk[d], w.dK[j * w.D + d] * (float)c.scale);
+      for (long d = 0; d < c.Dv; d++) put(&dv[d], w.dV[j * w.Dv + d]);
+    }
+  }
+
+ private:
+  const Plan& plan_;
+  const Scene& s;
+  const Call& c;
+  const Segment& x_;
+  BackwardScratch w;
+  DistanceSums *bias_, *vec_;  // [group] or null
+  double* d_span_;             // [group] static span sums or null
+  View K_, V_, Q_, G_;
+  bool exact_ = false;
+  long h_ = 0, g_ = 0;
+  float* d_key_ = nullptr;  // d_key_bias of this head
+
+  void head(long g) {
+    g_ = g, h_ = x_.kv * plan_.group + g;
+    d_key_ = c.d_key_bias ? c.d_key_bias + (x_.b * c.H + h_) * c.Tk : nullptr;
+    if (d_key_) std::memset(d_key_ + x_.ka, 0, sizeof(float) * (x_.kb - x_.ka));
+    long first, last;
+    plan_.visited(x_.b, h_, x_.ka, x_.kb, first, last);
+    for (long block = first; block < last; block++) {
+      const long i0 = block * BACK_QUERIES, i1 = std::min((long)c.Tq, i0 + BACK_QUERIES);
+      const bool finite = load_block(i0, i1);
+      std::memset(w.dz, 0, sizeof(float) * BACK_QUERIES);
+      if (exact_ || !finite)
+        exact_block(i0, i1);
+      else
+        fast_block(i0, i1);
+      add_to_dq(block, i0, i1);
+    }
+  }
+
+  // delta = Σ out·g − g_lse and lse of each query; false if anything of the block is NaN or infinite.
+  bool load_block(long i0, long i1) {
+    const long n = i1 - i0;
+    const T *q = row<T>(c.q, x_.b, h_, i0), *g = row<T>(c.g, x_.b, h_, i0), *o = row<T>(c.out, x_.b, h_, i0);
+    const float* lse = c.lse + (x_.b * c.H + h_) * c.Tq + i0;
+    const float* g_lse = c.g_lse ? c.g_lse + (x_.b * c.H + h_) * c.Tq + i0 : nullptr;
+    bool finite = true;
+    for (long t = 0; t < BACK_QUERIES; t++) {
+      if (t >= n) {  // lanes of no query: no weight
+        w.lse[t] = -HIDDEN, w.delta[t] = 0.f;
+        continue;
+      }
+      float delta;
+      if constexpr (sizeof(T) == 4)
+        delta = dot(reinterpret_cast<const float*>(o) + t * c.out.row, reinterpret_cast<const float*>(g) + t * c.g.row, c.Dv);
+      else
+        delta = exact_dot(o + t * c.out.row, g + t * c.g.row, c.Dv);
+      const bool nothing = lse[t] == -std::numeric_limits<float>::infinity();
+      w.delta[t] = nothing ? 0.f : delta - (g_lse ? g_lse[t] : 0.f);
+      w.lse[t] = nothing ? -HIDDEN : lse[t] * LOG2E;
+      finite = finite && std::isfinite(w.delta[t]) && std::isfinite(w.lse[t]);
+    }
+    finite = finite && all_finite(q, c.q.row, n, c.D) && all_finite(g, c.g.row, n, c.Dv);
+    Q_ = as_float(q, c.q.row, n, c.D, w.D, w.Q), G_ = as_float(g, c.g.row, n, c.Dv, w.Dv, w.G);
+    return finite;
+  }
+
+  void fast_block(long i0, long i1) {
+    const long panels = (i1 - i0 + PANEL - 1) / PANEL;
+    Panel panel[BACK_QUERIES / PANEL];
+    long from = x_.kb, to = x_.ka;
+    for (long p = 0; p < panels; p++) {
+      const long i = i0 + p * PANEL, n = std::min((long)PANEL, i1 - i);
+      panel[p] = s.panel(x_.b, h_, i, n);
+      pack_panel(row<T>(c.q, x_.b, h_, i), c.q.row, n, c.D, (float)c.scale * LOG2E, w.QT + p * PANEL * c.D);
+      pack_panel(row<T>(c.g, x_.b, h_, i), c.g.row, n, c.Dv, 1.f, w.GT + p * PANEL * c.Dv);
+      long ja, jb;
+      s.hull(panel[p], ja, jb);
+      if (ja < jb) from = std::min(from, std::max(ja, x_.ka)), to = std::max(to, std::min(jb, x_.kb));
+    }
+    std::memset(w.dQT, 0, sizeof(float) * panels * PANEL * c.D);
+    for (long jc = from; jc < to; jc += BACK_KEYS) chunk(panel, panels, i1 - i0, jc, std::min(to, jc + BACK_KEYS));
+    float by[PANEL];
+    std::fill(by, by + PANEL, (float)c.scale);
+    for (long p = 0; p < panels; p++)
+      unpack_panel(w.dQT + p * PANEL * c.D, std::min((long)PANEL, i1 - i0 - p * PANEL), c.D, by, w.dQ + p * PANEL * c.D, c.D);
+  }
+
+  void chunk(const Panel* panel, long panels, long queries, long jc, long je) {
+    const long keys = je - jc;
+    long low[BACK_QUERIES / PANEL], high[BACK_QUERIES / PANEL];  // rows of the tile each panel has written
+    for (long p = 0; p < panels; p++) {
+      low[p] = high[p] = 0;
+      s.runs(panel[p], jc, je, [&](long ja, long jb, bool masked) {
+        long a = ja - jc, b = jb - jc;
+        if (!s.general) a = a / ROWS * ROWS, b = std::min(keys, round_up(b, ROWS));  // the table hides what is beyond
+        if (high[p] == 0)
+          low[p] = a;
+        else
+          zero(p, high[p], a);
+        high[p] = b;
+        run(panel[p], p, jc, a, b, masked);
+      });
+    }
+    gather(low, high, panels, queries, keys, w.P, G_, w.dV + (jc - x_.ka) * w.Dv, w.Dv);
+    gather(low, high, panels, queries, keys, w.dS, Q_, w.dK + (jc - x_.ka) * w.D, w.D);
+  }
+
+  void zero(long p, long from, long to) {
+    for (long r = from; r < to; r++) {
+      std::memset(w.P + r * BACK_QUERIES + p * PANEL, 0, sizeof(float) * PANEL);
+      std::memset(w.dS + r * BACK_QUERIES + p * PANEL, 0, sizeof(float) * PANEL);
+    }
+  }
+
+  // Weights P and score gradients dS of rows [a, b) of the chunk at jc, and what they add to dQ and the rule's terms.
+  void run(const Panel& p, long index, long jc, long a, long b, bool masked) {
+    const long n = b - a, ja = jc + a, ld = BACK_QUERIES;
+    float *P = w.P + a * ld + index * PANEL, *dS = w.dS + a * ld + index * PANEL;
+    const View K{K_.data + (ja - x_.ka) * K_.ld, K_.ld}, V{V_.data + (ja - x_.ka) * V_.ld, V_.ld};
+    const Tile tile{p, ja, n, P, ld};
+    score(s, tile, masked, w.QT + index * PANEL * c.D, K, w.mask, w.rel);
+    product<BY_ROW, false>(n, c.Dv, V.data, V.ld, w.GT + index * PANEL * c.Dv, PANEL, dS, ld);
+    const Dropper drop(c, p.b, p.h);
+    if (drop.on()) drop_gradients(drop, p, ja, n, dS);
+    weights(tile, dS, w.lse + index * PANEL, w.delta + index * PANEL);
+    const Tile gradient{p, ja, n, dS, ld};
+    if (c.d_span && c.dynamic) dynamic_span_sums(gradient, w.dz + index * PANEL);
+    if (bias_) bias_sums(gradient);
+    if (d_key_)
+      for (long r = 0; r < n; r++)
+        for (int v = 0; v < VECS; v++) d_key_[ja + r] += sum(load(dS + r * ld + v * W));
+    if (c.distance_vec) vector_sums(gradient, index);
+    if (drop.on()) drop_gradients(drop, p, ja, n, P);
+    product<BY_COLUMN, true>(c.D, n, K.data, K.ld, dS, ld, w.dQT + index * PANEL * c.D, PANEL);
+  }
+
+  // Times 1/(1 − p) where dropout keeps the weight, else times 0.
+  void drop_gradients(const Dropper& drop, const Panel& p, long ja, long n, float* X) {
+    vu of_query[VECS];
+    for (int v = 0; v < VECS; v++)
+      for (int e = 0; e < W; e++) of_query[v][e] = drop.of_query(p.i + v * W + e);
+    for (long r = 0; r < n; r++) {
+      const uint32_t of_key = drop.of_key(ja + r);
+      for (int v = 0; v < VECS; v++) {
+        float* y = X + r * BACK_QUERIES + v * W;
+        store(y, load(y) * drop.factors(of_query[v], of_key));
+      }
+    }
+  }
+
+  // S → P = exp(S − lse), dP → dS = P·(dP − delta).
+  void weights(const Tile& t, float* dS, const float* lse, const float* delta) {
+    long plain_a, plain_b;
+    plain_rows(s, t, plain_a, plain_b);
+    const Head& head = s.heads[h_];
+    vf L[VECS], O[VECS], dz[VECS] = {};
+    for (int v = 0; v < VECS; v++) L[v] = load(lse + v * W), O[v] = load(delta + v * W);
+    auto edge = [&](long r) __attribute__((always_inline)) {
+      const long d = t.p.at - t.ja - r;
+      for (int v = 0; v < VECS; v++) {
+        float *x = t.S + r * t.ld + v * W, *y = dS + r * t.ld + v * W;
+        const vf e = vexp2(load(x) - L[v] + load(head.bias + d + v * W)), g = e * (load(y) - O[v]);
+        if (d_span_) dz[v] = g * load(head.slope + d + v * W) + dz[v];
+        store(x, e), store(y, g);
+      }
+    };
+    for (long r = 0; r < plain_a; r++) edge(r);
+    for (long r = plain_a; r < plain_b; r++)
+      for (int v = 0; v < VECS; v++) {
+        float *x = t.S + r * t.ld + v * W, *y = dS + r * t.ld + v * W;
+        const vf e = vexp2(load(x) - L[v]);
+        store(x, e), store(y, e * (load(y) - O[v]));
+      }
+    for (long r = plain_b; r < t.n; r++) edge(r);
+    if (!d_span_) return;
+    for (int v = 0; v < VECS; v++) d_span_[g_] += sum(dz[v]);
+    if (s.positioned)  // the table was in the mask, and so was the ramp
+      for (long r = 0; r < t.n; r++)
+        for (long lane = 0; lane < t.p.n; lane++)
+          d_span_[g_] += dS[r * t.ld + lane] * head.slope_at(s.pair_distance(x_.b, t.p.i + lane, t.ja + r));
+  }
+
+  void dynamic_span_sums(const Tile& t, float* dz) {
+    if (s.positioned) {
+      for (long r = 0; r < t.n; r++)
+        for (long lane = 0; lane < t.p.n; lane++) {
+          const double m = ramp_at(t.p.z[lane], c.ramp, s.pair_distance(x_.b, t.p.i + lane, t.ja + r));
+          if (m > 0 && m < 1) dz[lane] += (float)(t.S[r * t.ld + lane] / (m * c.ramp));
+        }
+      return;
+    }
+    vf acc[VECS];
+    for (int v = 0; v < VECS; v++) acc[v] = load(dz + v * W);
+    for (long r = 0; r < t.n; r++) {
+      if (!softened(t, r)) continue;
+      for (int v = 0; v < VECS; v++) {
+        const vf m = dynamic_ramp(s, t, r, v);
+        const vf part = load(t.S + r * t.ld + v * W) / (m * set1((float)c.ramp));
+        acc[v] += (m > vf{}) & (m < set1(1.f)) ? part : vf{};
+      }
+    }
+    for (int v = 0; v < VECS; v++) store(dz + v * W, acc[v]);
+  }
+
+  void bias_sums(const Tile& t) {
+    const DistanceSums& sums = bias_[g_];
+    for (long r = 0; r < t.n; r++) {
+      if (s.positioned) {
+        for (long lane = 0; lane < t.p.n; lane++) add_bias(t.p.i + lane, t.ja + r, t.S[r * t.ld + lane]);
+        continue;
+      }
+      float* at = sums.data + (t.p.at - t.ja - r - sums.first);
+      for (int v = 0; v < VECS; v++) store(at + v * W, load(at + v * W) + load(t.S + r * t.ld + v * W));
+    }
+  }
+  void add_bias(long i, long j, float value) {
+    const DistanceSums& sums = bias_[g_];
+    const long d = (s.positioned ? s.pair_distance(x_.b, i, j) : i + s.offset[x_.b] - j) - sums.first;
+    if (d >= 0 && d < sums.count) sums.data[d] += value;
+  }
+
+  void vector_sums(const Tile& t, long index) {
+    const Distances ds(t.p, t.ja, t.n);
+    for (long r = 0; r < t.n; r++)
+      for (int v = 0; v < VECS; v++) store(w.rel + (t.n - 1 - r) * PANEL + v * W, load(t.S + r * t.ld + v * W));
+    std::memset(w.rel + t.n * PANEL, 0, sizeof(float) * (ds.rows - t.n) * PANEL);
+    unskew(w.rel, ds.rows);
+    vector_parts(s, h_, ds, [&](long at, long count, const float* r, long stride) {
+      product<BY_COLUMN, true>(c.D, count, r, stride, w.rel + at * PANEL, PANEL, w.dQT + index * PANEL * c.D, PANEL);
+    });
+    if (!vec_) return;
+    float* sums = vec_[g_].data + (ds.least - vec_[g_].first) * w.D;
+    for (long d = 0; d < w.D; d += PANEL)
+      product<BY_ROW, true>(ds.rows, t.p.n, w.rel, PANEL, Q_.data + index * PANEL * Q_.ld + d, Q_.ld, sums + d, w.D);
+  }
+
+  // C[key][d] += Σ_query A[key][query] · X[query][d], over the queries whose panels wrote that row of A.
+  void gather(const long* low, const long* high, long panels, long queries, long keys, const float* A, View X, float* C,
+              long ldc) {
+    for (long r = 0; r < keys; r += ROWS) {
+      long pa = panels, pb = 0;
+      for (long p = 0; p < panels; p++)
+        if (low[p] < r + ROWS && high[p] > r) pa = std::min(pa, p), pb = std::max(pb, p + 1);
+      if (pb <= pa) continue;
+      const long a = pa * PANEL, b = std::min(queries, pb * PANEL), m = std::min((long)ROWS, keys - r);
+      for (long p = pa; p < pb; p++)  // rows a panel did not write hold old numbers
+        if (low[p] > r || high[p] < r + m) {
+          zero(p, r, std::min(low[p], r + m));
+          zero(p, std::max(high[p], r), r + m);
+        }
+      for (long d = 0; d < ldc; d += PANEL)
+        product<BY_ROW, true>(m, b - a, A + r * BACK_QUERIES + a, BACK_QUERIES, X.data + a * X.ld + d, X.ld, C + r * ldc + d, ldc);
+    }
+  }
+
+  void exact_block(long i0, long i1) {
+    const Dropper drop(c, x_.b, h_);
+    std::memset(w.dQ, 0, sizeof(float) * (i1 - i0) * c.D);
+    for (long i = i0; i < i1; i++) {
+      float* dq = w.dQ + (i - i0) * c.D;
+      const T *q = row<T>(c.q, x_.b, h_, i), *g = row<T>(c.g, x_.b, h_, i);
+      for (long j = x_.ka; j < x_.kb; j++) {
+        const Pair pair = exact_pair<T>(s, x_.b, h_, i, j);
+        if (!pair.visible) continue;
+        const T *k = row<T>(c.k, x_.b, x_.kv, j), *v = row<T>(c.v, x_.b, x_.kv, j);
+        const float keep = drop.on() ? drop.factor(drop.of_query(i), drop.of_key(j)) : 1.f;
+        const float weight = std::exp2(pair.score - w.lse[i - i0]);
+        const float ds = weight * (exact_dot(g, v, c.Dv) * keep - w.delta[i - i0]), by = ds * (float)c.scale;
+        for (long d = 0; d < c.D; d++) dq[d] += by * to_float(k[d]);
+        for (long d = 0; d < c.D; d++) w.dK[(j - x_.ka) * w.D + d] += ds * to_float(q[d]);
+        for (long d = 0; d < c.Dv; d++) w.dV[(j - x_.ka) * w.Dv + d] += weight * keep * to_float(g[d]);
+        if (d_span_) d_span_[g_] += ds * pair.slope;
+        if (c.d_span && c.dynamic) w.dz[i - i0] += ds * pair.slope;
+        if (d_key_) d_key_[j] += ds;
+        if (bias_) add_bias(i, j, ds);
+        if (!c.distance_vec || pair.d >= c.vec_length) continue;
+        const float* r = s.vectors(h_) + pair.d * c.D;
+        for (long d = 0; d < c.D; d++) dq[d] += by * r[d];
+        if (!vec_) continue;
+        const long signed_d = s.positioned ? pair.d : i + s.offset[x_.b] - j;
+        float* sums = vec_[g_].data + (signed_d - vec_[g_].first) * w.D;
+        for (long d = 0; d < c.D; d++) sums[d] += ds * to_float(q[d]);
+      }
+    }
+  }
+
+  void add_to_dq(long block, long i0, long i1) {
+    const long cell = (x_.b * c.H + h_) * plan_.blocks + block;
+    const int turn = (int)(plan_.nearest[cell] - x_.index);
+    std::atomic<int>& turns = plan_.turns[cell];
+    for (long spins = 0; turns.load(std::memory_order_acquire) != turn; spins++)
+      if (spins > 256) std::this_thread::yield();
+    for (long i = i0; i < i1; i++) {
+      float* dq = row_of<float>(c.dq, x_.b, h_, i);
+      const float* add = w.dQ + (i - i0) * c.D;
+      if (turn == 0)
+        std::memcpy(dq, add, sizeof(float) * c.D);
+      else
+        for (long d = 0; d < c.D; d++) dq[d] += add[d];
+    }
+    if (c.d_span && c.dynamic) {
+      float* dz = c.d_span + (x_.b * c.H + h_) * c.Tq;
+      for (long i = i0; i < i1; i++) dz[i] = (turn == 0 ? 0.f : dz[i]) + w.dz[i - i0];
+    }
+    turns.store(turn + 1, std::memory_order_release);
+  }
+};
+
+}  // namespace SPANFORMER_ISA
+}  // namespace spanformer

@@ -1,0 +1,78 @@
+// The C ABI: one attention call as plain numbers, every field 8 bytes wide, in the order ops/kernel.py packs them.
+// Strides count elements; the last axis of q, k, v, out and their gradients is contiguous.
+#pragma once
+#include <cstdint>
+
+namespace spanformer {
+
+enum DType : int64_t { kFloat32 = 0, kBFloat16 = 1 };
+
+struct Rows {  // a [B, heads, T, size] tensor
+  void* data;
+  int64_t batch, head, row;
+};
+
+struct Call {
+  int64_t dtype, threads;
+  int64_t B, H, Hkv, Tq, Tk, D, Dv;
+  int64_t causal, shift;  // shift: every distance is shortened by this (1 with the original's conventions)
+  double scale, ramp, dropout;
+  Rows q, k, v, out;
+  float* lse;            // [B, H, Tq] contiguous, natural log
+  const int64_t* reach;  // [H] or null
+  const float* span;     // null, [H] (dynamic = 0) or contiguous [B, H, Tq] (dynamic = 1)
+  int64_t dynamic;
+  const float* distance_bias;  // [H, bias_length] contiguous or null
+  int64_t bias_length;
+  const float* distance_vec;  // [1 or H, vec_length, D] contiguous or null; vec_head is 0 when heads share it
+  int64_t vec_length, vec_head;
+  const float* key_bias;  // [1 or B, H / key_group, Tk] or null
+  int64_t key_batch, key_head, key_group;
+  const int64_t *q_positions, *k_positions;  // [1 or B, T] or null; the batch stride is 0 when rows share them
+  int64_t q_positions_batch, k_positions_batch;
+  const int64_t *q_documents, *k_documents;
+  int64_t q_documents_batch, k_documents_batch;
+  const float* sinks;  // [H] or null
+  const int64_t *block_offsets, *block_columns, *block_mask_ids;
+  const uint8_t* block_masks;  // [M, size, size]
+  int64_t block_size, block_rows, block_head;
+  const int64_t* seed;  // [1] or null
+  // backward only
+  Rows g, dq, dk, dv;
+  const float* g_lse;     // [B, H, Tq] contiguous or null
+  float* d_span;          // like span
+  float* d_distance_bias; // like distance_bias
+  float* d_distance_vec;  // like distance_vec
+  float* d_key_bias;      // [B, H, Tk] contiguous
+  float* d_sinks;         // [H]
+};
+
+// One query per batch row against a ring of keys and values per key/value head.
+// Head g of row b keeps `capacity[g]` slots from slot `first[g]` of that row on; the key at position p lies in slot
+// first[g] + p mod capacity[g]. The newest position of row b is newest[b] (−1: the row is empty).
+struct Decode {
+  int64_t dtype, threads;
+  int64_t B, H, Hkv, D, Dv;
+  int64_t shift;
+  double scale, ramp;
+  Rows q, out;          // [B, H, 1, ·]
+  float* lse;           // [B, H]
+  Rows k, v;            // [B, slots, ·]: batch and row strides count, head is unused
+  const int64_t *first, *capacity, *newest;  // [Hkv], [Hkv], [B]
+  const int64_t* reach;
+  const float* span;
+  int64_t dynamic;
+  const float* distance_bias;
+  int64_t bias_length;
+  const float* distance_vec;
+  int64_t vec_length, vec_head;
+  const float* sinks;
+};
+
+struct Kernel {  // one instruction set's code
+  void (*forward)(const Call&);
+  void (*backward)(const Call&);
+  void (*decode)(const Decode&);
+};
+
+}  // namespace spanformer

@@ -1,0 +1,99 @@
+// The slow, obvious version, pair by pair, for what the fast one leaves aside: rows with NaN or infinity in sight
+// (0 · NaN must not leak from a key that is hidden), and distance vectors at positions given one by one.
+#pragma once
+#include "scores.h"
+
+namespace spanformer {
+namespace SPANFORMER_ISA {
+
+template <class T>
+static inline const T* row(const Rows& r, long b, long h, long t) {
+  return static_cast<const T*>(r.data) + b * r.batch + h * r.head + t * r.row;
+}
+template <class T>
+static inline T* row_of(const Rows& r, long b, long h, long t) {
+  return static_cast<T*>(r.data) + b * r.batch + h * r.head + t * r.row;
+}
+template <class A, class B>
+static inline float exact_dot(const A* a, const B* b, long n) {
+  float s = 0.f;
+  for (long d = 0; d < n; d++) s += to_float(a[d]) * to_float(b[d]);
+  return s;
+}
+
+struct Pair {
+  bool visible;
+  float score;  // log2
+  long d;       // what tables are read at
+  float slope;  // d score / d span, natural
+};
+
+template <class T>
+static Pair exact_pair(const Scene& s, long b, long h, long i, long j) {
+  const Call& c = s.c;
+  const Head& head = s.heads[h];
+  Pair p{false, 0.f, 0, 0.f};
+  const long key = s.positioned ? s.pair_distance(b, i, j) : i + s.offset[b] - j;  // of the head's tables
+  p.d = s.fold(key);
+  const float table = head.at(key);
+  if (table <= HIDDEN_AT_MOST) return p;
+  if (c.q_documents && s.q_document(b, i) != s.k_document(b, j)) return p;
+  if (c.block_offsets && !s.in_blocks(h, s.q_position(b, i), s.k_position(b, j))) return p;
+  float bias = 0.f;
+  if (const float* kb = s.key_bias(b, h)) bias = kb[j] * LOG2E;
+  if (bias == -std::numeric_limits<float>::infinity()) return p;
+  float soft = 0.f;
+  if (c.dynamic) {
+    const double m = ramp_at(s.dynamic_span(b, h, i), c.ramp, p.d);
+    if (!(m > 0)) return p;
+    if (m < 1) soft = (float)std::log2(m), p.slope = (float)(1 / (m * c.ramp));
+  } else if (c.span) {
+    p.slope = head.slope_at(key);
+  }
+  const T* q = row<T>(c.q, b, h, i);
+  float dots = exact_dot(q, row<T>(c.k, b, h / (c.H / c.Hkv), j), c.D);
+  if (c.distance_vec && p.d < c.vec_length) dots += exact_dot(q, s.vectors(h) + p.d * c.D, c.D);
+  p.visible = true;
+  p.score = dots * (float)c.scale * LOG2E + bias + soft + table;
+  return p;
+}
+
+template <class T>
+static void exact_forward(const Scene& s, const Panel& p) {
+  const Call& c = s.c;
+  const long kv = p.h / (c.H / c.Hkv);
+  const Dropper drop(c, p.b, p.h);
+  long ja, jb;
+  s.hull(p, ja, jb);
+  std::vector<float> score(jb - ja), acc(c.Dv);
+  for (long i = p.i; i < p.i + p.n; i++) {
+    float top = c.sinks ? c.sinks[p.h] * LOG2E : -std::numeric_limits<float>::infinity();
+    bool bad = top != top;
+    for (long j = ja; j < jb; j++) {
+      const Pair pair = exact_pair<T>(s, p.b, p.h, i, j);
+      score[j - ja] = pair.visible ? pair.score : HIDDEN;
+      if (!pair.visible) continue;
+      bad = bad || pair.score != pair.score;
+      top = std::max(top, pair.score);
+    }
+    const bool nothing = top == -std::numeric_limits<float>::infinity() && !bad;
+    if (nothing) top = 0.f;
+    float total = c.sinks ? std::exp2(c.sinks[p.h] * LOG2E - top) : 0.f;
+    std::fill(acc.begin(), acc.end(), 0.f);
+    for (long j = ja; j < jb; j++) {
+      if (score[j - ja] == HIDDEN) continue;
+      const float e = bad ? std::numeric_limits<float>::quiet_NaN() : std::exp2(score[j - ja] - top);
+      total += e;
+      const float w = drop.on() ? e * drop.factor(drop.of_query(i), drop.of_key(j)) : e;
+      const T* v = row<T>(c.v, p.b, kv, j);
+      for (long d = 0; d < c.Dv; d++) acc[d] += w * to_float(v[d]);
+    }
+    T* out = row_of<T>(c.out, p.b, p.h, i);
+    for (long d = 0; d < c.Dv; d++) put(&out[d], total == 0.f ? 0.f : acc[d] / total);
+    c.lse[(p.b * c.H + p.h) * c.Tq + i] =
+        total == 0.f ? -std::numeric_limits<float>::infinity() : (top + std::log2(total)) * LN2;
+  }
+}
+
+}  // namespace SPANFORMER_ISA
+}  // namespace spanformer

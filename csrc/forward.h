@@ -1,0 +1,196 @@
+// out = softmax(scores)·V by blocks of queries, each against its own band of keys, with a running maximum and sum.
+#pragma once
+#include "exact.h"
+#include "work.h"
+
+namespace spanformer {
+namespace SPANFORMER_ISA {
+
+constexpr long FORWARD_QUERIES = 128;  // per item
+constexpr long FORWARD_KEYS = 256;     // per chunk: K and V of it stay in the cache for all the item's panels
+
+struct ForwardScratch {
+  float *QT, *OT, *S, *mask, *rel, *top, *total, *K, *V;
+  explicit ForwardScratch(const Call& c) {
+    const long q = FORWARD_QUERIES, k = FORWARD_KEYS, copy = c.dtype == kFloat32 ? 0 : k;
+    const size_t sizes[] = {(size_t)(q * c.D), (size_t)(q * c.Dv), (size_t)(k * PANEL), (size_t)(k * PANEL),
+                            (size_t)((k + PANEL) * PANEL), (size_t)q, (size_t)q, (size_t)(copy * c.D), (size_t)(copy * c.Dv)};
+    float** parts[] = {&QT, &OT, &S, &mask, &rel, &top, &total, &K, &V};
+    size_t all = 0;
+    for (size_t n : sizes) all += Arena::rounded(n);
+    arena().reserve(all);
+    for (int t = 0; t < 9; t++) *parts[t] = arena().take(sizes[t]);
+  }
+};
+
+// One run of keys for one panel: extends top, total and OT; returns false if a score is NaN or infinite.
+static inline bool forward_run(const Scene& s, const Tile& t, bool masked, const float* QT, View K, View V,
+                               const Dropper& drop, float* OT, float* top, float* total, bool fresh,
+                               const ForwardScratch& w) {
+  score(s, t, masked, QT, K, w.mask, w.rel);
+  long plain_a, plain_b;
+  plain_rows(s, t, plain_a, plain_b);
+  const float* table = s.heads[t.p.h].bias;
+  vf x[VECS], old[VECS], finite[VECS] = {};
+  for (int v = 0; v < VECS; v++) x[v] = old[v] = load(top + v * W);
+  auto edge = [&](long r) __attribute__((always_inline)) {
+    const float* bias = table + (t.p.at - t.ja - r);
+    for (int v = 0; v < VECS; v++) {
+      const vf y = load(t.S + r * PANEL + v * W) + load(bias + v * W);
+      store(t.S + r * PANEL + v * W, y);
+      x[v] = vmax(x[v], y);
+      finite[v] = y * set1(0.f) + finite[v];
+    }
+  };
+  for (long r = 0; r < plain_a; r++) edge(r);
+  for (long r = plain_a; r < plain_b; r++)
+    for (int v = 0; v < VECS; v++) {
+      const vf y = load(t.S + r * PANEL + v * W);
+      x[v] = vmax(x[v], y);
+      finite[v] = y * set1(0.f) + finite[v];
+    }
+  for (long r = plain_b; r < t.n; r++) edge(r);
+  vi bad{};
+  for (int v = 0; v < VECS; v++) bad |= finite[v] != vf{};
+  if (any(bad)) return false;
+
+  // A lane whose every key is hidden so far keeps HIDDEN as its maximum; s − HIDDEN would give weight, so lift it.
+  vf lifted[VECS], added[VECS] = {};
+  for (int v = 0; v < VECS; v++) lifted[v] = vmax(x[v], set1(HIDDEN_AT_MOST));
+  for (long r = 0; r < t.n; r++)
+    for (int v = 0; v < VECS; v++) {
+      const vf e = vexp2(load(t.S + r * PANEL + v * W) - lifted[v]);
+      added[v] += e;
+      store(t.S + r * PANEL + v * W, e);
+    }
+  vi moved{};
+  for (int v = 0; v < VECS; v++) moved |= x[v] != old[v];
+  if (any(moved)) {
+    vf shrink[VECS];
+    for (int v = 0; v < VECS; v++) {
+      shrink[v] = vexp2(old[v] - x[v]);
+      store(total + v * W, load(total + v * W) * shrink[v]);
+      store(top + v * W, x[v]);
+    }
+    if (!fresh)
+      for (long d = 0; d < s.c.Dv; d++)
+        for (int v = 0; v < VECS; v++) store(OT + d * PANEL + v * W, load(OT + d * PANEL + v * W) * shrink[v]);
+  }
+  for (int v = 0; v < VECS; v++) store(total + v * W, load(total + v * W) + added[v]);
+  if (drop.on()) {
+    vu of_query[VECS];
+    for (int v = 0; v < VECS; v++)
+      for (int e = 0; e < W; e++) of_query[v][e] = drop.of_query(t.p.i + v * W + e);
+    for (long r = 0; r < t.n; r++) {
+      const uint32_t of_key = drop.of_key(t.ja + r);
+      for (int v = 0; v < VECS; v++)
+        store(t.S + r * PANEL + v * W, load(t.S + r * PANEL + v * W) * drop.factors(of_query[v], of_key));
+    }
+  }
+  if (fresh)
+    product<BY_COLUMN, false>(s.c.Dv, t.n, V.data, V.ld, t.S, PANEL, OT, PANEL);
+  else
+    product<BY_COLUMN, true>(s.c.Dv, t.n, V.data, V.ld, t.S, PANEL, OT, PANEL);
+  return true;
+}
+
+template <class T>
+static void forward_finish(const Scene& s, const Panel& p, float* OT, const float* top, const float* total, bool fresh) {
+  const Call& c = s.c;
+  float by[PANEL];
+  float* lse = c.lse + (p.b * c.H + p.h) * c.Tq + p.i;
+  for (long t = 0; t < PANEL; t++) {
+    by[t] = 0.f;
+    if (t >= p.n) continue;
+    float l = total[t], m = top[t];
+    if (l == 0.f) m = HIDDEN;
+    if (c.sinks) {
+      const float sink = c.sinks[p.h] * LOG2E, joint = std::max(m, sink);
+      by[t] = std::exp2(m - joint);
+      l = l * by[t] + std::exp2(sink - joint);
+      by[t] /= l, m = joint;
+    } else if (l > 0.f) {
+      by[t] = 1.f / l;
+    }
+    lse[t] = l > 0.f ? (m + std::log2(l)) * LN2 : -std::numeric_limits<float>::infinity();
+  }
+  if (fresh) std::memset(OT, 0, sizeof(float) * c.Dv * PANEL);
+  T* out = row_of<T>(c.out, p.b, p.h, p.i);
+  unpack_panel(OT, p.n, c.Dv, by, out, c.out.row);
+  if (!all_finite(out, c.out.row, p.n, c.Dv)) exact_forward<T>(s, p);  // some V is not finite: find out who sees it
+}
+
+template <class T>
+static void forward_item(const Scene& s, long b, long h, long i0, long i1) {
+  const Call& c = s.c;
+  ForwardScratch w(c);
+  const long kv = h / (c.H / c.Hkv), panels = (i1 - i0 + PANEL - 1) / PANEL;
+  const Dropper drop(c, b, h);
+  Panel panel[FORWARD_QUERIES / PANEL];
+  bool fresh[FORWARD_QUERIES / PANEL], exact[FORWARD_QUERIES / PANEL];
+  long from = c.Tk, to = 0;
+  for (long p = 0; p < panels; p++) {
+    const long i = i0 + p * PANEL, n = std::min((long)PANEL, i1 - i);
+    panel[p] = s.panel(b, h, i, n);
+    fresh[p] = true, exact[p] = s.positioned && c.distance_vec;
+    pack_panel(row<T>(c.q, b, h, i), c.q.row, n, c.D, (float)c.scale * LOG2E, w.QT + p * PANEL * c.D);
+    for (long t = 0; t < PANEL; t++) w.top[p * PANEL + t] = HIDDEN, w.total[p * PANEL + t] = 0.f;
+    long ja, jb;
+    s.hull(panel[p], ja, jb);
+    if (ja < jb) from = std::min(from, ja), to = std::max(to, jb);
+  }
+  for (long jc = from; jc < to; jc += FORWARD_KEYS) {
+    const long je = std::min(to, jc + FORWARD_KEYS);
+    const View K = as_float(row<T>(c.k, b, kv, jc), c.k.row, je - jc, c.D, c.D, w.K);
+    const View V = as_float(row<T>(c.v, b, kv, jc), c.v.row, je - jc, c.Dv, c.Dv, w.V);
+    for (long p = 0; p < panels; p++)
+      s.runs(panel[p], jc, je, [&](long ja, long jb, bool masked) {
+        if (exact[p]) return;
+        const Tile tile{panel[p], ja, jb - ja, w.S, PANEL};
+        exact[p] = !forward_run(s, tile, masked, w.QT + p * PANEL * c.D, {K.data + (ja - jc) * K.ld, K.ld},
+                                {V.data + (ja - jc) * V.ld, V.ld}, drop, w.OT + p * PANEL * c.Dv, w.top + p * PANEL,
+                                w.total + p * PANEL, fresh[p], w);
+        fresh[p] = false;
+      });
+  }
+  for (long p = 0; p < panels; p++)
+    if (exact[p])
+      exact_forward<T>(s, panel[p]);
+    else
+      forward_finish<T>(s, panel[p], w.OT + p * PANEL * c.Dv, w.top + p * PANEL, w.total + p * PANEL, fresh[p]);
+}
+
+// About how many pairs of queries [i0, i1) and keys a head has; for sharing out the work only.
+static double pairs(const Scene& s, long b, long h, long i0, long i1) {
+  long ja, jb;
+  s.hull(s.panel(b, h, i0, std::min((long)PANEL, i1 - i0)), ja, jb);
+  return (double)(jb - ja + 1) * (double)(i1 - i0);
+}
+
+template <class T>
+static void forward_all(const Call& c) {
+  if (!c.B || !c.Tq) return;
+  const Scene s(c);
+  struct Item {
+    long b, h, i0, i1;
+    double cost;
+  };
+  std::vector<Item> items;
+  items.reserve(c.B * c.H * ((c.Tq + FORWARD_QUERIES - 1) / FORWARD_QUERIES));
+  double all = 0;
+  for (long b = 0; b < c.B; b++)
+    for (long h = 0; h < c.H; h++)
+      for (long i = 0; i < c.Tq; i += FORWARD_QUERIES) {
+        const long end = std::min((long)c.Tq, i + FORWARD_QUERIES);
+        items.push_back({b, h, i, end, pairs(s, b, h, i, end)});
+        all += items.back().cost * (c.D + c.Dv);
+      }
+  std::stable_sort(items.begin(), items.end(), [](const Item& x, const Item& y) { return x.cost > y.cost; });
+  for_items(items.size(), c.threads, all, [&](long t) {
+    const Item& x = items[t];
+    forward_item<T>(s, x.b, x.h, x.i0, x.i1);
+  });
+}
+
+}  // namespace SPANFORMER_ISA
+}  // namespace spanformer

@@ -1,0 +1,17 @@
+// Compiled once for each instruction set; SPANFORMER_ISA names the namespace it fills.
+#include "decode.h"
+#include "forward.h"
+#include "gradients.h"
+
+namespace spanformer {
+namespace SPANFORMER_ISA {
+
+extern const Kernel kernel;
+const Kernel kernel = {
+    [](const Call& c) { c.dtype == kFloat32 ? forward_all<float>(c) : forward_all<bf16>(c); },
+    [](const Call& c) { c.dtype == kFloat32 ? backward_all<float>(c) : backward_all<bf16>(c); },
+    [](const Decode& c) { c.dtype == kFloat32 ? decode_all<float>(c) : decode_all<bf16>(c); },
+};
+
+}  // namespace SPANFORMER_ISA
+}  // namespace spanformer

@@ -1,0 +1,329 @@
+// What a head sees. Distances d = i + offset − j are looked up in one table per head, in log2: the soft span, the
+// distance bias, the reach and causality are one vector add. Which keys a panel of queries needs is arithmetic.
+#pragma once
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "call.h"
+#include "pack.h"
+
+namespace spanformer {
+namespace SPANFORMER_ISA {
+
+constexpr float HIDDEN = -1e38f;          // three of them still add up to a finite number
+constexpr float HIDDEN_AT_MOST = -1e37f;  // no real score is this low
+constexpr float LOG2E = 1.44269504088896340736f, LN2 = 0.69314718055994530942f;
+constexpr long PAD = PANEL + 16;  // tables may be read this far past either end
+constexpr long FAR = 1L << 40;    // a reach beyond any sequence, as ops/rule.py
+
+static inline long reach_of_span(double z, double ramp) {  // how many distances 0, 1, … have m > 0
+  const double n = std::ceil(z + ramp);
+  return n >= (double)FAR ? FAR : (long)n;
+}
+static inline double ramp_at(double z, double ramp, long d) {  // m before clipping
+  return (ramp + z - (double)d) / ramp;
+}
+
+struct Head {
+  long first, last;            // the band: first ≤ d ≤ last
+  long plain_first, plain_last;  // distances that need no table: visible, nothing added
+  long table_first, table_last;
+  const float *bias = nullptr, *slope = nullptr;  // by d: log2 of what multiplies the weight; 1/(m·ramp) on the ramp
+  std::vector<float> store;
+
+  // The table's entry for any distance (|d| where `folded`).
+  float at(long d) const {
+    if (d < first || d > last) return HIDDEN;
+    return d < table_first || d > table_last ? 0.f : bias[d];
+  }
+  float slope_at(long d) const { return d < table_first || d > table_last ? 0.f : slope[d]; }
+};
+
+// `folded` heads know only |d| (positions are given one by one); otherwise the table runs over signed distances.
+static void make_head(const Call& c, long h, bool folded, long least, long most, Head& head) {
+  const bool soft = c.span && !c.dynamic;
+  long limit = c.reach ? std::min(FAR, (long)c.reach[h]) : FAR;
+  const double z = soft ? c.span[h] : 0;
+  if (soft) limit = std::min(limit, reach_of_span(z, c.ramp));
+  const bool two_sided = !c.causal && !folded;
+  head.last = std::min(limit - 1, folded ? FAR : most);
+  head.first = two_sided ? std::max(1 - limit, least) : 0;
+  const long full = soft ? (long)std::min((double)FAR, std::floor(z)) : FAR;  // m = 1 up to here
+  head.plain_last = std::min(head.last, full);
+  head.plain_first = two_sided ? std::max(head.first, -full) : 0;
+  head.table_first = folded && !c.distance_bias ? head.plain_last + 1 : head.first - PAD;
+  head.table_last = folded ? head.last : head.last + PAD;
+  if (c.distance_bias) {
+    head.plain_first = 1, head.plain_last = 0;
+    if (folded) head.table_last = std::min(head.table_last, (long)c.bias_length - 1);
+  } else if (folded && !soft) {
+    head.table_first = 0, head.table_last = -1;
+  }
+  const long n = std::max(0L, head.table_last - head.table_first + 1);
+  head.store.resize((size_t)(soft ? 2 * n : n));
+  float *bias = head.store.data() - head.table_first, *slope = soft ? bias + n : nullptr;
+  head.bias = bias, head.slope = slope;
+  for (long d = head.table_first; d <= head.table_last; d++) {
+    const long a = std::labs(d);
+    float value = 0.f, inverse = 0.f;
+    if (d < head.first || d > head.last) {
+      value = HIDDEN;
+    } else {
+      if (soft && a > full) {
+        const double m = ramp_at(z, c.ramp, a);
+        if (m < 1) value = (float)std::log2(m), inverse = (float)(1.0 / (m * c.ramp));
+      }
+      if (c.distance_bias) {
+        const float extra = a < c.bias_length ? c.distance_bias[h * c.bias_length + a] : 0.f;
+        value = extra == -std::numeric_limits<float>::infinity() ? HIDDEN : value + extra * LOG2E;
+        if (value == HIDDEN) inverse = 0.f;
+      }
+    }
+    bias[d] = value;
+    if (soft) slope[d] = inverse;
+  }
+}
+
+struct Panel {  // n ≤ PANEL consecutive queries of one head
+  long b, h, i, n;
+  long at;           // lane t and key j are at distance at + t − j
+  long first, last;  // the band, narrowed to these queries' own spans
+  float z[PANEL], z_least;  // dynamic spans
+  long position_lo, position_hi, document_lo, document_hi;
+};
+
+class Scene {
+ public:
+  const Call& c;
+  std::vector<Head> heads;
+  std::vector<long> offset, base;  // by batch row: query 0 less key 0 (less the shift); the position of key 0
+  bool positioned = false;         // distances are not i + offset − j, and are looked up pair by pair
+  bool general;                    // some pairs inside the band may be hidden: runs are found tile by tile
+  long tile = 64, tiles = 0;
+
+  explicit Scene(const Call& call) : c(call) {
+    for (long b = 0; b < c.B; b++) positioned = positioned || !affine(b);
+    long least = 0, most = 0;
+    for (long b = 0; b < c.B; b++) {
+      least = std::min(least, offset[b] - (c.Tk - 1));
+      most = std::max(most, offset[b] + c.Tq - 1);
+    }
+    heads.resize(c.H);
+    for (long h = 0; h < c.H; h++) make_head(c, h, positioned, least, most, heads[h]);
+    if (c.dynamic)
+      for (long row = 0; row < c.B * c.H; row++) {
+        const float* z = c.span + row * c.Tq;
+        longest_.push_back(reach_of_span(c.Tq ? *std::max_element(z, z + c.Tq) : 0, c.ramp));
+      }
+    general = positioned || c.q_documents || c.block_offsets;
+    if (c.block_offsets && !positioned) tile = c.block_size;
+    if (general) make_tiles();
+  }
+
+  long q_position(long b, long i) const {
+    return c.q_positions ? c.q_positions[b * c.q_positions_batch + i] : i + c.Tk - c.Tq;
+  }
+  long k_position(long b, long j) const { return c.k_positions ? c.k_positions[b * c.k_positions_batch + j] : j; }
+  long q_document(long b, long i) const { return c.q_documents[b * c.q_documents_batch + i]; }
+  long k_document(long b, long j) const { return c.k_documents[b * c.k_documents_batch + j]; }
+  const float* key_bias(long b, long h) const {
+    return c.key_bias ? c.key_bias + b * c.key_batch + h / c.key_group * c.key_head : nullptr;
+  }
+  const float* vectors(long h) const { return c.distance_vec + h * c.vec_head; }
+  float dynamic_span(long b, long h, long i) const { return c.span[(b * c.H + h) * c.Tq + i]; }
+  // How many distances the head's dynamic spans reach, at most.
+  long longest(long b, long h) const { return c.dynamic ? longest_[b * c.H + h] : FAR; }
+  // What tables are read at: |d| where the future may be seen and distances come one by one.
+  long fold(long d) const { return c.causal ? d : std::labs(d); }
+
+  long pair_distance(long b, long i, long j) const { return fold(q_position(b, i) - k_position(b, j) - c.shift); }
+
+  Panel panel(long b, long h, long i, long n) const {
+    Panel p;
+    p.b = b, p.h = h, p.i = i, p.n = n;
+    p.at = i + offset[b];
+    p.first = heads[h].first, p.last = heads[h].last;
+    if (c.dynamic) {
+      float most = 0;
+      p.z_least = std::numeric_limits<float>::infinity();
+      for (long t = 0; t < PANEL; t++) {
+        p.z[t] = dynamic_span(b, h, i + std::min(t, n - 1));
+        p.z_least = std::min(p.z_least, p.z[t]), most = std::max(most, p.z[t]);
+      }
+      const long limit = reach_of_span(most, c.ramp);
+      p.last = std::min(p.last, limit - 1);
+      p.first = std::max(p.first, 1 - limit);
+    }
+    if (general) {
+      p.position_lo = p.document_lo = std::numeric_limits<long>::max();
+      p.position_hi = p.document_hi = std::numeric_limits<long>::min();
+      for (long t = 0; t < n; t++) {
+        p.position_lo = std::min(p.position_lo, q_position(b, i + t));
+        p.position_hi = std::max(p.position_hi, q_position(b, i + t));
+        if (!c.q_documents) continue;
+        p.document_lo = std::min(p.document_lo, q_document(b, i + t));
+        p.document_hi = std::max(p.document_hi, q_document(b, i + t));
+      }
+    }
+    return p;
+  }
+
+  // The keys [ja, jb) the panel's band touches.
+  void hull(const Panel& p, long& ja, long& jb) const {
+    if (p.last < p.first)
+      ja = jb = 0;
+    else if (positioned)
+      ja = 0, jb = c.Tk;
+    else
+      ja = std::max(0L, p.at - p.last), jb = std::max(ja, std::min((long)c.Tk, p.at + p.n - p.first));
+  }
+
+  // Calls run(ja, jb, masked) for the stretches of [from, to) the panel sees something of; masked stretches have
+  // hidden pairs that the band's table does not know of.
+  template <class Run>
+  void runs(const Panel& p, long from, long to, Run run) const {
+    long ja, jb;
+    hull(p, ja, jb);
+    ja = std::max(ja, from), jb = std::min(jb, to);
+    if (jb <= ja) return;
+    if (!general) return run(ja, jb, false);
+    int held = NOTHING;  // neighbouring tiles of a kind go together
+    long start = ja;
+    for (long j = ja; j < jb;) {
+      const long next = std::min(jb, (j / tile + 1) * tile);
+      const int kind = classify(p, j / tile);
+      if (kind != held) {
+        if (held != NOTHING && j > start) run(start, j, held == PARTLY);
+        held = kind, start = j;
+      }
+      j = next;
+    }
+    if (held != NOTHING) run(start, jb, held == PARTLY);
+  }
+
+  // mask[r][lane]: what to add to the score of key ja + r. For positions this is the table itself.
+  void fill_mask(const Panel& p, long ja, long n, float* mask) const {
+    for (long r = 0; r < n; r++)
+      for (long t = 0; t < PANEL; t++) {
+        const long i = p.i + std::min(t, p.n - 1), j = ja + r;
+        float value = 0.f;
+        if (positioned) {
+          const long d = pair_distance(p.b, i, j);
+          value = heads[p.h].at(d);
+          if (c.dynamic) {
+            const double m = ramp_at(p.z[t], c.ramp, d);
+            value += m >= 1 ? 0.f : m > 0 ? (float)std::log2(m) : HIDDEN;
+          }
+        }
+        if (c.q_documents && q_document(p.b, i) != k_document(p.b, j)) value = HIDDEN;
+        if (c.block_offsets && !in_blocks(p.h, q_position(p.b, i), k_position(p.b, j))) value = HIDDEN;
+        mask[r * PANEL + t] = value;
+      }
+  }
+
+  bool in_blocks(long h, long qp, long kp) const {
+    const long id = block_id(h, qp / c.block_size, kp / c.block_size);
+    return id == -1 ||
+           (id >= 0 && c.block_masks[(id * c.block_size + qp % c.block_size) * c.block_size + kp % c.block_size]);
+  }
+
+ private:
+  enum { NOTHING, WHOLLY, PARTLY };
+  struct Range {
+    long lo, hi;
+  };
+  std::vector<Range> positions_, documents_;  // by batch row and tile of keys
+  std::vector<long> longest_;                 // by batch row and head
+
+  bool affine(long b) {
+    const long q0 = c.Tq ? q_position(b, 0) : 0, k0 = c.Tk ? k_position(b, 0) : 0;
+    offset.push_back(q0 - k0 - c.shift), base.push_back(k0);
+    if (!c.q_positions) return true;
+    for (long i = 0; i < c.Tq; i++)
+      if (q_position(b, i) != q0 + i) return false;
+    for (long j = 0; j < c.Tk; j++)
+      if (k_position(b, j) != k0 + j) return false;
+    if (c.block_offsets && k0 % c.block_size) return false;  // tiles of keys must be blocks
+    return true;
+  }
+
+  void make_tiles() {
+    tiles = (c.Tk + tile - 1) / tile;
+    auto ranges = [&](std::vector<Range>& out, auto value) {
+      out.resize((size_t)(c.B * tiles));
+      for (long b = 0; b < c.B; b++)
+        for (long t = 0; t < tiles; t++) {
+          Range r{std::numeric_limits<long>::max(), std::numeric_limits<long>::min()};
+          for (long j = t * tile; j < std::min((long)c.Tk, (t + 1) * tile); j++)
+            r.lo = std::min(r.lo, value(b, j)), r.hi = std::max(r.hi, value(b, j));
+          out[b * tiles + t] = r;
+        }
+    };
+    if (positioned) ranges(positions_, [&](long b, long j) { return k_position(b, j); });
+    if (c.q_documents) ranges(documents_, [&](long b, long j) { return k_document(b, j); });
+  }
+
+  int classify(const Panel& p, long t) const {
+    int kind = WHOLLY;
+    if (positioned) {  // distances are never all plain here: the mask carries the table
+      const Range& r = positions_[p.b * tiles + t];
+      const long far = p.position_hi - r.lo - c.shift, near = p.position_lo - r.hi - c.shift;
+      if (near > p.last || (c.causal ? far < 0 : -far > p.last)) return NOTHING;
+      kind = PARTLY;
+    }
+    if (c.q_documents) {
+      const Range& r = documents_[p.b * tiles + t];
+      if (r.lo > p.document_hi || r.hi < p.document_lo) return NOTHING;
+      if (r.lo != r.hi || p.document_lo != p.document_hi) kind = PARTLY;
+    }
+    if (c.block_offsets && !positioned) {
+      const long column = base[p.b] / c.block_size + t;
+      bool some = false, all = true;
+      for (long row = p.position_lo / c.block_size; row <= p.position_hi / c.block_size; row++) {
+        const long id = block_id(p.h, row, column);
+        some = some || id != ABSENT, all = all && id == -1;
+      }
+      if (!some) return NOTHING;
+      if (!all) kind = PARTLY;
+    }
+    return kind;
+  }
+
+  static constexpr long ABSENT = -2;
+  long block_id(long h, long row, long column) const {  // −1: full, ≥ 0: a mask, ABSENT: not seen
+    if (row < 0 || row >= c.block_rows) return ABSENT;
+    const int64_t* o = c.block_offsets + h * c.block_head + row;
+    const int64_t *a = c.block_columns + o[0], *z = c.block_columns + o[1], *f = std::lower_bound(a, z, column);
+    return f == z || *f != column ? ABSENT : c.block_mask_ids[f - c.block_columns];
+  }
+};
+
+// Dropout by counters: the same bits as ops/dropout.py.
+class Dropper {
+ public:
+  Dropper(const Call& c, long b, long h) : on_(c.seed != nullptr && c.dropout > 0) {
+    if (!on_) return;
+    const uint64_t seed = (uint64_t)*c.seed;
+    base_ = mix((uint32_t)seed ^ mix((uint32_t)(seed >> 32) ^ mix((uint32_t)(b * c.H + h))));
+    threshold_ = (int32_t)std::nearbyint(c.dropout * (1 << 24));
+    keep_ = (float)(1.0 / (1.0 - c.dropout));
+  }
+  bool on() const { return on_; }
+  uint32_t of_query(long i) const { return mix(base_ + (uint32_t)i); }
+  uint32_t of_key(long j) const { return mix((base_ ^ 0x9E3779B9u) + (uint32_t)j); }
+  float factor(uint32_t query, uint32_t key) const { return (int32_t)(mix(query ^ key) >> 8) >= threshold_ ? keep_ : 0.f; }
+  vf factors(vu query, uint32_t key) const {
+    const vi draw = (vi)(vmix(query ^ key) >> 8);
+    return draw >= threshold_ ? set1(keep_) : vf{};
+  }
+
+ private:
+  bool on_;
+  uint32_t base_ = 0;
+  int32_t threshold_ = 0;
+  float keep_ = 1.f;
+};
+
+}  // namespace SPANFORMER_ISA
+}  // namespace spanformer

@@ -1,0 +1,143 @@
+// The scores of one panel of queries against a run of keys, S[key][lane], in log2 and before the band's own table.
+#pragma once
+#include "gemm.h"
+#include "rules.h"
+
+namespace spanformer {
+namespace SPANFORMER_ISA {
+
+// Distances of a run of n keys from a panel: row c of a tile in distance order is distance `least` + c.
+struct Distances {
+  long least, rows;
+  Distances(const Panel& p, long ja, long n) : least(p.at - (ja + n - 1)), rows(n + PANEL - 1) {}
+};
+
+// Calls part(c, count, vectors, stride) for the stretches of rows whose distance has a vector; `stride` is −D where
+// rows run over |d| downwards.
+template <class Part>
+static inline void vector_parts(const Scene& s, long h, const Distances& ds, Part part) {
+  const long D = s.c.D, length = s.c.vec_length, end = ds.least + ds.rows;
+  const float* table = s.vectors(h);
+  if (!s.c.causal) {
+    const long a = std::max(ds.least, 1 - length), b = std::min(end, 0L);
+    if (b > a) part(a - ds.least, b - a, table - a * D, -D);
+  }
+  const long a = std::max(ds.least, 0L), b = std::min(end, length);
+  if (b > a) part(a - ds.least, b - a, table + a * D, D);
+}
+
+// rel[c][lane] in distance order becomes rel[c][lane] = rel[c + lane][lane]: by powers of two inside a vector, by
+// address between vectors. Ascending, so it works in place.
+static inline void skew(float* rel, long rows) {
+  for (int v = 1; v < VECS; v++)
+    for (long c = 0; c + v * W < rows; c++) store(rel + c * PANEL + v * W, load(rel + (c + v * W) * PANEL + v * W));
+  const vi lane = __builtin_convertvector(lanes(), vi);
+  for (int step = 1; step < W; step *= 2) {
+    const vi take = (lane & step) != 0;
+    for (long c = 0; c + step < rows; c++)
+      for (int v = 0; v < VECS; v++) {
+        float* x = rel + c * PANEL + v * W;
+        store(x, take ? load(x + step * PANEL) : load(x));
+      }
+  }
+}
+
+// The inverse: rel[c][lane] = rel[c − lane][lane], zero where there is none. Descending, in place.
+static inline void unskew(float* rel, long rows) {
+  const vi lane = __builtin_convertvector(lanes(), vi);
+  for (int step = 1; step < W; step *= 2) {
+    const vi take = (lane & step) != 0;
+    for (long c = rows - 1; c >= 0; c--)
+      for (int v = 0; v < VECS; v++) {
+        float* x = rel + c * PANEL + v * W;
+        store(x, take ? (c >= step ? load(x - step * PANEL) : vf{}) : load(x));
+      }
+  }
+  for (int v = 1; v < VECS; v++)
+    for (long c = rows - 1; c >= 0; c--)
+      store(rel + c * PANEL + v * W, c >= v * W ? load(rel + (c - v * W) * PANEL + v * W) : vf{});
+}
+
+struct Tile {  // S and where it came from
+  const Panel& p;
+  long ja, n;
+  float* S;  // [n][ld]
+  long ld;
+};
+
+// q·r[d] for every pair of the tile; rel is scratch for [n + PANEL][PANEL].
+static inline void add_vectors(const Scene& s, const Tile& t, const float* QT, float* rel) {
+  const Distances ds(t.p, t.ja, t.n);
+  std::memset(rel, 0, sizeof(float) * ds.rows * PANEL);
+  vector_parts(s, t.p.h, ds, [&](long c, long count, const float* r, long stride) {
+    product<BY_ROW, false>(count, s.c.D, r, stride, QT, PANEL, rel + c * PANEL, PANEL);
+  });
+  skew(rel, ds.rows);
+  for (long r = 0; r < t.n; r++)
+    for (int v = 0; v < VECS; v++) {
+      float* x = t.S + r * t.ld + v * W;
+      store(x, load(x) + load(rel + (t.n - 1 - r) * PANEL + v * W));
+    }
+}
+
+static inline void add_key_bias(const float* bias, const Tile& t) {
+  for (long r = 0; r < t.n; r++) {
+    const float b = bias[t.ja + r];
+    const vf add = set1(b == -std::numeric_limits<float>::infinity() ? HIDDEN : b * LOG2E);
+    for (int v = 0; v < VECS; v++) store(t.S + r * t.ld + v * W, load(t.S + r * t.ld + v * W) + add);
+  }
+}
+
+// m of every lane for the key at row r of the tile (dynamic spans), unclipped.
+SPANFORMER_INLINE vf dynamic_ramp(const Scene& s, const Tile& t, long r, int v) {
+  const float inverse = (float)(1.0 / s.c.ramp);
+  vf d = lanes() + set1((float)(t.p.at + v * W - (t.ja + r)));
+  d = vmax(d, -d);
+  return (load(t.p.z + v * W) - d) * set1(inverse) + set1(1.f);
+}
+// Rows of the tile that no lane needs to soften are most of a long span's: all |d| ≤ the shortest span.
+SPANFORMER_INLINE bool softened(const Tile& t, long r) {
+  const long near = t.p.at - (t.ja + r), far = near + PANEL - 1;
+  return (float)std::max(std::labs(near), std::labs(far)) > t.p.z_least;
+}
+static inline void add_dynamic_span(const Scene& s, const Tile& t) {
+  for (long r = 0; r < t.n; r++) {
+    if (!softened(t, r)) continue;
+    for (int v = 0; v < VECS; v++) {
+      const vf m = dynamic_ramp(s, t, r, v);
+      const vf soft = m >= set1(1.f) ? vf{} : vlog2(vmax(m, set1(1e-30f)));
+      float* x = t.S + r * t.ld + v * W;
+      store(x, load(x) + (m > vf{} ? soft : set1(HIDDEN)));
+    }
+  }
+}
+
+// Rows [0, plain_a) and [plain_b, n) of a tile need the band's table; the rest are visible to every lane as they are.
+static inline void plain_rows(const Scene& s, const Tile& t, long& plain_a, long& plain_b) {
+  plain_a = 0, plain_b = t.n;
+  if (s.positioned) return;  // the mask carried the table
+  const Head& head = s.heads[t.p.h];
+  // all lanes plain: at + lane − j within [plain_first, plain_last] for lanes 0 and PANEL − 1
+  const long a = t.p.at + PANEL - 1 - head.plain_last - t.ja, b = t.p.at - head.plain_first - t.ja + 1;
+  plain_a = std::clamp(a, 0L, t.n), plain_b = std::clamp(b, 0L, t.n);
+  if (plain_b < plain_a || head.plain_last < head.plain_first) plain_a = plain_b = 0;
+}
+
+// The tile's scores, complete but for the band's table. mask and rel are scratch of [n][PANEL] and [n + PANEL][PANEL].
+static inline void score(const Scene& s, const Tile& t, bool masked, const float* QT, View K, float* mask, float* rel) {
+  product<BY_ROW, false>(t.n, s.c.D, K.data, K.ld, QT, PANEL, t.S, t.ld);
+  if (s.c.distance_vec) add_vectors(s, t, QT, rel);
+  if (const float* bias = s.key_bias(t.p.b, t.p.h)) add_key_bias(bias, t);
+  if (s.c.dynamic && !s.positioned) add_dynamic_span(s, t);
+  if (masked) {
+    s.fill_mask(t.p, t.ja, t.n, mask);
+    for (long r = 0; r < t.n; r++)
+      for (int v = 0; v < VECS; v++) {
+        float* x = t.S + r * t.ld + v * W;
+        store(x, load(x) + load(mask + r * PANEL + v * W));
+      }
+  }
+}
+
+}  // namespace SPANFORMER_ISA
+}  // namespace spanformer

@@ -1,0 +1,40 @@
+// Handing out work: items are taken in order, one at a time, by however many threads there are.
+#pragma once
+#include <atomic>
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+#include "rules.h"
+
+namespace spanformer {
+namespace SPANFORMER_ISA {
+
+// Below this many multiply-adds a second thread costs more than it brings.
+constexpr double SMALL = 2e5;
+
+template <class Item>  // item(index) is called once for each index in [0, count), lowest first
+static void for_items(long count, long threads, double cost, Item item) {
+  std::atomic<long> next{0};
+  auto work = [&]() {
+    for (long t; (t = next.fetch_add(1, std::memory_order_relaxed)) < count;) item(t);
+  };
+#if defined(_OPENMP)
+  if (threads > 1 && count > 1 && cost > SMALL) {
+#pragma omp parallel num_threads((int)std::min(threads, count))
+    work();
+    return;
+  }
+#endif
+  (void)threads, (void)cost;
+  work();
+}
+
+static inline Arena& arena() {
+  thread_local Arena a;
+  return a;
+}
+
+static inline long round_up(long n, long to) { return (n + to - 1) / to * to; }
+
+}  // namespace SPANFORMER_ISA
+}  // namespace spanformer

@@ -1,0 +1,203 @@
+"""Loading the compiled CPU kernel (a plain C library, no torch in it) and packing its arguments.
+
+The fields below stand in the order of `Call` and `Decode` in csrc/call.h, each 8 bytes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ABI = 1
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+CALL = struct.Struct("=11q3d68q")
+DECODE = struct.Struct("=8q2d29q")
+
+
+@dataclass(frozen=True)
+class Library:
+    """The kernel's entry points; each takes one packed argument."""
+
+    forward: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
+    backward: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
+    decode: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
+    isa: str
+    """the instruction set chosen at run time"""
+
+
+_library: Library | None = None
+_problem: str | None = None
+
+
+def problem() -> str | None:
+    """Why the kernel cannot be loaded here, or None."""
+    global _library, _problem
+    if _library is None and _problem is None:
+        try:
+            _library = _load(Path(os.environ.get("SPANFORMER_KERNEL") or Path(__file__).with_name("_kernel.so")))
+        except (OSError, AttributeError, RuntimeError) as error:
+            _problem = str(error)
+    return _problem
+
+
+def library() -> Library:
+    """The loaded kernel; raises if there is none."""
+    if _library is None and problem():
+        raise RuntimeError(f"the native kernel is not usable: {_problem}")
+    assert _library is not None
+    return _library
+
+
+def _load(path: Path) -> Library:
+    if not path.exists():
+        raise RuntimeError(
+            "the compiled kernel is missing: it was not built when spanformer was installed; install a C++ compiler "
+            "and reinstall spanformer"
+        )
+    lib = ctypes.CDLL(str(path))
+    found = (lib.spanformer_abi_version(), lib.spanformer_sizeof_call(), lib.spanformer_sizeof_decode())
+    if found != (ABI, CALL.size, DECODE.size):
+        raise RuntimeError(f"the compiled kernel is of another version {found}; reinstall spanformer to rebuild it")
+    entries = (lib.spanformer_forward, lib.spanformer_backward, lib.spanformer_decode)
+    for entry in entries:
+        entry.argtypes, entry.restype = [ctypes.c_char_p], None
+    lib.spanformer_isa.restype = ctypes.c_char_p
+    return Library(*entries, isa=lib.spanformer_isa().decode())
+
+
+class Fixed(NamedTuple):
+    """What a call holds besides tensors with gradients."""
+
+    scale: float
+    ramp: float
+    dropout: float
+    causal: bool
+    shift: int
+    reach: Tensor | None  # [H] int64
+    seed: Tensor | None  # [1] int64
+    q_positions: Tensor | None  # [1 or B, T] int64, as the next three
+    k_positions: Tensor | None
+    q_documents: Tensor | None
+    k_documents: Tensor | None
+    block_size: int
+    block_offsets: Tensor | None
+    block_columns: Tensor | None
+    block_mask_ids: Tensor | None
+    block_masks: Tensor | None
+
+
+class Terms(NamedTuple):
+    """The rule's learned terms in the kernel's form: float32, contiguous."""
+
+    span: Tensor | None  # [H] or [B, H, Tq]
+    distance_bias: Tensor | None  # [H, L]
+    distance_vec: Tensor | None  # [1 or H, L, D]
+    key_bias: Tensor | None  # [1 or B, 1 or Hkv or H, Tk]
+    sinks: Tensor | None  # [H]
+
+
+NO_TERMS = Terms(None, None, None, None, None)
+_NO_ROWS = (0, 0, 0, 0)
+_NO_GRADIENTS = (*_NO_ROWS, *_NO_ROWS, *_NO_ROWS, *_NO_ROWS, 0, 0, 0, 0, 0, 0)
+
+
+def pack_call(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms, fixed: Fixed, gradients: tuple[int, ...]
+) -> bytes:
+    """The bytes of a `Call`; gradients are its last fields, or `_NO_GRADIENTS`."""
+    (b, h, tq, d), (_, hkv, tk, dv) = q.shape, v.shape
+    head = (DTYPES[q.dtype], torch.get_num_threads(), b, h, hkv, tq, tk, d, dv, fixed.causal, fixed.shift)
+    tensors = (*rows(q), *rows(k), *rows(v), *rows(out), lse.data_ptr())
+    return CALL.pack(*head, fixed.scale, fixed.ramp, fixed.dropout, *tensors, *_rule(h, terms, fixed), *gradients)
+
+
+def _rule(h: int, terms: Terms, fixed: Fixed) -> tuple[int, ...]:
+    """From `reach` to `seed`."""
+    span, bias, vec, key, sinks = terms
+    return (
+        _ptr(fixed.reach),
+        _ptr(span), span is not None and span.ndim == 3,
+        _ptr(bias), bias.shape[1] if bias is not None else 0,
+        *((vec.data_ptr(), vec.shape[1], vec.stride(0) if vec.shape[0] > 1 else 0) if vec is not None else (0, 0, 0)),
+        *((key.data_ptr(), key.stride(0) if key.shape[0] > 1 else 0, key.stride(1), h // key.shape[1])
+          if key is not None else (0, 0, 0, 1)),
+        *_pair(fixed.q_positions, fixed.k_positions),
+        *_pair(fixed.q_documents, fixed.k_documents),
+        _ptr(sinks),
+        *_blocks(fixed),
+        _ptr(fixed.seed),
+    )  # fmt: skip
+
+
+def _blocks(fixed: Fixed) -> tuple[int, ...]:
+    offsets = fixed.block_offsets
+    if offsets is None:
+        return (0, 0, 0, 0, 0, 0, 0)
+    per_head = offsets.stride(0) if offsets.shape[0] > 1 else 0
+    pointers = (_ptr(fixed.block_columns), _ptr(fixed.block_mask_ids), _ptr(fixed.block_masks))
+    return (offsets.data_ptr(), *pointers, fixed.block_size, offsets.shape[1] - 1, per_head)
+
+
+def _pair(q: Tensor | None, k: Tensor | None) -> tuple[int, int, int, int]:
+    if q is None or k is None:
+        return _NO_ROWS
+    return (q.data_ptr(), k.data_ptr(), q.stride(0) if q.shape[0] > 1 else 0, k.stride(0) if k.shape[0] > 1 else 0)
+
+
+def rows(t: Tensor) -> tuple[int, int, int, int]:
+    """A [B, heads, T, size] tensor: its address and the strides of its first three axes."""
+    b, h, t_, _ = t.stride()
+    return (t.data_ptr(), b, h, t_)
+
+
+def _ptr(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, fixed: Fixed) -> tuple[Tensor, Tensor]:
+    """out [B, H, Tq, Dv] laid out like q, and lse [B, H, Tq] float32."""
+    b, h, tq, d = q.shape
+    dv = v.shape[3]
+    out = torch.empty_like(q) if d == dv else q.new_empty((b, h, tq, dv))
+    lse = torch.empty((b, h, tq), dtype=torch.float32)
+    library().forward(pack_call(q, k, v, out, lse, terms, fixed, _NO_GRADIENTS))
+    return out, lse
+
+
+class Gradients(NamedTuple):
+    """In the kernel's form; key_bias is [B, H, Tk] whatever the term's own shape."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    span: Tensor | None
+    distance_bias: Tensor | None
+    distance_vec: Tensor | None
+    key_bias: Tensor | None
+    sinks: Tensor | None
+
+
+def run_backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, g_out: Tensor, g_lse: Tensor | None,
+    terms: Terms, fixed: Fixed, wanted: tuple[bool, bool, bool, bool, bool],
+) -> Gradients:  # fmt: skip
+    """wanted: which of the learned terms need a gradient, in the order of `Terms`."""
+    (b, h, tq, _), tk = q.shape, k.shape[2]
+    # several segments add to one row of dq, so it is float32 until it is done
+    dq = torch.empty_like(q, dtype=torch.float32)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    made = [torch.empty_like(t) if t is not None and want else None for t, want in zip(terms, wanted, strict=True)]
+    if made[3] is not None:
+        made[3] = torch.empty((b, h, tk), dtype=torch.float32)
+    span, bias, vec, key, sinks = made
+    pointers = (_ptr(g_lse), _ptr(span), _ptr(bias), _ptr(vec), _ptr(key), _ptr(sinks))
+    gradients = (*rows(g_out), *rows(dq), *rows(dk), *rows(dv), *pointers)
+    library().backward(pack_call(q, k, v, out, lse, terms, fixed, gradients))
+    return Gradients(dq.to(q.dtype), dk, dv, span, bias, vec, key, sinks)

@@ -1,0 +1,194 @@
+"""The native CPU backend: the compiled kernel as a torch operator, with its fake and autograd.
+
+Calls take one of two doors to the same two functions: `torch.ops.spanformer.attend` where torch traces (torch.compile,
+fake tensors, tensor subclasses), and a plain autograd function in eager mode, which costs less a call.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from spanformer.ops import kernel
+from spanformer.ops.backend import Backend
+from spanformer.ops.call import Attended, Call
+from spanformer.ops.kernel import Fixed, Terms, run_backward, run_forward
+
+MAX_HEAD_SIZE = 256
+
+
+def attend_native(call: Call) -> Attended:
+    inputs = (call.q, call.k, call.v, *_learned(call))
+    fixed = _fixed(call)
+    if torch.compiler.is_compiling() or any(type(t) not in _PLAIN for t in inputs if t is not None):
+        return Attended(*torch.ops.spanformer.attend(*inputs, *fixed))
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        return Attended(*_Attend.apply(*inputs, fixed))
+    return Attended(*_forward(*inputs, fixed))
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _learned(call: Call) -> Terms:
+    r = call.rule
+    return Terms(r.span, r.distance_bias, r.distance_vec, r.key_bias, r.sinks)
+
+
+def _fixed(call: Call) -> Fixed:
+    rule, blocks = call.rule, call.rule.blocks
+    reach = rule.reach
+    assert reach is None or isinstance(reach, Tensor)
+    if blocks is None:
+        block_fields = (0, None, None, None, None)
+    else:
+        tensors = (blocks.offsets, blocks.columns, blocks.mask_ids, blocks.masks)
+        block_fields = (blocks.size, *(t.contiguous() for t in tensors))
+    return Fixed(
+        call.scale, rule.ramp, call.dropout, rule.causal, call.shift, reach, call.seed,
+        call.q_positions, call.k_positions, call.q_documents, call.k_documents, *block_fields,
+    )  # fmt: skip
+
+
+def _forward(q, k, v, span, bias, vec, key, sinks, fixed: Fixed) -> tuple[Tensor, Tensor]:
+    terms = Terms(_float(span), _float(bias), _float(vec), _float(key), _float(sinks))
+    return run_forward(_dense(q), _dense(k), _dense(v), terms, _rows(fixed))
+
+
+def _backward(g_out, g_lse, out, lse, inputs, fixed: Fixed, wanted) -> list[Tensor | None]:
+    """Gradients of the eight inputs, each in its own shape and dtype; None where not wanted."""
+    q, k, v, *learned = inputs
+    terms = Terms(*(_float(t) for t in learned))
+    g_out = torch.zeros_like(out) if g_out is None else _dense(g_out)
+    g_lse = None if g_lse is None else g_lse.contiguous()
+    grads = list(run_backward(_dense(q), _dense(k), _dense(v), out, lse, g_out, g_lse, terms, _rows(fixed), wanted[3:]))
+    if grads[6] is not None:
+        grads[6] = _fold_key_bias(grads[6], learned[3])
+    pairs = zip(grads, inputs, wanted, strict=True)
+    return [g.to(t.dtype) if want and g is not None else None for g, t, want in pairs]
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, span, bias, vec, key, sinks, fixed):
+        out, lse = _forward(q, k, v, span, bias, vec, key, sinks, fixed)
+        ctx.save_for_backward(q, k, v, span, bias, vec, key, sinks, out, lse)
+        ctx.fixed = fixed
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g_out, g_lse):
+        *inputs, out, lse = ctx.saved_tensors
+        return *_backward(g_out, g_lse, out, lse, inputs, ctx.fixed, ctx.needs_input_grad[:8]), None
+
+
+# ---- the torch operator
+
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? span, Tensor? bias, Tensor? vec, Tensor? key, Tensor? sinks"
+_FIXED = (
+    "float scale, float ramp, float dropout, bool causal, int shift, Tensor? reach, Tensor? seed, "
+    "Tensor? q_positions, Tensor? k_positions, Tensor? q_documents, Tensor? k_documents, "
+    "int block_size, Tensor? block_offsets, Tensor? block_columns, Tensor? block_mask_ids, Tensor? block_masks"
+)
+torch.library.define("spanformer::attend", f"({_INPUTS}, {_FIXED}) -> (Tensor, Tensor)")
+torch.library.define(
+    "spanformer::attend_backward",
+    f"(Tensor g_out, Tensor g_lse, Tensor out, Tensor lse, {_INPUTS}, {_FIXED}, bool[] wanted) -> Tensor[]",
+)
+
+
+@torch.library.impl("spanformer::attend", "cpu")
+def _attend_cpu(*args):
+    return _forward(*args[:8], Fixed(*args[8:]))
+
+
+@torch.library.register_fake("spanformer::attend")
+def _attend_fake(q, k, v, *_rest):
+    (b, h, tq, d), dv = q.shape, v.shape[3]
+    q = q if q.stride(3) == 1 else q.contiguous()
+    out = torch.empty_like(q) if d == dv else q.new_empty((b, h, tq, dv))
+    return out, q.new_empty((b, h, tq), dtype=torch.float32)
+
+
+@torch.library.impl("spanformer::attend_backward", "cpu")
+def _attend_backward_cpu(g_out, g_lse, out, lse, *args):
+    *rest, wanted = args
+    grads = _backward(g_out, g_lse, out, lse, rest[:8], Fixed(*rest[8:]), wanted)
+    # an operator cannot return None: what is not wanted is an empty tensor
+    return [g.contiguous() if g is not None else out.new_empty(0) for g in grads]
+
+
+@torch.library.register_fake("spanformer::attend_backward")
+def _attend_backward_fake(g_out, g_lse, out, lse, *args):
+    *rest, wanted = args
+    pairs = zip(rest[:8], wanted, strict=True)
+    return [t.new_empty(t.shape) if t is not None and want else out.new_empty(0) for t, want in pairs]
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:8], *output, *(t for t in inputs[8:] if isinstance(t, Tensor)))
+    ctx.fixed = [None if isinstance(t, Tensor) else t for t in inputs[8:]]
+    ctx.are_tensors = [isinstance(t, Tensor) for t in inputs[8:]]
+
+
+def _operator_backward(ctx, g_out, g_lse):
+    saved = ctx.saved_tensors
+    inputs, (out, lse), tensors = saved[:8], saved[8:10], iter(saved[10:])
+    fixed = [next(tensors) if is_tensor else t for t, is_tensor in zip(ctx.fixed, ctx.are_tensors, strict=True)]
+    wanted = [bool(want) and t is not None for want, t in zip(ctx.needs_input_grad[:8], inputs, strict=True)]
+    g_out = torch.zeros_like(out) if g_out is None else g_out
+    g_lse = torch.zeros_like(lse) if g_lse is None else g_lse
+    grads = torch.ops.spanformer.attend_backward(g_out, g_lse, out, lse, *inputs, *fixed, wanted)
+    return *(g if want else None for g, want in zip(grads, wanted, strict=True)), *([None] * len(fixed))
+
+
+torch.library.register_autograd("spanformer::attend", _operator_backward, setup_context=_setup_context)
+
+
+# ---- forms the kernel takes
+
+
+def _dense(t: Tensor) -> Tensor:
+    """Rows of a head must be contiguous; anything else is served in place."""
+    return t if t.stride(3) == 1 else t.contiguous()
+
+
+def _float(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.detach().to(torch.float32).contiguous()
+
+
+def _rows(fixed: Fixed) -> Fixed:
+    if fixed.q_positions is None and fixed.q_documents is None:
+        return fixed
+    ids = ("q_positions", "k_positions", "q_documents", "k_documents")
+    return fixed._replace(**{n: t.contiguous() for n in ids if (t := getattr(fixed, n)) is not None})
+
+
+def _fold_key_bias(grad: Tensor, term: Tensor) -> Tensor:
+    """[B, H, Tk] summed over what the term shares."""
+    b, h, tk = grad.shape
+    grad = grad.view(b, term.shape[1], h // term.shape[1], tk).sum(2)
+    return grad.sum(0, keepdim=True) if term.shape[0] == 1 else grad
+
+
+def _refuses(call: Call) -> list[str]:
+    reasons = []
+    if call.q.device.type != "cpu":
+        reasons.append(f"q is on {call.q.device}; the native kernel runs on the CPU")
+    if call.q.dtype not in kernel.DTYPES:
+        reasons.append(f"q has dtype {call.q.dtype}; the native kernel takes float32 and bfloat16")
+    size = max(call.q.shape[3], call.v.shape[3])
+    if size > MAX_HEAD_SIZE:
+        reasons.append(f"the head size is {size}; the native kernel takes up to {MAX_HEAD_SIZE}")
+    return reasons
+
+
+def _unusable() -> list[str]:
+    problem = kernel.problem()
+    return [problem] if problem else []
+
+
+BACKEND = Backend("native", _unusable, _refuses, attend_native)
