@@ -170,6 +170,7 @@ static double pairs(const Scene& s, long b, long h, long i0, long i1) {
 template <class T>
 static void forward_all(const Call& c) {
   if (!c.B || !c.Tq) return;
+  prefer_large_pages(c.out, c.B * c.H * c.Tq * c.Dv * (long)sizeof(T));
   const Scene s(c);
   struct Item {
     long b, h, i0, i1;

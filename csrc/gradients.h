@@ -84,6 +84,9 @@ static void sink_gradients(const Call& c) {
 
 template <class T>
 static void backward_all(const Call& c) {
+  prefer_large_pages(c.dq, c.B * c.H * c.Tq * c.D * (long)sizeof(float));
+  prefer_large_pages(c.dk, c.B * c.Hkv * c.Tk * c.D * (long)sizeof(T));
+  prefer_large_pages(c.dv, c.B * c.Hkv * c.Tk * c.Dv * (long)sizeof(T));
   const Scene s(c);
   const Plan plan(s);
   const long count = (long)plan.items.size(), group = plan.group;

@@ -1,6 +1,9 @@
 // Handing out work: items are taken in order, one at a time, by however many threads there are.
 #pragma once
 #include <atomic>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
@@ -32,6 +35,19 @@ static void for_items(long count, long threads, double cost, Item item) {
 static inline Arena& arena() {
   thread_local Arena a;
   return a;
+}
+
+// Fresh memory of many megabytes is a page fault every 4 KiB, which can cost as much as short spans do; ask for large
+// pages where the system leaves that to us.
+static inline void prefer_large_pages(const Rows& r, long bytes) {
+#if defined(__linux__)
+  constexpr uintptr_t LARGE = 2u << 20;
+  const uintptr_t from = (reinterpret_cast<uintptr_t>(r.data) + LARGE - 1) / LARGE * LARGE;
+  const uintptr_t to = (reinterpret_cast<uintptr_t>(r.data) + (uintptr_t)bytes) / LARGE * LARGE;
+  if (to > from) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+#else
+  (void)r, (void)bytes;
+#endif
 }
 
 static inline long round_up(long n, long to) { return (n + to - 1) / to * to; }
