@@ -20,11 +20,12 @@ check: .venv/installed
 	$(BIN)/pyright
 
 # libstdc++ is preloaded too: ASan looks for the real throw when it starts, and python itself does not link to it.
+# --capture=sys leaves file descriptor 2 alone, where ASan writes its report before it ends the process.
 sanitize: .venv/installed
 	CXX="$(CXX)" $(BIN)/python csrc/build.py --sanitize --out $(SANITIZED)
 	SPANFORMER_KERNEL=$(CURDIR)/$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-	$(BIN)/python -m pytest -q tests/ops/test_native.py -m "not slow"
+	$(BIN)/python -m pytest -q --capture=sys tests/ops/test_native.py -m "not slow"
 
 bench: .venv/with-bench
 	$(BIN)/spanformer bench attention --out results/bench
