@@ -1,0 +1,49 @@
+# Each target builds .venv first, and again when what it was built from changes.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
+SOURCES := pyproject.toml constraints.txt setup.py $(wildcard csrc/*.*)
+SANITIZED := build/sanitize/_kernel.so
+
+.PHONY: demo test check sanitize bench clean
+
+demo: .venv/installed
+	$(BIN)/spanformer bench attention --quick --out results/demo
+	@ls results/demo/*.png | sed 's/^/Picture: /'
+
+test: .venv/installed
+	$(BIN)/python -m pytest -q
+
+check: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+# libstdc++ is preloaded too: ASan looks for the real throw when it starts, and python itself does not link to it.
+# --capture=sys leaves file descriptor 2 alone, where ASan writes its report before it ends the process.
+sanitize: .venv/installed
+	CXX="$(CXX)" $(BIN)/python csrc/build.py --sanitize --out $(SANITIZED)
+	SPANFORMER_KERNEL=$(CURDIR)/$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	$(BIN)/python -m pytest -q --capture=sys tests/ops/test_native.py -m "not slow"
+
+bench: .venv/with-bench
+	$(BIN)/spanformer bench attention --out results/bench
+	@ls results/bench/*.png | sed 's/^/Picture: /'
+
+clean:
+	rm -rf .venv build dist results/demo .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -f src/spanformer/ops/_kernel.so
+
+.venv/installed: $(SOURCES)
+	@echo "Building .venv (the first time, this downloads PyTorch)"
+	$(PYTHON) -m venv .venv
+	$(PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt)
+	$(PIP) -e '.[dev]'
+	@test -f src/spanformer/ops/_kernel.so || \
+	  echo "WARNING: the CPU kernel was not built; 'python3 csrc/build.py --out build/_kernel.so' says why" >&2
+	@touch $@
+
+.venv/with-bench: .venv/installed
+	$(PIP) -e '.[dev,bench]'
+	@touch $@
