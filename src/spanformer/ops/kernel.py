@@ -17,6 +17,7 @@ from torch import Tensor
 
 ABI = 1
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+MAX_HEAD_SIZE = 256
 CALL = struct.Struct("=11q3d68q")
 DECODE = struct.Struct("=8q2d29q")
 
@@ -201,3 +202,25 @@ def run_backward(
     gradients = (*rows(g_out), *rows(dq), *rows(dk), *rows(dv), *pointers)
     library().backward(pack_call(q, k, v, out, lse, terms, fixed, gradients))
     return Gradients(dq.to(q.dtype), dk, dv, span, bias, vec, key, sinks)
+
+
+def run_decode(
+    q: Tensor, keys: Tensor, values: Tensor, first: Tensor, capacity: Tensor, newest: Tensor, rule, terms, scale: float
+) -> tuple[Tensor, Tensor]:
+    """q [B, H, 1, D] against keys [B, N, D] and values [B, N, Dv]; terms: span, distance_bias, distance_vec, sinks."""
+    (b, h, _, d), dv = q.shape, values.shape[2]
+    span, bias, vec, sinks = terms
+    out, lse = q.new_empty((b, h, 1, dv)), torch.empty((b, h, 1), dtype=torch.float32)
+    keys, values = (t if t.stride(2) == 1 else t.contiguous() for t in (keys, values))
+    newest = newest.contiguous()
+    library().decode(DECODE.pack(
+        DTYPES[q.dtype], torch.get_num_threads(), b, h, capacity.numel(), d, dv, rule.original, scale, rule.ramp,
+        *rows(q), *rows(out), lse.data_ptr(),
+        keys.data_ptr(), keys.stride(0), 0, keys.stride(1), values.data_ptr(), values.stride(0), 0, values.stride(1),
+        first.data_ptr(), capacity.data_ptr(), newest.data_ptr(),
+        _ptr(rule.reach), _ptr(span), span is not None and span.ndim == 3,
+        _ptr(bias), bias.shape[1] if bias is not None else 0,
+        *((vec.data_ptr(), vec.shape[1], vec.stride(0) if vec.shape[0] > 1 else 0) if vec is not None else (0, 0, 0)),
+        _ptr(sinks),
+    ))  # fmt: skip
+    return out, lse

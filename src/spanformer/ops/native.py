@@ -15,7 +15,6 @@ from spanformer.ops.backend import Backend
 from spanformer.ops.call import Attended, Call
 from spanformer.ops.kernel import Fixed, Terms, run_backward, run_forward
 
-MAX_HEAD_SIZE = 256
 
 
 def attend_native(call: Call) -> Attended:
@@ -181,8 +180,8 @@ def _refuses(call: Call) -> list[str]:
     if call.q.dtype not in kernel.DTYPES:
         reasons.append(f"q has dtype {call.q.dtype}; the native kernel takes float32 and bfloat16")
     size = max(call.q.shape[3], call.v.shape[3])
-    if size > MAX_HEAD_SIZE:
-        reasons.append(f"the head size is {size}; the native kernel takes up to {MAX_HEAD_SIZE}")
+    if size > kernel.MAX_HEAD_SIZE:
+        reasons.append(f"the head size is {size}; the native kernel takes up to {kernel.MAX_HEAD_SIZE}")
     return reasons
 
 

@@ -1,0 +1,157 @@
+"""Decoding: one query per batch row against rings of keys and values, each key/value head's as long as it needs.
+
+Shapes: B batch, H query heads, Hkv key/value heads, D and Dv head sizes; N slots in all, Σ of the heads' capacities.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spanformer.ops import kernel
+from spanformer.ops.call import Attended
+from spanformer.ops.rule import Rule
+
+
+@dataclass(frozen=True, eq=False)
+class Rings:
+    """Keys and values of all heads in one allocation. Head g's key at position p lies in slot
+    (capacity[0] + … + capacity[g − 1]) + p mod capacity[g]; older positions have been overwritten."""
+
+    keys: Tensor
+    """[B, N, D]"""
+    values: Tensor
+    """[B, N, Dv]"""
+    capacity: Tensor
+    """[Hkv] int64 on the CPU: slots of each key/value head"""
+    newest: Tensor
+    """[B] int64 on the CPU: the position last written, where the query stands; −1 for an empty row"""
+
+    def __post_init__(self) -> None:
+        (b, n, _), heads = self.keys.shape, self.capacity.numel()
+        if self.values.ndim != 3 or self.values.shape[:2] != (b, n):
+            raise ValueError(f"values has shape {list(self.values.shape)}; expected [{b}, {n}, Dv] to go with keys")
+        if self.capacity.dtype != torch.int64 or self.capacity.device.type != "cpu" or self.capacity.ndim != 1:
+            raise ValueError(f"capacity has dtype {self.capacity.dtype}; expected int64 [Hkv] on the CPU")
+        if int(self.capacity.min()) < 1 or int(self.capacity.sum()) != n:
+            raise ValueError(f"capacity is {self.capacity.tolist()} over {heads} heads; expected 1 or more each, {n} in all")
+        if self.newest.dtype != torch.int64 or self.newest.device.type != "cpu" or self.newest.shape != (b,):
+            raise ValueError(f"newest has shape {list(self.newest.shape)}; expected int64 [{b}] on the CPU")
+
+    @property
+    def first(self) -> Tensor:
+        """[Hkv] int64: each head's first slot."""
+        return self.capacity.cumsum(0) - self.capacity
+
+
+def attend_rings(
+    q: Tensor, rings: Rings, rule: Rule, *, backend: str = "auto", scale: float | None = None
+) -> Attended:
+    """Attention of one query per row, q [B, H, 1, D], standing at each row's newest position.
+
+    Takes the rule's reach, span ([H] or [B, H, 1]), distance_bias, distance_vec, sinks and original. Returns
+    out [B, H, 1, Dv] and lse [B, H, 1]. No gradients: this is for decoding. backend: "native", "banded" (PyTorch, any
+    device) or "auto".
+    """
+    _check(q, rings, rule)
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
+    reasons = _native_refuses(q)
+    if backend == "native" and reasons:
+        raise ValueError(f"backend 'native' cannot serve this call: {'; '.join(reasons)}")
+    if backend not in ("auto", "native", "banded"):
+        raise ValueError(f"backend is {backend!r}; expected 'auto', 'native' or 'banded'")
+    with torch.no_grad():
+        if backend == "native" or (backend == "auto" and not reasons):
+            return _native(q, rings, rule, scale)
+        return _banded(q, rings, rule, scale)
+
+
+def _check(q: Tensor, rings: Rings, rule: Rule) -> None:
+    b, h, tq, d = q.shape
+    if tq != 1:
+        raise ValueError(f"q has shape {list(q.shape)}; rings take one query per row, [B, H, 1, D]")
+    if rings.keys.shape[0] != b or rings.keys.shape[2] != d or rings.keys.dtype != q.dtype:
+        raise ValueError(
+            f"keys has shape {list(rings.keys.shape)} and dtype {rings.keys.dtype}; expected [{b}, N, {d}] of {q.dtype}"
+        )
+    if rule.heads != h or h % rings.capacity.numel():
+        raise ValueError(f"q has {h} heads, the rule {rule.heads} and the rings {rings.capacity.numel()}; they do not fit")
+    unknown = [name for name in ("key_bias", "documents", "blocks") if getattr(rule, name) is not None]
+    if unknown or not rule.causal:
+        raise ValueError(f"rings do not take {', '.join([*unknown, *([] if rule.causal else ['causal=False'])])}")
+    if rule.dynamic and rule.span is not None and rule.span.shape != (b, h, 1):
+        raise ValueError(f"span has shape {list(rule.span.shape)}; expected [{h}] or [{b}, {h}, 1]")
+    group, seen = h // rings.capacity.numel(), int(rings.newest.max()) + 1
+    needed = torch.tensor(rule.limits()).view(-1, group).amax(1) + (1 if rule.original else 0)
+    short = needed.clamp(max=seen) > rings.capacity
+    if bool(short.any()):
+        g = int(short.nonzero()[0])
+        raise ValueError(
+            f"capacity of key/value head {g} is {int(rings.capacity[g])}, but its heads reach {int(needed[g])} "
+            "positions; make the ring as long as the reach"
+        )
+    for name in ("distance_bias", "distance_vec"):
+        table = getattr(rule, name)
+        longest = min(max(rule.limits()), seen)
+        if table is not None and table.shape[1] < longest:
+            raise ValueError(f"{name} has shape {list(table.shape)}; heads here reach {longest} distances")
+
+
+def _native_refuses(q: Tensor) -> list[str]:
+    reasons = [problem] if (problem := kernel.problem()) else []
+    if q.device.type != "cpu":
+        reasons.append(f"q is on {q.device}; the native kernel runs on the CPU")
+    if q.dtype not in kernel.DTYPES:
+        reasons.append(f"q has dtype {q.dtype}; the native kernel takes float32 and bfloat16")
+    if q.shape[3] > kernel.MAX_HEAD_SIZE:
+        reasons.append(f"the head size is {q.shape[3]}; the native kernel takes up to {kernel.MAX_HEAD_SIZE}")
+    return reasons
+
+
+def _native(q: Tensor, rings: Rings, rule: Rule, scale: float) -> Attended:
+    q = q if q.stride(3) == 1 else q.contiguous()
+    as_float = [None if t is None else t.detach().float().contiguous() for t in (rule.span, rule.distance_bias, rule.distance_vec, rule.sinks)]
+    return Attended(*kernel.run_decode(q, rings.keys, rings.values, rings.first, rings.capacity, rings.newest, rule, as_float, scale))
+
+
+def _banded(q: Tensor, rings: Rings, rule: Rule, scale: float) -> Attended:
+    """The same in PyTorch, head by head over the slots the head can see."""
+    b, h, _, _ = q.shape
+    group, limits, shift = h // rings.capacity.numel(), rule.limits(), 1 if rule.original else 0
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    outs, lses = [], []
+    newest, first = rings.newest.to(q.device), rings.first.tolist()
+    for head, limit in enumerate(limits):
+        g = head // group
+        capacity = int(rings.capacity[g])
+        seen = max(0, min(limit, capacity - shift, int(rings.newest.max()) + 1 - shift))
+        d = torch.arange(seen, device=q.device)
+        position = newest[:, None] - shift - d  # [B, seen]
+        slot = first[g] + position % capacity
+        at = slot[..., None].expand(-1, -1, q.shape[3])
+        query = q[:, head, 0].to(exact)  # [B, D]
+        score = (rings.keys.gather(1, at).to(exact) @ query[..., None])[..., 0]
+        if rule.distance_vec is not None:
+            score = score + query @ rule.distance_vec[head % rule.distance_vec.shape[0], :seen].to(exact).T
+        score = score * scale
+        if rule.distance_bias is not None:
+            score = score + rule.distance_bias[head, :seen].to(exact)
+        visible = position >= 0
+        if rule.span is not None:
+            z = rule.span[:, head] if rule.dynamic else rule.span[head].expand(b, 1)  # [B, 1]
+            m = ((rule.ramp + z.to(exact) - d) / rule.ramp).clamp(0, 1)
+            visible = visible & (m > 0)
+            score = score + torch.where(visible, m, 1).log()
+        score = torch.where(visible, score, -math.inf)
+        if rule.sinks is not None:
+            score = torch.cat([score, rule.sinks[head].to(exact).expand(b, 1)], 1)
+        lse = score.logsumexp(1) if score.shape[1] else score.new_full((b,), -math.inf)
+        weight = torch.where(lse[:, None] == -math.inf, 0, (score - lse[:, None]).exp())[:, :seen]
+        at = slot[..., None].expand(-1, -1, rings.values.shape[2])
+        value = torch.where(visible[..., None], rings.values.gather(1, at), 0)  # an unwritten slot may hold anything
+        outs.append((weight[:, None] @ value.to(exact))[:, 0].to(q.dtype))
+        lses.append(lse)
+    return Attended(torch.stack(outs, 1)[:, :, None], torch.stack(lses, 1)[:, :, None])
