@@ -84,7 +84,10 @@ def make_call(
         given, missing = ("q_positions", "k_positions") if k_positions is None else ("k_positions", "q_positions")
         raise ValueError(f"{given} was given without {missing}; distances need both, or neither")
     if q_positions is not None and k_positions is not None:
-        q_positions, k_positions = _ids("q_positions", q_positions, b, tq, q), _ids("k_positions", k_positions, b, tk, q)
+        q_positions, k_positions = (
+            _ids("q_positions", q_positions, b, tq, q),
+            _ids("k_positions", k_positions, b, tk, q),
+        )
     elif rule.causal and tk < tq:
         raise ValueError(
             f"k has {tk} keys for {tq} queries; a causal rule takes queries as the last positions of the keys, so it "
@@ -158,7 +161,9 @@ def _check_rule(call: Call) -> None:
         if t.shape[0] not in (1, b) or t.shape[1] not in (1, hkv, h) or t.shape[2] != tk:
             raise ValueError(f"key_bias has shape {list(t.shape)}; expected [1 or {b}, 1 or {hkv} or {h}, {tk}]")
     if rule.distance_vec is not None and rule.distance_vec.shape[2] != d:
-        raise ValueError(f"distance_vec has shape {list(rule.distance_vec.shape)}; expected head size {d} as its last axis")
+        raise ValueError(
+            f"distance_vec has shape {list(rule.distance_vec.shape)}; expected head size {d} as its last axis"
+        )
     tables = [(name, t) for name in ("distance_bias", "distance_vec") if (t := getattr(rule, name)) is not None]
     if tables and not torch.compiler.is_compiling():
         needed = min(max(rule.limits()), longest_distance(call))
@@ -172,8 +177,7 @@ def _check_rule(call: Call) -> None:
         last = int(call.positions()[0].max()) if tq else -1
         if last >= rule.blocks.rows * rule.blocks.size:
             raise ValueError(
-                f"blocks describes positions up to {rule.blocks.rows * rule.blocks.size - 1}; "
-                f"a query stands at {last}"
+                f"blocks describes positions up to {rule.blocks.rows * rule.blocks.size - 1}; a query stands at {last}"
             )
 
 

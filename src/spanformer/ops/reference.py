@@ -46,7 +46,9 @@ def attend_reference(call: Call) -> Attended:
         score = score + torch.where(visible, m, 1).log()
     score = torch.where(visible, score, -math.inf)
 
-    peak = score.detach().amax(-1, keepdim=True) if score.shape[-1] else score.new_full((*score.shape[:3], 1), -math.inf)
+    peak = (
+        score.detach().amax(-1, keepdim=True) if score.shape[-1] else score.new_full((*score.shape[:3], 1), -math.inf)
+    )
     if rule.sinks is not None:
         sink = rule.sinks.to(q.dtype)[None, :, None, None]
         peak = torch.maximum(peak, sink.detach())

@@ -100,7 +100,9 @@ class Rule:
                 _expect(ids.ndim in (1, 2), "documents", ids, "[T] or [B, T]")
                 _expect(not ids.is_floating_point() and ids.dtype != torch.bool, "documents", ids, "integer ids")
         if self.blocks is not None:
-            _expect(self.blocks.offsets.shape[0] in (1, h), "blocks.offsets", self.blocks.offsets, f"[1 or {h}, rows + 1]")
+            _expect(
+                self.blocks.offsets.shape[0] in (1, h), "blocks.offsets", self.blocks.offsets, f"[1 or {h}, rows + 1]"
+            )
         if self.penalty is not None:
             _expect(self.penalty.ndim == 0, "penalty", self.penalty, "a scalar")
 
