@@ -172,7 +172,7 @@ def test_combinations_of_terms_equal_scalar_loops():
         )
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (1, 9), (5, 5), (3, 0), (0, 4)])
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 9), (5, 5), (3, 0), (0, 4), (9, 5)])
 def test_awkward_sizes(sizes):
     tq, tk = sizes
     case = Case(**{**SMALL, "tq": tq, "tk": tk}, terms=("span", "sinks", "distance_bias"), causal=tq <= tk)

@@ -319,6 +319,25 @@ class TestBadCalls:
         attend(*qkv(), Rule(4, distance_bias=torch.ones(4, 4), span=torch.ones(4), ramp=2.5), backend="reference")
         attend(*qkv(), Rule(4, distance_bias=torch.ones(4, 5), original=True), backend="reference")
 
+    def test_a_table_need_not_span_the_gap_between_rows_of_a_batch(self):
+        far = torch.stack([torch.arange(6), torch.arange(6) + 1000])
+        rule = Rule(4, distance_bias=torch.randn(4, 6))
+        q, k, v = qkv()
+        apart = attend(q, k, v, rule, backend="reference", q_positions=far, k_positions=far)
+        assert torch.equal(apart.out, attend(q, k, v, rule, backend="reference").out)
+
+    def test_a_table_as_long_as_the_queries_serves_fewer_keys(self):
+        rule = Rule(4, causal=False, distance_bias=torch.randn(4, 6))
+        attend(*qkv(tk=3), rule, backend="reference")  # queries at −3 … 2, keys at 0 … 2: distances 0 … 5
+        with refused("distance_bias has shape [4, 5]", "at least 6"):
+            attend(*qkv(tk=3), Rule(4, causal=False, distance_bias=torch.randn(4, 5)), backend="reference")
+
+    def test_an_empty_batch(self):
+        nowhere = torch.zeros(0, 6, dtype=torch.int64)
+        rule = Rule(4, distance_bias=torch.randn(4, 6))
+        out, lse = attend(*qkv(b=0), rule, backend="reference", q_positions=nowhere, k_positions=nowhere)
+        assert out.shape == (0, 4, 6, 8) and lse.shape == (0, 4, 6)
+
 
 def dense_mask(heads: int, length: int, seed: int, size: int) -> Tensor:
     """Whole blocks on and off, and some with a few pairs flipped: full, empty and partial blocks all occur."""

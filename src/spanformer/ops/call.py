@@ -184,11 +184,11 @@ def _check_rule(call: Call) -> None:
 def longest_distance(call: Call) -> int:
     """How many distances 0, 1, … can occur between a query and a key of this call."""
     tq, tk = call.q.shape[2], call.k.shape[2]
-    if not tq or not tk:
+    if not tq or not tk or not call.q.shape[0]:
         return 0
     if call.q_positions is None or call.k_positions is None:
-        back, ahead = tk - 1, max(0, tq - 1 - (tk - tq) if tk < tq else tq - 1)
-    else:
-        back = int(call.q_positions.max() - call.k_positions.min())
-        ahead = int(call.k_positions.max() - call.q_positions.min())
+        back, ahead = tk - 1, tq - 1  # queries stand at tk − tq … tk − 1
+    else:  # row by row: rows of a batch may stand far from each other
+        back = int((call.q_positions.amax(1) - call.k_positions.amin(1)).max())
+        ahead = int((call.k_positions.amax(1) - call.q_positions.amin(1)).max())
     return max(0, (back if call.rule.causal else max(back, ahead)) + 1 - call.shift)
