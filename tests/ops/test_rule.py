@@ -284,7 +284,7 @@ class TestBadCalls:
             ),
             (
                 {"blocks": BlockIndex.from_dense(torch.ones(4, 4, dtype=torch.bool), 4)},
-                ["blocks describes positions up to 3", "a query stands at 5"],
+                ["blocks describes positions 0 … 3", "a query stands at 5"],
             ),
         ],
     )
@@ -313,6 +313,32 @@ class TestBadCalls:
     def test_documents_of_fewer_keys_than_queries(self):
         with refused("documents names 3 keys for 6 queries", "pass a pair"):
             attend(*qkv(tk=3), Rule(4, causal=False, documents=torch.zeros(3).long()), backend="reference")
+
+    def test_positions_before_the_first_do_not_wrap_around_a_block_pattern(self):
+        blocks = BlockIndex.from_dense(torch.ones(8, 8, dtype=torch.bool), 4)
+        at, before = torch.arange(6), torch.arange(6) - 3
+        for q_positions, k_positions, what in ((at, before, "key"), (before, at, "query")):
+            with refused("blocks describes positions 0 … 7", f"a {what} stands at -3"):
+                attend(
+                    *qkv(),
+                    Rule(4, blocks=blocks),
+                    backend="reference",
+                    q_positions=q_positions,
+                    k_positions=k_positions,
+                )
+        with refused("blocks describes positions 0 … 7", "a query stands at -3"):
+            attend(*qkv(tk=3), Rule(4, causal=False, blocks=blocks), backend="reference")
+
+    def test_blocks_without_any_key(self):
+        blocks = BlockIndex.from_dense(torch.ones(8, 8, dtype=torch.bool), 4)
+        at = torch.arange(6)
+        call = {"backend": "reference", "q_positions": at, "k_positions": at[:0]}
+        assert attend(*qkv(tk=0), Rule(4, blocks=blocks), **call).out.eq(0).all()
+
+    def test_blocks_on_another_device(self):
+        blocks = BlockIndex.from_dense(torch.ones(8, 8, dtype=torch.bool), 4).to("meta")
+        with refused("blocks is on meta", "expected cpu, where q is"):
+            attend(*qkv(), Rule(4, blocks=blocks), backend="reference")
 
     def test_a_table_may_be_as_short_as_the_reach(self):
         attend(*qkv(), Rule(4, distance_bias=torch.ones(4, 4), reach=[1, 2, 4, 3]), backend="reference")

@@ -71,6 +71,11 @@ class BlockIndex:
         """How many block rows are described: positions 0 … rows·S − 1."""
         return self.offsets.shape[1] - 1
 
+    def to(self, device: torch.device | str) -> BlockIndex:
+        """The same pattern on a device; attend wants it where q is."""
+        parts = (t.to(device) for t in (self.offsets, self.columns, self.mask_ids, self.masks))
+        return BlockIndex(self.size, *parts)
+
     @staticmethod
     def from_dense(mask: Tensor, size: int) -> BlockIndex:
         """From a boolean [L, L] or [Hb, L, L] mask (query position, key position); for small L and for tests."""
@@ -99,7 +104,7 @@ class BlockIndex:
     def visible(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
         """Element mask [..., Hb, Tq, Tk] for positions [..., Tq] and [..., Tk]: dense, for the oracle and small tiles."""
         rows, cols = q_pos // self.size, k_pos // self.size
-        width = int(max(int(self.columns.max()) if self.columns.numel() else 0, int(cols.max()))) + 1
+        width = max([int(t.max()) for t in (self.columns, cols) if t.numel()], default=0) + 1
         grid = torch.full((self.offsets.shape[0], self.rows, width), FULL - 1, dtype=torch.int64, device=cols.device)
         for h in range(grid.shape[0]):
             a, b = int(self.offsets[h, 0]), int(self.offsets[h, -1])

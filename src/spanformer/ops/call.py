@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from spanformer.ops.blocks import BlockIndex
 from spanformer.ops.rule import Rule
 
 
@@ -173,12 +174,24 @@ def _check_rule(call: Call) -> None:
                     f"{name} has shape {list(t.shape)}, distances 0 … {t.shape[1] - 1}; heads here reach "
                     f"{needed} distances, so it needs at least {needed}"
                 )
-    if rule.blocks is not None and not torch.compiler.is_compiling():
-        last = int(call.positions()[0].max()) if tq else -1
-        if last >= rule.blocks.rows * rule.blocks.size:
-            raise ValueError(
-                f"blocks describes positions up to {rule.blocks.rows * rule.blocks.size - 1}; a query stands at {last}"
-            )
+    if rule.blocks is not None:
+        _check_blocks(call, rule.blocks)
+
+
+def _check_blocks(call: Call, blocks: BlockIndex) -> None:
+    if blocks.offsets.device != call.q.device:
+        raise ValueError(f"blocks is on {blocks.offsets.device}; expected {call.q.device}, where q is")
+    if torch.compiler.is_compiling():
+        return
+    last = blocks.rows * blocks.size - 1
+    q_pos, k_pos = call.positions()
+    for what, pos, most in (("query", q_pos, last), ("key", k_pos, None)):
+        if not pos.numel():
+            continue
+        if int(pos.min()) < 0:
+            raise ValueError(f"blocks describes positions 0 … {last}; a {what} stands at {int(pos.min())}")
+        if most is not None and int(pos.max()) > most:
+            raise ValueError(f"blocks describes positions 0 … {last}; a {what} stands at {int(pos.max())}")
 
 
 def longest_distance(call: Call) -> int:
