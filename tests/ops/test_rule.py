@@ -97,6 +97,22 @@ class TestSum:
         a, b = torch.randn(3, 1, 5), torch.randn(1, 4, 5)
         assert torch.equal((Rule(4, key_bias=a) + Rule(4, key_bias=b)).key_bias, a + b)
 
+    def test_key_biases_of_key_value_heads_and_of_query_heads_add(self):
+        q, k, v = qkv()
+        grouped, own, shared = torch.randn(2, 2, 6), torch.randn(2, 4, 6), torch.randn(1, 1, 6)
+        both = Rule(4, key_bias=grouped) + Rule(4, key_bias=own) + Rule(4, key_bias=shared)
+        assert torch.equal(both.key_bias, grouped[:, [0, 0, 1, 1]] + own + shared)
+        whole = Rule(4, key_bias=own + grouped[:, [0, 0, 1, 1]] + shared)
+        mine, other = (attend(q, k, v, rule, backend="reference").out for rule in (both, whole))
+        assert torch.allclose(mine, other, atol=1e-6)
+
+    def test_terms_that_do_not_fit_each_other(self):
+        for a, b in (((1, 1, 6), (1, 1, 5)), ((2, 1, 6), (3, 1, 6)), ((1, 2, 6), (1, 3, 6))):
+            with refused(f"key_bias of shapes {list(a)} and {list(b)} cannot be added", "one number of keys"):
+                Rule(6, key_bias=torch.zeros(a)) + Rule(6, key_bias=torch.zeros(b))
+        with refused("distance_vec of shapes [1, 6, 3] and [1, 6, 4] cannot be added", "one head size"):
+            Rule(2, distance_vec=torch.zeros(1, 6, 3)) + Rule(2, distance_vec=torch.zeros(1, 6, 4))
+
     def test_documents_must_be_the_same(self):
         ids, pair = torch.tensor([0, 0, 1]), (torch.tensor([1]), torch.tensor([0, 0, 1]))
         assert torch.equal((Rule(1, documents=ids) + Rule(1, documents=ids.clone())).documents, ids)

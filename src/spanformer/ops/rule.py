@@ -142,7 +142,7 @@ class Rule:
             ramp=self.ramp if self.span is not None or other.span is None else other.ramp,
             distance_bias=_either(self.distance_bias, other.distance_bias, _add_tables),
             distance_vec=_either(self.distance_vec, other.distance_vec, _add_tables),
-            key_bias=_either(self.key_bias, other.key_bias, lambda a, b: a + b),
+            key_bias=_either(self.key_bias, other.key_bias, _add_key_biases),
             documents=_either(self.documents, other.documents, _same_documents),
             sinks=_either(self.sinks, other.sinks, torch.logaddexp),  # two sinks weigh as much as their sum
             blocks=_either(self.blocks, other.blocks, lambda a, b: a & b),
@@ -188,8 +188,24 @@ def _never(_a: Tensor, _b: Tensor) -> Tensor:
 
 def _add_tables(a: Tensor, b: Tensor) -> Tensor:
     """Tables of different lengths are known together only as far as the shorter goes."""
+    if a.shape[2:] != b.shape[2:]:
+        raise ValueError(
+            f"distance_vec of shapes {list(a.shape)} and {list(b.shape)} cannot be added; expected one head size"
+        )
     length = min(a.shape[1], b.shape[1])
     return a[:, :length] + b[:, :length]
+
+
+def _add_key_biases(a: Tensor, b: Tensor) -> Tensor:
+    """One may hold a row for each key/value head and the other for each query head: groups share a row."""
+    heads = max(a.shape[1], b.shape[1])
+    rows_fit = a.shape[0] == b.shape[0] or 1 in (a.shape[0], b.shape[0])
+    if not rows_fit or heads % a.shape[1] or heads % b.shape[1] or a.shape[2] != b.shape[2]:
+        raise ValueError(
+            f"key_bias of shapes {list(a.shape)} and {list(b.shape)} cannot be added; "
+            "expected one number of keys, and batches and heads that go together"
+        )
+    return a.repeat_interleave(heads // a.shape[1], 1) + b.repeat_interleave(heads // b.shape[1], 1)
 
 
 def _same_documents(a, b):
