@@ -165,6 +165,7 @@ class TestReading:
         dynamic = torch.tensor([[[1.0, 5.5]], [[3.0, 0.0]]])  # [B, H, Tq] of two rows, one head, two queries
         rule = Rule(1, span=dynamic, ramp=2.0)
         assert rule.dynamic and rule.limits() == [8]
+        assert Rule(2, span=torch.ones(1, 2, 0)).limits() == [0, 0]  # no query, nothing seen
 
     @pytest.mark.parametrize("z", [0.0, 0.5, 3.0, 3.999])
     @pytest.mark.parametrize("ramp", [1.0, 2.5, 4.0])
@@ -211,6 +212,16 @@ class TestBadRules:
             ({"sinks": torch.ones(4).long()}, ["sinks", "torch.int64", "floating-point"]),
             ({"documents": torch.ones(6)}, ["documents", "torch.float32", "expected integer ids"]),
             ({"documents": torch.ones(1, 2, 6).long()}, ["documents has shape [1, 2, 6]", "expected [T] or [B, T]"]),
+            ({"reach": []}, ["reach has shape [0]", "expected [4]"]),
+            ({"reach": torch.ones(4, device="meta").long()}, ["reach is on meta", "holds no numbers"]),
+            ({"span": 64.0}, ["span is a float", "expected a tensor"]),
+            ({"penalty": 0.5}, ["penalty is a float", "expected a tensor"]),
+            ({"distance_bias": torch.ones(4, 0)}, ["distance_bias has shape [4, 0]", "L at least 1"]),
+            ({"distance_vec": torch.ones(1, 0, 8)}, ["distance_vec has shape [1, 0, 8]", "L at least 1"]),
+            ({"key_bias": torch.ones(2, 0, 6)}, ["key_bias has shape [2, 0, 6]", "1 or Hkv or H"]),
+            ({"documents": [0, 0, 1]}, ["documents is neither", "nor a pair"]),
+            ({"documents": (torch.arange(6),) * 3}, ["documents is neither", "nor a pair"]),
+            ({"documents": (torch.arange(6), None)}, ["documents is neither", "nor a pair"]),
             ({"penalty": torch.ones(4)}, ["penalty has shape [4]", "expected a scalar"]),
             ({"original": True, "causal": False}, ["original=True", "needs causal=True"]),
             (
