@@ -474,6 +474,9 @@ class TestBlockIndex:
             ({"columns": torch.tensor([0.0, 0.0, 1.0])}, ["blocks.columns has dtype torch.float32", "torch.int64"]),
             ({"mask_ids": torch.tensor([0, -1, 0]).int()}, ["blocks.mask_ids has dtype torch.int32", "torch.int64"]),
             ({"offsets": torch.tensor([0, 1, 3])}, ["blocks.offsets has shape [3]", "expected [1 or H, rows + 1]"]),
+            ({"offsets": torch.zeros(0, 3).long()}, ["blocks.offsets has shape [0, 3]", "expected [1 or H, rows + 1]"]),
+            ({"columns": torch.ones(3, device="meta").long()}, ["blocks.columns is on meta", "expected cpu"]),
+            ({"masks": torch.ones(1, 2, 2, device="meta").bool()}, ["blocks.masks is on meta", "expected cpu"]),
             ({"offsets": torch.tensor([[0]])}, ["blocks.offsets has shape [1, 1]", "expected [1 or H, rows + 1]"]),
             ({"mask_ids": torch.tensor([0, -1])}, ["blocks.mask_ids has shape [2]", "that of columns, [3]"]),
             (
@@ -494,6 +497,26 @@ class TestBlockIndex:
     def test_malformed(self, change, words):
         with refused(*words):
             BlockIndex(**{**self.GOOD, **change})
+
+    def test_bad_masks(self):
+        with refused("size is 0", "expected at least 1 position per block"):
+            BlockIndex.from_dense(torch.ones(8, 8, dtype=torch.bool), 0)
+        for mask in (
+            torch.ones(8).bool(),
+            torch.zeros(8, 8),
+            torch.ones(0, 8, 8).bool(),
+            torch.ones(1, 1, 8, 8).bool(),
+        ):
+            with refused(
+                f"mask has shape {list(mask.shape)} and dtype {mask.dtype}", "expected [L, L] or [1 or H, L, L]"
+            ):
+                BlockIndex.from_dense(mask, 4)
+
+    def test_heads_that_differ(self):
+        two, three = (BlockIndex.from_dense(torch.ones(n, 8, 8, dtype=torch.bool), 4) for n in (2, 3))
+        for a, b in ((two, three), (three, two)):
+            with refused("blocks of", "heads cannot be intersected"):
+                a & b
 
     def test_sizes_that_differ(self):
         ones = torch.ones(16, 16, dtype=torch.bool)

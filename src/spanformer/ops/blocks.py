@@ -37,7 +37,12 @@ class BlockIndex:
             tensor = getattr(self, name)
             if tensor.dtype != torch.int64:
                 raise ValueError(f"blocks.{name} has dtype {tensor.dtype}; expected torch.int64")
-        if self.offsets.ndim != 2 or self.offsets.shape[1] < 2:
+        for name in ("columns", "mask_ids", "masks"):
+            if getattr(self, name).device != self.offsets.device:
+                raise ValueError(
+                    f"blocks.{name} is on {getattr(self, name).device}; expected {self.offsets.device}, where offsets is"
+                )
+        if self.offsets.ndim != 2 or self.offsets.shape[0] < 1 or self.offsets.shape[1] < 2:
             raise ValueError(f"blocks.offsets has shape {list(self.offsets.shape)}; expected [1 or H, rows + 1]")
         if self.columns.shape != self.mask_ids.shape or self.columns.ndim != 1:
             raise ValueError(
@@ -79,6 +84,12 @@ class BlockIndex:
     @staticmethod
     def from_dense(mask: Tensor, size: int) -> BlockIndex:
         """From a boolean [L, L] or [Hb, L, L] mask (query position, key position); for small L and for tests."""
+        if size < 1:
+            raise ValueError(f"size is {size}; expected at least 1 position per block")
+        if mask.ndim not in (2, 3) or mask.dtype != torch.bool or not mask.numel():
+            raise ValueError(
+                f"mask has shape {list(mask.shape)} and dtype {mask.dtype}; expected [L, L] or [1 or H, L, L] of torch.bool"
+            )
         mask = mask if mask.ndim == 3 else mask[None]
         heads, length, width = mask.shape
         rows, cols = -(-length // size), -(-width // size)
@@ -123,6 +134,11 @@ class BlockIndex:
         if self.size != other.size:
             raise ValueError(f"blocks of sizes {self.size} and {other.size} cannot be intersected; rebuild one of them")
         heads, rows = max(self.offsets.shape[0], other.offsets.shape[0]), min(self.rows, other.rows)
+        if any(x.offsets.shape[0] not in (1, heads) for x in (self, other)):
+            raise ValueError(
+                f"blocks of {self.offsets.shape[0]} and {other.offsets.shape[0]} heads cannot be intersected; "
+                "expected one number, or 1 for a pattern all heads share"
+            )
         offsets, columns, ids, masks = torch.zeros(heads, rows + 1, dtype=torch.int64), [], [], []
         for h in range(heads):
             offsets[h, 0] = len(columns)
@@ -139,9 +155,10 @@ class BlockIndex:
                     if mask is not None:
                         masks.append(mask)
                 offsets[h, r + 1] = len(columns)
-        stacked = torch.stack(masks) if masks else torch.zeros(0, self.size, self.size, dtype=torch.bool)
-        as_ints = lambda values: torch.tensor(values, dtype=torch.int64)  # noqa: E731
-        return BlockIndex(self.size, offsets, as_ints(columns), as_ints(ids), stacked)
+        at = self.offsets.device
+        stacked = torch.stack(masks) if masks else torch.zeros(0, self.size, self.size, dtype=torch.bool, device=at)
+        as_ints = lambda values: torch.tensor(values, dtype=torch.int64, device=at)  # noqa: E731
+        return BlockIndex(self.size, offsets.to(at), as_ints(columns), as_ints(ids), stacked)
 
     def _row(self, head: int, row: int) -> dict[int, int]:
         h = head if self.offsets.shape[0] > 1 else 0
