@@ -319,6 +319,18 @@ def test_infinite_and_zero_spans():
     assert z.grad.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_low_precision_does_not_blur_how_far_a_head_sees(dtype):
+    """Distances and spans are geometry, not data: half a float's digits must not move the edge of a span."""
+    rule = Rule(1, span=torch.tensor([2301.0]), ramp=8.0)
+    q, k = torch.zeros(1, 1, 1, 2, dtype=dtype), torch.zeros(1, 1, 2500, 2, dtype=dtype)
+    v = torch.zeros(1, 1, 2500, 2)
+    v[..., 0] = torch.arange(2500, 0, -1) >= 2310  # distances 2309 and beyond: none of them seen
+    v[..., 1] = torch.arange(2500, 0, -1) == 2309  # distance 2308, at m = 1/8
+    out = attend(q, k, v.to(dtype), rule, backend="reference").out[0, 0, 0]
+    assert out.dtype == dtype and out[0] == 0 and out[1] > 0
+
+
 # --- what must not be seen ------------------------------------------------------------------------------------------
 
 

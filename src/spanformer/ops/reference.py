@@ -43,7 +43,7 @@ def attend_reference(call: Call) -> Attended:
         score = score + bias.repeat_interleave(q.shape[1] // bias.shape[1], 1)[:, :, None]
     if rule.span is not None:
         m = span_mask(call, distance)
-        score = score + torch.where(visible, m, 1).log()
+        score = score + torch.where(visible, m, 1).log().to(q.dtype)
     score = torch.where(visible, score, -math.inf)
 
     peak = (
@@ -99,9 +99,10 @@ def span_mask(call: Call, distance: Tensor) -> Tensor:
     """m, [1 or B, H, Tq or 1, Tk]; its gradient lives strictly on the ramp, so a whole-number span has no kink to sit on."""
     rule = call.rule
     assert rule.span is not None
-    z = rule.span.to(call.q.dtype)
+    wide = torch.promote_types(call.q.dtype, torch.float32)  # bfloat16 cannot tell distance 1001 from 1000
+    z = rule.span.to(wide)
     z = z[..., None] if rule.dynamic else z[None, :, None, None]
-    m = (rule.ramp + z - distance.to(call.q.dtype)) / rule.ramp
+    m = (rule.ramp + z - distance.to(wide)) / rule.ramp
     return torch.where(m >= 1, 1, torch.where(m <= 0, 0, m))
 
 
