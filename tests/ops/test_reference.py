@@ -474,6 +474,16 @@ def test_merge_of_no_parts():
         merge([])
 
 
+def test_merge_of_parts_that_do_not_fit():
+    whole, shorter = reference(*qkv(), Rule(2)), reference(*qkv(t=5), Rule(2))
+    with pytest.raises(
+        ValueError, match=r"parts\[1\] has out \[1, 2, 5, 4\] and lse \[1, 2, 5\]; expected \[1, 2, 12, 4\]"
+    ):
+        merge([whole, shorter])
+    with pytest.raises(ValueError, match=r"parts\[0\] has out .* and lse \[1, 2, 12, 4\]; .* and \[1, 2, 12\]"):
+        merge([Attended(whole.out, whole.out)])
+
+
 def test_merge_gradcheck():
     out, lse = [rand(1, 1, 3, 2, seed=n).requires_grad_() for n in range(2)], [rand(1, 1, 3, seed=n) for n in (5, 6)]
     lse = [x.requires_grad_() for x in lse]
