@@ -193,6 +193,18 @@ class TestDynamicSpan:
         assert under.dtype == torch.float32 and torch.equal(under, exact)
         assert module.bfloat16().rule(View(x=x.bfloat16())).span.dtype == torch.float32
 
+    def test_on_a_device_without_autocast(self):
+        rule = DynamicSpan(8, 2, 64).to("meta").rule(View(x=torch.zeros(1, 3, 8, device="meta")))
+        assert rule.span.shape == (1, 2, 3) and rule.span.device.type == "meta"
+
+    def test_rules_can_be_compiled_whole(self):
+        adaptive, dynamic = AdaptiveSpan(2, 16, init=0.5, original=True), DynamicSpan(3, 2, 16)
+        whole = torch.compile(
+            lambda x: (adaptive.rule().span, dynamic.rule(View(x=x)).span), backend="eager", fullgraph=True
+        )
+        spans, each = whole(torch.zeros(1, 4, 3))
+        assert spans.tolist() == [8.0, 8.0] and each.shape == (1, 2, 4)
+
     def test_state_dict_round_trip_and_after_step(self):
         module, other = DynamicSpan(3, 2, 64), DynamicSpan(3, 2, 64)
         with torch.no_grad():
@@ -339,7 +351,10 @@ class TestBase:
         module = on_reference(AdaptiveSpan(2, 16))
         module.dropout = 0.5
         q, k, v = qkv()
-        mix = lambda: module.mix(q, k, v, module.rule(), View()).out  # noqa: E731
+
+        def mix() -> torch.Tensor:
+            return module.mix(q, k, v, module.rule(), View()).out
+
         assert not torch.equal(mix(), mix())
         module.eval()
         assert torch.equal(mix(), mix())

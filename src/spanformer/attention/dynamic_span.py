@@ -8,6 +8,8 @@ Every token chooses, per head, how far back it looks. Shapes: B batch, H heads, 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -57,7 +59,8 @@ class DynamicSpan(Attention):
     def _spans(self, x: Tensor) -> Tensor:
         """[B, H, Tq] in tokens. Never in half precision, autocast or not: bfloat16 has 8 bits for S tokens."""
         wide = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
+        at = x.device.type
+        with torch.autocast(at, enabled=False) if torch.amp.is_autocast_available(at) else nullcontext():
             z = self.max_span * F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)).sigmoid()
         return z.transpose(1, 2).repeat_interleave(self.heads // self.kv_heads, 1)
 
