@@ -55,11 +55,14 @@ def in_blocks(blocks: BlockIndex, h: int, i: int, j: int) -> bool:
     return False
 
 
+def place(ids, b: int, n: int) -> int:
+    return ids[b][n] if isinstance(ids[0], list) else ids[n]
+
+
 def by_loops(made: Made, seed: int | None = None) -> tuple[list, list]:
     """out and lse as nested lists: Python floats, one pair at a time."""
     c, t, fixed = made.case, {name: x.tolist() for name, x in made.inputs.items()}, made.fixed
     shift = 1 if c.original else 0
-    place = lambda ids, b, n: ids[b][n] if isinstance(ids[0], list) else ids[n]  # noqa: E731
     q_pos = range(c.tk - c.tq, c.tk) if fixed["q_positions"] is None else fixed["q_positions"].tolist()
     k_pos = range(c.tk) if fixed["k_positions"] is None else fixed["k_positions"].tolist()
     outs, lses = [], []
@@ -151,8 +154,11 @@ def test_every_term_equals_scalar_loops(term, kind):
 
 def test_combinations_of_terms_equal_scalar_loops():
     draw = random.Random(0)
+
+    def choose(*options):
+        return draw.choice(options)
+
     for seed in range(40):
-        choose = lambda *options: draw.choice(options)  # noqa: E731
         terms = (
             choose("span", "dynamic", ""),
             choose("distance_vec", "head_vec", ""),
@@ -487,5 +493,8 @@ def test_merge_of_parts_that_do_not_fit():
 def test_merge_gradcheck():
     out, lse = [rand(1, 1, 3, 2, seed=n).requires_grad_() for n in range(2)], [rand(1, 1, 3, seed=n) for n in (5, 6)]
     lse = [x.requires_grad_() for x in lse]
-    run = lambda a, b, c, d: tuple(merge([Attended(a, c), Attended(b, d)]))  # noqa: E731
+
+    def run(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, ...]:
+        return tuple(merge([Attended(a, c), Attended(b, d)]))
+
     assert torch.autograd.gradcheck(run, (*out, *lse)) and torch.autograd.gradgradcheck(run, (*out, *lse))

@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import re
+from typing import ClassVar
 
 import pytest
 import torch
@@ -454,7 +455,7 @@ class TestBlockIndex:
         blocks = BlockIndex.from_dense(torch.ones(17, 17, dtype=torch.bool), 8)
         assert blocks.masks.shape == (0, 8, 8) and blocks.mask_ids.eq(-1).all() and blocks.columns.numel() == 9
 
-    GOOD = {
+    GOOD: ClassVar = {
         "size": 2,
         "offsets": torch.tensor([[0, 1, 3]]),
         "columns": torch.tensor([0, 0, 1]),
@@ -641,7 +642,9 @@ class TestDropout:
         assert self.draws(0.0).all()
 
     def test_seeds_follow_torchs_generators(self):
-        draw = lambda: draw_seed(torch.Generator().manual_seed(5), torch.device("cpu"))  # noqa: E731
+        def draw() -> Tensor:
+            return draw_seed(torch.Generator().manual_seed(5), torch.device("cpu"))
+
         assert torch.equal(draw(), draw()) and draw().shape == (1,) and draw().dtype == torch.int64
         torch.manual_seed(5)
         first = draw_seed(None, torch.device("cpu"))
@@ -651,9 +654,11 @@ class TestDropout:
 
     def test_attend_is_reproducible_and_right_on_average(self):
         q, k, v = qkv(b=1, h=2, hkv=2)
-        run = lambda seed: attend(  # noqa: E731
-            q, k, v, Rule(2), backend="reference", dropout=0.3, generator=torch.Generator().manual_seed(seed)
-        )
+
+        def run(seed: int) -> Attended:
+            generator = torch.Generator().manual_seed(seed)
+            return attend(q, k, v, Rule(2), backend="reference", dropout=0.3, generator=generator)
+
         assert torch.equal(run(1).out, run(1).out) and not torch.equal(run(1).out, run(2).out)
         plain = attend(q, k, v, Rule(2), backend="reference")
         assert torch.equal(run(1).lse, plain.lse)  # weights are dropped after the softmax
@@ -667,9 +672,11 @@ class TestDropout:
             pytest.skip("; ".join(backends()[name]))
         q, k, v = qkv(d=16)
         rule = Rule(4, span=torch.tensor([0.5, 2.0, 3.5, 9.0]), ramp=2.0)
-        run = lambda backend: attend(  # noqa: E731
-            q, k, v, rule, backend=backend, dropout=0.5, generator=torch.Generator().manual_seed(3)
-        )
+
+        def run(backend: str) -> Attended:
+            generator = torch.Generator().manual_seed(3)
+            return attend(q, k, v, rule, backend=backend, dropout=0.5, generator=generator)
+
         try:
             got = run(name)
         except ValueError as refusal:

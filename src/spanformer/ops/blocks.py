@@ -38,10 +38,9 @@ class BlockIndex:
             if tensor.dtype != torch.int64:
                 raise ValueError(f"blocks.{name} has dtype {tensor.dtype}; expected torch.int64")
         for name in ("columns", "mask_ids", "masks"):
-            if getattr(self, name).device != self.offsets.device:
-                raise ValueError(
-                    f"blocks.{name} is on {getattr(self, name).device}; expected {self.offsets.device}, where offsets is"
-                )
+            at = getattr(self, name).device
+            if at != self.offsets.device:
+                raise ValueError(f"blocks.{name} is on {at}; expected {self.offsets.device}, where offsets is")
         if self.offsets.ndim != 2 or self.offsets.shape[0] < 1 or self.offsets.shape[1] < 2:
             raise ValueError(f"blocks.offsets has shape {list(self.offsets.shape)}; expected [1 or H, rows + 1]")
         if self.columns.shape != self.mask_ids.shape or self.columns.ndim != 1:
@@ -88,7 +87,8 @@ class BlockIndex:
             raise ValueError(f"size is {size}; expected at least 1 position per block")
         if mask.ndim not in (2, 3) or mask.dtype != torch.bool or not mask.numel():
             raise ValueError(
-                f"mask has shape {list(mask.shape)} and dtype {mask.dtype}; expected [L, L] or [1 or H, L, L] of torch.bool"
+                f"mask has shape {list(mask.shape)} and dtype {mask.dtype}; "
+                "expected [L, L] or [1 or H, L, L] of torch.bool"
             )
         mask = mask if mask.ndim == 3 else mask[None]
         heads, length, width = mask.shape
@@ -157,8 +157,8 @@ class BlockIndex:
                 offsets[h, r + 1] = len(columns)
         at = self.offsets.device
         stacked = torch.stack(masks) if masks else torch.zeros(0, self.size, self.size, dtype=torch.bool, device=at)
-        as_ints = lambda values: torch.tensor(values, dtype=torch.int64, device=at)  # noqa: E731
-        return BlockIndex(self.size, offsets.to(at), as_ints(columns), as_ints(ids), stacked)
+        kept = torch.tensor([columns, ids], dtype=torch.int64, device=at)
+        return BlockIndex(self.size, offsets.to(at), kept[0], kept[1], stacked)
 
     def _row(self, head: int, row: int) -> dict[int, int]:
         h = head if self.offsets.shape[0] > 1 else 0
