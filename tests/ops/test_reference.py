@@ -10,9 +10,9 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import LEARNED, Case, Made, make
 from torch import Tensor
 
+from cases import LEARNED, Case, Made, make
 from spanformer import Attended, BlockIndex, Rule, attend, merge
 
 F64 = torch.float64

@@ -45,7 +45,8 @@ class BlockIndex:
             raise ValueError(f"blocks.offsets has shape {list(self.offsets.shape)}; expected [1 or H, rows + 1]")
         if self.columns.shape != self.mask_ids.shape or self.columns.ndim != 1:
             raise ValueError(
-                f"blocks.mask_ids has shape {list(self.mask_ids.shape)}; expected that of columns, {list(self.columns.shape)}"
+                f"blocks.mask_ids has shape {list(self.mask_ids.shape)}; "
+                f"expected that of columns, {list(self.columns.shape)}"
             )
         if self.masks.dtype != torch.bool or self.masks.shape[1:] != (self.size, self.size):
             raise ValueError(
@@ -113,7 +114,7 @@ class BlockIndex:
         return BlockIndex(size, offsets, where[:, 2].contiguous(), ids[some], tiles[partial])
 
     def visible(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """Element mask [..., Hb, Tq, Tk] for positions [..., Tq] and [..., Tk]: dense, for the oracle and small tiles."""
+        """Element mask [..., Hb, Tq, Tk] for positions [..., Tq] and [..., Tk]: dense; for the oracle and tests."""
         rows, cols = q_pos // self.size, k_pos // self.size
         width = max([int(t.max()) for t in (self.columns, cols) if t.numel()], default=0) + 1
         grid = torch.full((self.offsets.shape[0], self.rows, width), FULL - 1, dtype=torch.int64, device=cols.device)

@@ -121,7 +121,7 @@ class Rule:
         return self.span is not None and self.span.ndim == 3
 
     def limits(self) -> list[int]:
-        """Per head, how many distances can have weight: min(reach, ⌈span + ramp⌉). Reads the span (one sync on a GPU)."""
+        """Per head, how many distances can have weight: min(reach, ⌈span + ramp⌉). Reads the span (a sync on a GPU)."""
         reach = [UNLIMITED] * self.heads if self.reach is None else self.reach_list()
         if self.span is None:
             return reach
