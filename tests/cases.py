@@ -45,7 +45,11 @@ class Case:
     @property
     def name(self) -> str:
         default = Case()
-        parts = [f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != getattr(default, f.name)]
+        parts = [
+            f"{f.name}={getattr(self, f.name)}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != getattr(default, f.name)
+        ]
         return " ".join(parts) or "plain"
 
 
@@ -150,7 +154,10 @@ def check(case: Case, backend: str, dtype: torch.dtype = torch.float32, factor: 
         if not torch.isfinite(got[name]).all():
             wrong.append(f"{name} is not finite")
             continue
-        error, allowed = _worst(got[name] - true), factor * _worst(dense[name] - true) + 16 * eps * max(_worst(true), 1e-3)
+        error, allowed = (
+            _worst(got[name] - true),
+            factor * _worst(dense[name] - true) + 16 * eps * max(_worst(true), 1e-3),
+        )
         if error > allowed:
             wrong.append(f"{name}: error {error:.3g}, allowed {allowed:.3g}")
     assert not wrong, f"{backend} {dtype} on [{case.name}]: " + "; ".join(wrong)

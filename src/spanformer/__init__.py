@@ -1,6 +1,17 @@
 """spanformer: attention heads that learn how far to look, and cost only that much."""
 
+from spanformer.attention import AdaptiveSpan, DynamicSpan
 from spanformer.ops import Attended, BlockIndex, Rule, attend, backends, choose_backend, merge
 
 __version__ = "0.1.0"
-__all__ = ["Attended", "BlockIndex", "Rule", "attend", "backends", "choose_backend", "merge"]
+__all__ = [
+    "AdaptiveSpan",
+    "Attended",
+    "BlockIndex",
+    "DynamicSpan",
+    "Rule",
+    "attend",
+    "backends",
+    "choose_backend",
+    "merge",
+]

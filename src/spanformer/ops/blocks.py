@@ -37,11 +37,16 @@ class BlockIndex:
             tensor = getattr(self, name)
             if tensor.dtype != torch.int64:
                 raise ValueError(f"blocks.{name} has dtype {tensor.dtype}; expected torch.int64")
-        if self.offsets.ndim != 2 or self.offsets.shape[1] < 2:
+        for name in ("columns", "mask_ids", "masks"):
+            at = getattr(self, name).device
+            if at != self.offsets.device:
+                raise ValueError(f"blocks.{name} is on {at}; expected {self.offsets.device}, where offsets is")
+        if self.offsets.ndim != 2 or self.offsets.shape[0] < 1 or self.offsets.shape[1] < 2:
             raise ValueError(f"blocks.offsets has shape {list(self.offsets.shape)}; expected [1 or H, rows + 1]")
         if self.columns.shape != self.mask_ids.shape or self.columns.ndim != 1:
             raise ValueError(
-                f"blocks.mask_ids has shape {list(self.mask_ids.shape)}; expected that of columns, {list(self.columns.shape)}"
+                f"blocks.mask_ids has shape {list(self.mask_ids.shape)}; "
+                f"expected that of columns, {list(self.columns.shape)}"
             )
         if self.masks.dtype != torch.bool or self.masks.shape[1:] != (self.size, self.size):
             raise ValueError(
@@ -71,9 +76,21 @@ class BlockIndex:
         """How many block rows are described: positions 0 … rows·S − 1."""
         return self.offsets.shape[1] - 1
 
+    def to(self, device: torch.device | str) -> BlockIndex:
+        """The same pattern on a device; attend wants it where q is."""
+        parts = (t.to(device) for t in (self.offsets, self.columns, self.mask_ids, self.masks))
+        return BlockIndex(self.size, *parts)
+
     @staticmethod
     def from_dense(mask: Tensor, size: int) -> BlockIndex:
         """From a boolean [L, L] or [Hb, L, L] mask (query position, key position); for small L and for tests."""
+        if size < 1:
+            raise ValueError(f"size is {size}; expected at least 1 position per block")
+        if mask.ndim not in (2, 3) or mask.dtype != torch.bool or not mask.numel():
+            raise ValueError(
+                f"mask has shape {list(mask.shape)} and dtype {mask.dtype}; "
+                "expected [L, L] or [1 or H, L, L] of torch.bool"
+            )
         mask = mask if mask.ndim == 3 else mask[None]
         heads, length, width = mask.shape
         rows, cols = -(-length // size), -(-width // size)
@@ -97,9 +114,9 @@ class BlockIndex:
         return BlockIndex(size, offsets, where[:, 2].contiguous(), ids[some], tiles[partial])
 
     def visible(self, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-        """Element mask [..., Hb, Tq, Tk] for positions [..., Tq] and [..., Tk]: dense, for the oracle and small tiles."""
+        """Element mask [..., Hb, Tq, Tk] for positions [..., Tq] and [..., Tk]: dense; for the oracle and tests."""
         rows, cols = q_pos // self.size, k_pos // self.size
-        width = int(max(int(self.columns.max()) if self.columns.numel() else 0, int(cols.max()))) + 1
+        width = max([int(t.max()) for t in (self.columns, cols) if t.numel()], default=0) + 1
         grid = torch.full((self.offsets.shape[0], self.rows, width), FULL - 1, dtype=torch.int64, device=cols.device)
         for h in range(grid.shape[0]):
             a, b = int(self.offsets[h, 0]), int(self.offsets[h, -1])
@@ -118,6 +135,11 @@ class BlockIndex:
         if self.size != other.size:
             raise ValueError(f"blocks of sizes {self.size} and {other.size} cannot be intersected; rebuild one of them")
         heads, rows = max(self.offsets.shape[0], other.offsets.shape[0]), min(self.rows, other.rows)
+        if any(x.offsets.shape[0] not in (1, heads) for x in (self, other)):
+            raise ValueError(
+                f"blocks of {self.offsets.shape[0]} and {other.offsets.shape[0]} heads cannot be intersected; "
+                "expected one number, or 1 for a pattern all heads share"
+            )
         offsets, columns, ids, masks = torch.zeros(heads, rows + 1, dtype=torch.int64), [], [], []
         for h in range(heads):
             offsets[h, 0] = len(columns)
@@ -134,9 +156,10 @@ class BlockIndex:
                     if mask is not None:
                         masks.append(mask)
                 offsets[h, r + 1] = len(columns)
-        stacked = torch.stack(masks) if masks else torch.zeros(0, self.size, self.size, dtype=torch.bool)
-        as_ints = lambda values: torch.tensor(values, dtype=torch.int64)  # noqa: E731
-        return BlockIndex(self.size, offsets, as_ints(columns), as_ints(ids), stacked)
+        at = self.offsets.device
+        stacked = torch.stack(masks) if masks else torch.zeros(0, self.size, self.size, dtype=torch.bool, device=at)
+        kept = torch.tensor([columns, ids], dtype=torch.int64, device=at)
+        return BlockIndex(self.size, offsets.to(at), kept[0], kept[1], stacked)
 
     def _row(self, head: int, row: int) -> dict[int, int]:
         h = head if self.offsets.shape[0] > 1 else 0

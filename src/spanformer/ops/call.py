@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from spanformer.ops.blocks import BlockIndex
 from spanformer.ops.rule import Rule
 
 
@@ -84,7 +85,10 @@ def make_call(
         given, missing = ("q_positions", "k_positions") if k_positions is None else ("k_positions", "q_positions")
         raise ValueError(f"{given} was given without {missing}; distances need both, or neither")
     if q_positions is not None and k_positions is not None:
-        q_positions, k_positions = _ids("q_positions", q_positions, b, tq, q), _ids("k_positions", k_positions, b, tk, q)
+        q_positions, k_positions = (
+            _ids("q_positions", q_positions, b, tq, q),
+            _ids("k_positions", k_positions, b, tk, q),
+        )
     elif rule.causal and tk < tq:
         raise ValueError(
             f"k has {tk} keys for {tq} queries; a causal rule takes queries as the last positions of the keys, so it "
@@ -158,7 +162,9 @@ def _check_rule(call: Call) -> None:
         if t.shape[0] not in (1, b) or t.shape[1] not in (1, hkv, h) or t.shape[2] != tk:
             raise ValueError(f"key_bias has shape {list(t.shape)}; expected [1 or {b}, 1 or {hkv} or {h}, {tk}]")
     if rule.distance_vec is not None and rule.distance_vec.shape[2] != d:
-        raise ValueError(f"distance_vec has shape {list(rule.distance_vec.shape)}; expected head size {d} as its last axis")
+        raise ValueError(
+            f"distance_vec has shape {list(rule.distance_vec.shape)}; expected head size {d} as its last axis"
+        )
     tables = [(name, t) for name in ("distance_bias", "distance_vec") if (t := getattr(rule, name)) is not None]
     if tables and not torch.compiler.is_compiling():
         needed = min(max(rule.limits()), longest_distance(call))
@@ -168,23 +174,34 @@ def _check_rule(call: Call) -> None:
                     f"{name} has shape {list(t.shape)}, distances 0 … {t.shape[1] - 1}; heads here reach "
                     f"{needed} distances, so it needs at least {needed}"
                 )
-    if rule.blocks is not None and not torch.compiler.is_compiling():
-        last = int(call.positions()[0].max()) if tq else -1
-        if last >= rule.blocks.rows * rule.blocks.size:
-            raise ValueError(
-                f"blocks describes positions up to {rule.blocks.rows * rule.blocks.size - 1}; "
-                f"a query stands at {last}"
-            )
+    if rule.blocks is not None:
+        _check_blocks(call, rule.blocks)
+
+
+def _check_blocks(call: Call, blocks: BlockIndex) -> None:
+    if blocks.offsets.device != call.q.device:
+        raise ValueError(f"blocks is on {blocks.offsets.device}; expected {call.q.device}, where q is")
+    if torch.compiler.is_compiling():
+        return
+    last = blocks.rows * blocks.size - 1
+    q_pos, k_pos = call.positions()
+    for what, pos, most in (("query", q_pos, last), ("key", k_pos, None)):
+        if not pos.numel():
+            continue
+        if int(pos.min()) < 0:
+            raise ValueError(f"blocks describes positions 0 … {last}; a {what} stands at {int(pos.min())}")
+        if most is not None and int(pos.max()) > most:
+            raise ValueError(f"blocks describes positions 0 … {last}; a {what} stands at {int(pos.max())}")
 
 
 def longest_distance(call: Call) -> int:
     """How many distances 0, 1, … can occur between a query and a key of this call."""
     tq, tk = call.q.shape[2], call.k.shape[2]
-    if not tq or not tk:
+    if not tq or not tk or not call.q.shape[0]:
         return 0
     if call.q_positions is None or call.k_positions is None:
-        back, ahead = tk - 1, max(0, tq - 1 - (tk - tq) if tk < tq else tq - 1)
-    else:
-        back = int(call.q_positions.max() - call.k_positions.min())
-        ahead = int(call.k_positions.max() - call.q_positions.min())
+        back, ahead = tk - 1, tq - 1  # queries stand at tk − tq … tk − 1
+    else:  # row by row: rows of a batch may stand far from each other
+        back = int((call.q_positions.amax(1) - call.k_positions.amin(1)).max())
+        ahead = int((call.k_positions.amax(1) - call.q_positions.amin(1)).max())
     return max(0, (back if call.rule.causal else max(back, ahead)) + 1 - call.shift)

@@ -18,6 +18,12 @@ def merge(parts: Sequence[Attended]) -> Attended:
     """The attention over all parts' keys together. out [B, H, Tq, Dv], lse [B, H, Tq] as in each part."""
     if not parts:
         raise ValueError("merge was given no parts; expected at least one Attended")
+    for n, p in enumerate(parts):
+        if p.out.shape != parts[0].out.shape or p.lse.shape != p.out.shape[:-1]:
+            raise ValueError(
+                f"parts[{n}] has out {list(p.out.shape)} and lse {list(p.lse.shape)}; "
+                f"expected {list(parts[0].out.shape)} and {list(parts[0].out.shape[:-1])}, as in parts[0].out"
+            )
     lse = torch.stack([p.lse for p in parts])  # [P, B, H, Tq]
     peak = lse.detach().amax(0)
     peak = torch.where(peak == -math.inf, 0, peak)  # a row no part saw anything for

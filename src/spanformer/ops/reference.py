@@ -43,10 +43,12 @@ def attend_reference(call: Call) -> Attended:
         score = score + bias.repeat_interleave(q.shape[1] // bias.shape[1], 1)[:, :, None]
     if rule.span is not None:
         m = span_mask(call, distance)
-        score = score + torch.where(visible, m, 1).log()
+        score = score + torch.where(visible, m, 1).log().to(q.dtype)
     score = torch.where(visible, score, -math.inf)
 
-    peak = score.detach().amax(-1, keepdim=True) if score.shape[-1] else score.new_full((*score.shape[:3], 1), -math.inf)
+    peak = (
+        score.detach().amax(-1, keepdim=True) if score.shape[-1] else score.new_full((*score.shape[:3], 1), -math.inf)
+    )
     if rule.sinks is not None:
         sink = rule.sinks.to(q.dtype)[None, :, None, None]
         peak = torch.maximum(peak, sink.detach())
@@ -66,7 +68,7 @@ def attend_reference(call: Call) -> Attended:
 
 
 def distances(call: Call) -> Tensor:
-    """[1 or B, 1, Tq, Tk]: i − j, counted from the previous token with the original's conventions; |i − j| if not causal."""
+    """[1 or B, 1, Tq, Tk]: i − j, from the previous token by the original's conventions; |i − j| if not causal."""
     q_pos, k_pos = call.positions()
     d = q_pos[:, None, :, None] - k_pos[:, None, None, :] - call.shift
     return d if call.rule.causal else d.abs()
@@ -94,12 +96,13 @@ def visible_pairs(call: Call, distance: Tensor) -> Tensor:
 
 
 def span_mask(call: Call, distance: Tensor) -> Tensor:
-    """m, [1 or B, H, Tq or 1, Tk]; its gradient lives strictly on the ramp, so a whole-number span has no kink to sit on."""
+    """m, [1 or B, H, Tq or 1, Tk]; its gradient lives strictly on the ramp: a whole-number span sits on no kink."""
     rule = call.rule
     assert rule.span is not None
-    z = rule.span.to(call.q.dtype)
+    wide = torch.promote_types(call.q.dtype, torch.float32)  # bfloat16 cannot tell distance 1001 from 1000
+    z = rule.span.to(wide)
     z = z[..., None] if rule.dynamic else z[None, :, None, None]
-    m = (rule.ramp + z - distance.to(call.q.dtype)) / rule.ramp
+    m = (z - distance.to(wide) + rule.ramp) / rule.ramp  # z − d first: they are close on the ramp, so it is exact
     return torch.where(m >= 1, 1, torch.where(m <= 0, 0, m))
 
 

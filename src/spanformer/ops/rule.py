@@ -76,31 +76,42 @@ class Rule:
 
     def _check_shapes(self) -> None:
         h = self.heads
+        for name in ("span", "distance_bias", "distance_vec", "key_bias", "sinks", "penalty"):
+            t = getattr(self, name)
+            if t is not None and not isinstance(t, Tensor):
+                raise ValueError(f"{name} is a {type(t).__name__}; expected a tensor")
         if self.span is not None:
             static, dynamic = self.span.shape == (h,), self.span.ndim == 3 and self.span.shape[1] == h
             _expect(static or dynamic, "span", self.span, f"[{h}] (static) or [B, {h}, Tq] (dynamic)")
             _expect(self.span.is_floating_point(), "span", self.span, "a floating-point dtype")
         if self.distance_bias is not None:
             t = self.distance_bias
-            _expect(t.ndim == 2 and t.shape[0] == h, "distance_bias", t, f"[{h}, L]")
+            _expect(t.ndim == 2 and t.shape[0] == h and t.shape[1] > 0, "distance_bias", t, f"[{h}, L], L at least 1")
             _expect(t.is_floating_point(), "distance_bias", t, "a floating-point dtype")
         if self.distance_vec is not None:
             t = self.distance_vec
-            _expect(t.ndim == 3 and t.shape[0] in (1, h), "distance_vec", t, f"[1 or {h}, L, D]")
+            fits = t.ndim == 3 and t.shape[0] in (1, h) and t.shape[1] > 0
+            _expect(fits, "distance_vec", t, f"[1 or {h}, L, D], L at least 1")
             _expect(t.is_floating_point(), "distance_vec", t, "a floating-point dtype")
         if self.key_bias is not None:
             t = self.key_bias
-            _expect(t.ndim == 3 and h % t.shape[1] == 0, "key_bias", t, "[1 or B, 1 or Hkv or H, Tk]")
+            fits = t.ndim == 3 and t.shape[1] > 0 and h % t.shape[1] == 0
+            _expect(fits, "key_bias", t, "[1 or B, 1 or Hkv or H, Tk]")
             _expect(t.is_floating_point(), "key_bias", t, "a floating-point dtype (−inf hides a key)")
         if self.sinks is not None:
             _expect(self.sinks.shape == (h,), "sinks", self.sinks, f"[{h}]")
             _expect(self.sinks.is_floating_point(), "sinks", self.sinks, "a floating-point dtype")
-        for ids in self.documents if isinstance(self.documents, tuple) else (self.documents,):
-            if ids is not None:
+        if self.documents is not None:
+            pair = self.documents if isinstance(self.documents, tuple) else (self.documents,) * 2
+            if len(pair) != 2 or not all(isinstance(ids, Tensor) for ids in pair):
+                raise ValueError("documents is neither a tensor of ids nor a pair of them, (of queries, of keys)")
+            for ids in pair:
                 _expect(ids.ndim in (1, 2), "documents", ids, "[T] or [B, T]")
                 _expect(not ids.is_floating_point() and ids.dtype != torch.bool, "documents", ids, "integer ids")
         if self.blocks is not None:
-            _expect(self.blocks.offsets.shape[0] in (1, h), "blocks.offsets", self.blocks.offsets, f"[1 or {h}, rows + 1]")
+            _expect(
+                self.blocks.offsets.shape[0] in (1, h), "blocks.offsets", self.blocks.offsets, f"[1 or {h}, rows + 1]"
+            )
         if self.penalty is not None:
             _expect(self.penalty.ndim == 0, "penalty", self.penalty, "a scalar")
 
@@ -110,10 +121,12 @@ class Rule:
         return self.span is not None and self.span.ndim == 3
 
     def limits(self) -> list[int]:
-        """Per head, how many distances can have weight: min(reach, ⌈span + ramp⌉). Reads the span (one sync on a GPU)."""
+        """Per head, how many distances can have weight: min(reach, ⌈span + ramp⌉). Reads the span (a sync on a GPU)."""
         reach = [UNLIMITED] * self.heads if self.reach is None else self.reach_list()
         if self.span is None:
             return reach
+        if not self.span.numel():  # no queries
+            return [0] * self.heads
         longest = self.span.detach() if not self.dynamic else self.span.detach().amax((0, 2))
         seen = [_seen(z, self.ramp) for z in longest.double().tolist()]
         return [min(a, b) for a, b in zip(reach, seen, strict=True)]
@@ -140,7 +153,7 @@ class Rule:
             ramp=self.ramp if self.span is not None or other.span is None else other.ramp,
             distance_bias=_either(self.distance_bias, other.distance_bias, _add_tables),
             distance_vec=_either(self.distance_vec, other.distance_vec, _add_tables),
-            key_bias=_either(self.key_bias, other.key_bias, lambda a, b: a + b),
+            key_bias=_either(self.key_bias, other.key_bias, _add_key_biases),
             documents=_either(self.documents, other.documents, _same_documents),
             sinks=_either(self.sinks, other.sinks, torch.logaddexp),  # two sinks weigh as much as their sum
             blocks=_either(self.blocks, other.blocks, lambda a, b: a & b),
@@ -159,10 +172,12 @@ def _as_reach(reach: Tensor | Sequence[int] | int, heads: int) -> Tensor:
     if isinstance(reach, int):
         reach = [reach] * heads
     given = reach if isinstance(reach, Tensor) else torch.tensor(list(reach))
+    _expect(given.shape == (heads,), "reach", given, f"[{heads}]")
     if given.is_floating_point() or given.dtype == torch.bool:
         raise ValueError(f"reach has dtype {given.dtype}; expected whole numbers of tokens")
+    if given.is_meta:
+        raise ValueError("reach is on meta, which holds no numbers; expected a device that does")
     tensor = given.detach().to("cpu", torch.int64)
-    _expect(tensor.shape == (heads,), "reach", tensor, f"[{heads}]")
     if not torch.compiler.is_compiling() and int(tensor.min()) < 0:
         raise ValueError(f"reach holds {int(tensor.min())}; expected numbers of tokens, 0 or more")
     return tensor
@@ -186,8 +201,24 @@ def _never(_a: Tensor, _b: Tensor) -> Tensor:
 
 def _add_tables(a: Tensor, b: Tensor) -> Tensor:
     """Tables of different lengths are known together only as far as the shorter goes."""
+    if a.shape[2:] != b.shape[2:]:
+        raise ValueError(
+            f"distance_vec of shapes {list(a.shape)} and {list(b.shape)} cannot be added; expected one head size"
+        )
     length = min(a.shape[1], b.shape[1])
     return a[:, :length] + b[:, :length]
+
+
+def _add_key_biases(a: Tensor, b: Tensor) -> Tensor:
+    """One may hold a row for each key/value head and the other for each query head: groups share a row."""
+    heads = max(a.shape[1], b.shape[1])
+    rows_fit = a.shape[0] == b.shape[0] or 1 in (a.shape[0], b.shape[0])
+    if not rows_fit or heads % a.shape[1] or heads % b.shape[1] or a.shape[2] != b.shape[2]:
+        raise ValueError(
+            f"key_bias of shapes {list(a.shape)} and {list(b.shape)} cannot be added; "
+            "expected one number of keys, and batches and heads that go together"
+        )
+    return a.repeat_interleave(heads // a.shape[1], 1) + b.repeat_interleave(heads // b.shape[1], 1)
 
 
 def _same_documents(a, b):

@@ -1,0 +1,87 @@
+"""Adaptive Attention Span in Transformers (Sukhbaatar, Grave, Bojanowski, Joulin, 2019).
+https://arxiv.org/abs/1905.07799
+
+    m_z(d) = clip((R + z − d) / R, 0, 1)        a_ij ∝ m_z(i − j) · exp(s_ij)        loss += λ · S · mean_h(z_h / S)
+
+Each head h learns its span z_h ∈ [0, S], stored as the ratio z_h / S: its gradient then carries S, which is what
+lets one learning rate serve spans of thousands of tokens. The gradient lives on the ramp, the R tokens beyond z,
+so a head only finds out about distances it can already faintly see.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from spanformer.attention.base import Attention, View
+from spanformer.ops import Rule
+
+
+class AdaptiveSpan(Attention):
+    """One learned span per head, or per key/value head, all of whose query heads then share it.
+
+    Tied spans (`kv_heads`) let a grouped key/value cache forget what no query head of the group still sees.
+    `original=True` keeps the conventions of the paper's code: a token does not see itself, d counts from the
+    previous token, and nothing beyond S is seen even on the ramp.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        max_span: int,
+        *,
+        ramp: float = 32,
+        init: float = 0.0,
+        penalty: float = 2e-6,
+        kv_heads: int | None = None,
+        original: bool = False,
+    ) -> None:
+        super().__init__()
+        check_options(heads, kv_heads, max_span, ramp, penalty)
+        if not 0 <= init <= 1:
+            raise ValueError(f"init is {init}; expected a ratio of max_span, 0 … 1")
+        self.heads, self.kv_heads = heads, kv_heads or heads
+        self.max_span, self.ramp, self.penalty, self.original = max_span, float(ramp), penalty, original
+        self.ratio = nn.Parameter(torch.full((self.kv_heads,), float(init)))
+        """[heads], or [kv_heads] when tied: z / S"""
+
+    def rule(self, view: View | None = None) -> Rule:
+        return Rule(
+            self.heads,
+            span=self._spans(),
+            ramp=self.ramp,
+            penalty=self.penalty * self.max_span * self.ratio.mean(),
+            original=self.original,
+            reach=[self.max_span] * self.heads if self.original else None,
+        )
+
+    def spans(self) -> Tensor:
+        """[heads] spans in tokens, detached; on the parameter's device, so reading them is the caller's sync."""
+        return self._spans().detach()
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Clamp the ratios to [0, 1], without waiting for the device."""
+        self.ratio.clamp_(0, 1)
+
+    def _spans(self) -> Tensor:
+        ratio = self.ratio.float() if self.ratio.dtype.itemsize < 4 else self.ratio  # bfloat16 has 8 bits for S tokens
+        return (ratio * self.max_span).repeat_interleave(self.heads // self.kv_heads)
+
+    def extra_repr(self) -> str:
+        tied = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
+        kept = ", original=True" if self.original else ""
+        return f"heads={self.heads}{tied}, max_span={self.max_span}, ramp={self.ramp:g}, penalty={self.penalty:g}{kept}"
+
+
+def check_options(heads: int, kv_heads: int | None, max_span: int, ramp: float, penalty: float) -> None:
+    if heads < 1:
+        raise ValueError(f"heads is {heads}; expected at least 1")
+    if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
+        raise ValueError(f"kv_heads is {kv_heads}; expected a number that divides heads, {heads}")
+    if max_span < 1:
+        raise ValueError(f"max_span is {max_span}; expected at least 1 token")
+    if not ramp > 0:
+        raise ValueError(f"ramp is {ramp}; expected a positive number of tokens")
+    if not penalty >= 0:
+        raise ValueError(f"penalty is {penalty}; expected 0 or more (a negative one would reward long spans)")

@@ -1,0 +1,75 @@
+"""What an attention mechanism is: it says what each head may see (a Rule), and mixes values by it.
+
+Shapes: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D and Dv head sizes of keys and values.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from spanformer.ops import Attended, Rule, attend
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """What a mechanism may look at besides queries, keys and values. Every field is optional."""
+
+    x: Tensor | None = None
+    """[B, Tq, dim] the hidden states that the queries were made of."""
+    q_positions: Tensor | None = None
+    """[Tq] or [B, Tq] integers; given with k_positions. They travel with the keys, so trimming never shifts them."""
+    k_positions: Tensor | None = None
+    """[Tk] or [B, Tk] integers. Without positions, queries are the last Tq of the keys."""
+    documents: Tensor | tuple[Tensor, Tensor] | None = None
+    """Integer ids as in `Rule.documents`: of the keys, or a pair (of the queries, of the keys)."""
+    padding: Tensor | None = None
+    """[B, Tk] bool, True where a key is padding: nothing sees it."""
+
+    def rule(self, heads: int, *, causal: bool = True) -> Rule:
+        """What the view itself hides: other documents and padded keys."""
+        bias = None
+        if self.padding is not None:
+            if self.padding.dtype != torch.bool or self.padding.ndim != 2:
+                raise ValueError(
+                    f"view.padding has shape {list(self.padding.shape)} and dtype {self.padding.dtype}; "
+                    "expected [B, Tk] of torch.bool, True where a key is padding"
+                )
+            shown = torch.zeros(self.padding.shape, device=self.padding.device)
+            bias = shown.masked_fill(self.padding, -math.inf)[:, None]
+        return Rule(heads, causal=causal, key_bias=bias, documents=self.documents)
+
+
+class Attention(nn.Module):
+    """The base of every mechanism. Most override only `rule`; those that are no masked softmax override `mix`."""
+
+    backend: str = "auto"
+    """which backend `mix` runs on, see `spanformer.attend`"""
+    dropout: float = 0.0
+    """of attention weights, while training"""
+
+    def rule(self, view: View) -> Rule:
+        """What each head may see. A layer adds its position encoding's rule to this one before mixing."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what its heads see; override rule or mix")
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View) -> Attended:
+        """q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] → out [B, H, Tq, Dv] and lse [B, H, Tq].
+
+        The view's documents and padding hold whether or not `rule` already carries them.
+        """
+        return attend(
+            q,
+            k,
+            v,
+            rule + view.rule(rule.heads, causal=rule.causal),
+            backend=self.backend,
+            dropout=self.dropout if self.training else 0.0,
+            q_positions=view.q_positions,
+            k_positions=view.k_positions,
+        )
+
+    def after_step(self) -> None:
+        """Called after every optimiser step, e.g. to put parameters back into their range."""
