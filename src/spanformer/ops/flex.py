@@ -44,14 +44,14 @@ class Mod(NamedTuple):
     apply: Callable[..., Tensor]
     tensors: tuple[Tensor, ...]
 
-    def closed(self) -> Callable[..., Tensor]:
-        """The same with the tensors captured, as `flex_attention` takes it."""
+    def closed_score(self) -> Callable[..., Tensor]:
+        """With the tensors captured, as `flex_attention` takes it."""
         apply, tensors = self
+        return lambda score, b, h, i, j: apply(score, b, h, i, j, *tensors)
 
-        def mod(*args: Tensor) -> Tensor:
-            return apply(*args, *tensors)
-
-        return mod
+    def closed_mask(self) -> Callable[..., Tensor]:
+        apply, tensors = self
+        return lambda b, h, i, j: apply(b, h, i, j, *tensors)
 
 
 class Plan(NamedTuple):
@@ -83,7 +83,7 @@ def plan(call: Call) -> Plan:
     q, k, v = (_pad(t, 2) for t in (call.q, call.k, call.v))
     shared = _shared_tensors(call)
     mask = _mask_mod(call, shared)
-    return Plan(q, k, v, _score_mod(call, q, shared), mask, block_mask(call, mask.closed()), call.scale)
+    return Plan(q, k, v, _score_mod(call, q, shared), mask, block_mask(call, mask.closed_mask()), call.scale)
 
 
 def run_public(made: Plan, flex_attention: Callable[..., Any], *, lse: bool = True) -> tuple[Tensor, Tensor | None]:
@@ -92,7 +92,7 @@ def run_public(made: Plan, flex_attention: Callable[..., Any], *, lse: bool = Tr
         made.q,
         made.k,
         made.v,
-        score_mod=None if made.score is None else made.score.closed(),
+        score_mod=None if made.score is None else made.score.closed_score(),
         block_mask=made.block_mask,
         scale=made.scale,
         enable_gqa=made.q.shape[1] != made.k.shape[1],
@@ -363,8 +363,9 @@ def _pattern_width(call: Call) -> int:
 
 
 def _pattern_cover(call: Call) -> tuple[Tensor, Tensor]:
-    """Blocks of 128 that meet a listed block of the pattern, and those made of its full blocks, [1 or B, 1 or H, nq, nk]:
-    counted over the rectangle of pattern blocks that a block's positions span, by a summed-area table."""
+    """Blocks of 128 that meet a listed block of the pattern, and those made of its full blocks alone,
+    [1 or B, 1 or H, nq, nk]: counted over the rectangle of pattern blocks that a block's positions span, by a
+    summed-area table."""
     assert call.rule.blocks is not None
     size, grid = call.rule.blocks.size, _grid(call)
     heads, rows, columns = grid.shape
@@ -377,7 +378,10 @@ def _pattern_cover(call: Call) -> tuple[Tensor, Tensor]:
     def count(cells: Tensor) -> Tensor:
         area = torch.zeros(heads, rows + 1, columns + 1, dtype=torch.int64, device=grid.device)
         area[:, 1:, 1:] = cells.cumsum(1).cumsum(2)
-        at = lambda r, c: area[head, r.clamp(0, rows), c.clamp(0, columns)]  # noqa: E731
+
+        def at(row: Tensor, column: Tensor) -> Tensor:
+            return area[head, row.clamp(0, rows), column.clamp(0, columns)]
+
         return at(bottom, right) - at(top, right) - at(bottom, left) + at(top, left)
 
     return count(grid > FULL - 1) > 0, count(grid == FULL) == (bottom - top) * (right - left)
@@ -472,6 +476,8 @@ def unusable() -> list[str]:
 def refuses(call: Call) -> list[str]:
     rule, device = call.rule, call.q.device.type
     reasons = []
+    if not call.q.shape[0]:
+        reasons.append("an empty batch")
     if call.dropout:
         reasons.append("dropout acts on weights after the softmax, where FlexAttention has no hook")
     if rule.distance_vec is not None and (needed := _vec_needed(call)) > VEC_DISTANCES:
@@ -498,15 +504,17 @@ def _refuses_blocks(call: Call) -> list[str]:
     cells = blocks.offsets.shape[0] * blocks.rows * (_pattern_width(call) + 1)
     if cells <= GRID_CELLS:
         return []
-    return [f"blocks of size {blocks.size} make a grid of {cells} cells, served up to {GRID_CELLS}; larger blocks would do"]
+    return [
+        f"blocks of size {blocks.size} make a grid of {cells} cells, served up to {GRID_CELLS}; larger blocks would do"
+    ]
 
 
 def _refuses_sizes(call: Call) -> list[str]:
     """What FlexAttention's Triton kernels do not take."""
     reasons = []
-    for name, size in (("q and k", call.q.shape[3]), ("v", call.v.shape[3])):
+    for names, size in (("q and k", call.q.shape[3]), ("v", call.v.shape[3])):
         if not 16 <= size <= 256:
-            reasons.append(f"{name} have head size {size}; FlexAttention's CUDA kernels take 16 to 256")
+            reasons.append(f"head size {size} of {names}; FlexAttention's CUDA kernels take 16 to 256")
     if call.q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         reasons.append(f"dtype {call.q.dtype}; FlexAttention's CUDA kernels sum in float32")
     return reasons
