@@ -194,15 +194,16 @@ def tiles(seen: Tensor, fill_queries: bool) -> Tensor:
 
 
 BANDS = [
-    Case(tq=300, tk=300, h=5, hkv=5, reach=(0, 1, 128, 129, 1000)),
+    Case(tq=300, tk=300, h=7, hkv=7, reach=(0, 1, 128, 129, 255, 256, 1000)),  # the farthest pair of two blocks: 255
     Case(tq=300, tk=700, h=5, hkv=5, terms=("span",), ramp=8.0, spans=(0.0, 120.0, 121.0, 248.5, 1e6)),
     Case(tq=1, tk=513, h=3, hkv=3, terms=("span",), reach=(1, 300, 512), spans=(500.0,)),
-    Case(tq=256, tk=384, h=2, original=True, terms=("span",), reach=(128, 1000), spans=(300.0, 120.0)),
+    Case(tq=256, tk=384, h=4, hkv=4, original=True, terms=("span",), reach=(1, 128, 254, 255), spans=(300.0,)),
     Case(tq=300, tk=500, h=3, hkv=3, causal=False, terms=("span",), reach=(1, 200, 600), spans=(30.0, 150.0, 500.0)),
     Case(tq=640, tk=640, ramp=1.0, terms=("span",), spans=(127.0, 128.0)),
 ]
 OTHERS = [
-    Case(b=2, tq=300, tk=500, terms=("dynamic",), spans=(200.0,), reach=(64, 400)),
+    Case(b=2, tq=300, tk=500, terms=("dynamic",), spans=(400.0,), reach=(64, 1000)),
+    Case(b=2, tq=400, tk=400, terms=("documents",)),
     Case(b=2, tq=400, tk=400, terms=("documents", "padding"), reach=(64, 400)),
     Case(b=2, h=4, hkv=2, tq=129, tk=500, terms=("span", "blocks", "key_bias"), spans=(200.0, 5.0)),
     Case(tq=300, tk=600, causal=False, terms=("blocks", "documents"), b=2),
