@@ -108,9 +108,8 @@ def _run_eager(made: Plan) -> tuple[Tensor, Tensor]:
 
     score, mask = made.score or Mod(_untouched, ()), made.mask
     lists = (*made.block_mask.as_tuple()[:-1], mask.apply)
-    out, lse, _ = operator(
-        made.q, made.k, made.v, score.apply, lists, made.scale, {}, score.tensors, mask.tensors
-    )  # fmt: skip
+    tensors = score.tensors, mask.tensors
+    out, lse, _ = operator(made.q, made.k, made.v, score.apply, lists, made.scale, {}, *tensors)
     return out, lse * math.log(2.0)  # the operator counts in powers of two
 
 
