@@ -166,7 +166,8 @@ def _check_rule(call: Call) -> None:
             f"distance_vec has shape {list(rule.distance_vec.shape)}; expected head size {d} as its last axis"
         )
     tables = [(name, t) for name in ("distance_bias", "distance_vec") if (t := getattr(rule, name)) is not None]
-    if tables and not torch.compiler.is_compiling():
+    # only on the CPU: elsewhere reading spans or positions would make the host wait
+    if tables and call.q.device.type == "cpu" and not torch.compiler.is_compiling():
         needed = min(max(rule.limits()), longest_distance(call))
         for name, t in tables:
             if t.shape[1] < needed:
@@ -181,7 +182,7 @@ def _check_rule(call: Call) -> None:
 def _check_blocks(call: Call, blocks: BlockIndex) -> None:
     if blocks.offsets.device != call.q.device:
         raise ValueError(f"blocks is on {blocks.offsets.device}; expected {call.q.device}, where q is")
-    if torch.compiler.is_compiling():
+    if call.q.device.type != "cpu" or torch.compiler.is_compiling():
         return
     last = blocks.rows * blocks.size - 1
     q_pos, k_pos = call.positions()

@@ -1,0 +1,251 @@
+"""The native CPU kernel against the float64 oracle: every term, every gradient, on awkward sizes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import LEARNED, Case, check, make, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spanformer import Rule, attend
+from spanformer.ops import kernel
+
+pytestmark = pytest.mark.skipif(kernel.problem() is not None, reason=f"native: {kernel.problem()}")
+
+TERMS = ("span", "dynamic", "distance_bias", "distance_vec", "head_vec", "key_bias", "padding", "documents", "sinks")
+SIZES = (1, 15, 16, 17, 63, 111, 129)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sizes(size: int, dtype: torch.dtype) -> None:
+    check(Case(tq=size, tk=size, d=size, terms=("span",)), "native", dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("term", [*TERMS, "blocks"])
+def test_each_term(term: str, dtype: torch.dtype) -> None:
+    check(Case(b=2, h=4, hkv=2, tq=63, tk=129, d=24, terms=(term,)), "native", dtype)
+
+
+@pytest.mark.parametrize("positions", ["implicit", "shuffled", "rows"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+@pytest.mark.parametrize("term", [*TERMS, "blocks"])
+def test_each_term_at_each_position(term: str, causal: bool, positions: str) -> None:
+    check(Case(b=2, h=4, hkv=2, tq=111, tk=129, causal=causal, positions=positions, terms=(term,)), "native")
+
+
+CASES = {
+    "plain": Case(tq=500, tk=500, d=64),
+    "span": Case(tq=500, tk=500, d=64, terms=("span",), spans=(0, 40, 100.25, 999), h=4, hkv=4),
+    "one key/value head": Case(h=8, hkv=1, tq=300, tk=300, d=64, terms=("span",), spans=(1, 20.5, 60, 1000)),
+    "original": Case(tq=129, tk=200, terms=("span", "distance_vec"), original=True, reach=(50, 20)),
+    "original, dynamic": Case(tq=129, tk=129, terms=("dynamic", "distance_bias"), original=True),
+    "R = 1": Case(tq=63, tk=63, terms=("span",), ramp=1.0, spans=(0, 7, 7.5)),
+    "reach 0 and 1": Case(tq=63, tk=63, terms=("span",), reach=(0, 1)),
+    "reach": Case(tq=200, tk=300, reach=(3, 150)),
+    "reach, both ways": Case(tq=200, tk=200, reach=(3, 150), causal=False),
+    "large logits": Case(tq=129, tk=129, d=64, logits=9.0, terms=("span",), spans=(20.5, 300)),
+    "rows that see nothing": Case(b=3, tq=17, tk=17, terms=("padding", "sinks")),
+    "values wider than keys": Case(tq=63, tk=63, d=7, dv=40, terms=("span",)),
+    "head size 256": Case(tq=33, tk=63, d=256, terms=("distance_vec",)),
+    "transposed rows": Case(b=2, h=4, hkv=2, tq=63, tk=111, d=16, layout="bthd", terms=("span",)),
+    "everything": Case(
+        b=2, h=4, hkv=2, tq=129, tk=300, reach=(200, 40, 7), spans=(20, 100.5),
+        terms=("span", "distance_bias", "head_vec", "key_bias", "documents", "sinks", "blocks"),
+    ),
+    "everything, dynamic, dropped": Case(
+        b=2, h=4, hkv=1, tq=129, tk=300, dropout=0.3,
+        terms=("dynamic", "distance_bias", "distance_vec", "padding", "documents", "sinks", "blocks"),
+    ),
+    "everything, shuffled": Case(
+        b=2, h=2, tq=63, tk=111, positions="shuffled", dropout=0.2,
+        terms=("span", "distance_bias", "head_vec", "key_bias", "documents", "sinks", "blocks"),
+    ),
+    "long": Case(tq=700, tk=1500, h=2, d=32, terms=("span", "distance_bias"), spans=(900.5, 30)),
+    "long vectors": Case(tq=700, tk=1500, h=2, d=32, terms=("span", "distance_vec"), spans=(900.5, 30)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_case(name: str, dtype: torch.dtype) -> None:
+    check(CASES[name], "native", dtype)
+
+
+@st.composite
+def any_case(draw) -> Case:
+    tq = draw(st.sampled_from((1, 15, 16, 17, 63, 111, 129, 500)))
+    group = draw(st.sampled_from((1, 2, 3)))
+    hkv = draw(st.sampled_from((1, 2)))
+    terms = draw(st.lists(st.sampled_from((*TERMS, "blocks")), max_size=4, unique=True))
+    for one, other in (("span", "dynamic"), ("distance_vec", "head_vec"), ("key_bias", "padding")):
+        if one in terms and other in terms:
+            terms.remove(other)
+    causal = draw(st.booleans())
+    return Case(
+        b=draw(st.sampled_from((1, 2))),
+        h=hkv * group,
+        hkv=hkv,
+        tq=tq,
+        tk=tq + draw(st.sampled_from((0, 1, 64, 100))),
+        d=draw(st.sampled_from((1, 8, 16, 33, 64))),
+        terms=tuple(terms),
+        causal=causal,
+        original=causal and draw(st.booleans()),
+        ramp=draw(st.sampled_from((1.0, 8.0, 32.0))),
+        spans=draw(st.sampled_from(((0.0, 3.5), (16.0, 17.0), (40.25, 2000.0)))),
+        reach=draw(st.sampled_from((None, (0, 5), (1, 64), (100, 30)))),
+        logits=draw(st.sampled_from((1.0, 4.0))),
+        dropout=draw(st.sampled_from((0.0, 0.0, 0.4))),
+        positions=draw(st.sampled_from(("implicit", "implicit", "shuffled", "rows"))),
+        layout=draw(st.sampled_from(("bhtd", "bthd"))),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(any_case(), st.sampled_from((torch.float32, torch.float32, torch.bfloat16)))
+def test_any_case(case: Case, dtype: torch.dtype) -> None:
+    check(case, "native", dtype)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 7])
+def test_bit_identical_whatever_the_threads(threads: int) -> None:
+    case = Case(
+        b=2, h=4, hkv=2, tq=700, tk=900, d=32, terms=("span", "distance_bias", "distance_vec", "key_bias", "sinks"),
+        spans=(10, 700.5, 64, 200), dropout=0.1,
+    )  # fmt: skip
+    made, before = make(case), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = run(made, "native", torch.float32)
+        torch.set_num_threads(threads)
+        together = run(made, "native", torch.float32)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(alone[name], together[name]) for name in alone)
+
+
+@pytest.mark.parametrize("term", ["span", "dynamic", "distance_vec", "blocks"])
+def test_the_future_changes_nothing(term: str) -> None:
+    made = make(Case(tq=129, tk=129, terms=(term,)))
+    if term == "dynamic":
+        made.inputs["span"] = made.inputs["span"].float()
+    cut = 70
+    before = run(made, "native", torch.float32)
+    for name in ("q", "k", "v"):
+        made.inputs[name][:, :, cut:] += torch.randn_like(made.inputs[name][:, :, cut:])
+    after = run(made, "native", torch.float32)
+    assert torch.equal(before["out"][:, :, :cut], after["out"][:, :, :cut])
+    assert torch.equal(before["lse"][:, :, :cut], after["lse"][:, :, :cut])
+    assert not torch.equal(before["out"][:, :, cut:], after["out"][:, :, cut:])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["k", "v", "q"])
+@pytest.mark.parametrize("term", ["span", "distance_vec", "blocks"])
+def test_nan_spreads_only_where_it_is_seen(name: str, bad: float, term: str) -> None:
+    case = Case(tq=129, tk=129, h=2, d=16, terms=(term,), spans=(10.0,), reach=(18,))
+    clean, spoilt, at = make(case), make(case), 61
+    spoilt.inputs[name][0, :, at, 3] = bad
+    truth, got = run(clean, "native", torch.float32), run(spoilt, "native", torch.float32)
+    oracle = run(spoilt, "reference", torch.float64)
+    for result in ("out", "lse"):
+        fine = oracle[result].isfinite()
+        assert torch.equal(got[result].isfinite(), fine)
+        torch.testing.assert_close(got[result][fine], oracle[result][fine], atol=1e-5, rtol=1e-4)
+    blind = torch.ones(129, dtype=torch.bool)  # queries that do not see the key
+    blind[at : at + 18] = False
+    clear = slice(0, at - 18)  # keys that no spoilt query sees
+    for result, where in (("dq", blind), ("dk", clear), ("dv", clear)):
+        torch.testing.assert_close(got[result][:, :, where], truth[result][:, :, where], atol=1e-5, rtol=1e-4)
+    if name != "v":  # a NaN value spoils the weights' gradients, not dv
+        assert not got["dv"].isfinite().all()
+    assert not got["dq"].isfinite().all() or not got["dk"].isfinite().all()
+
+
+def test_only_what_is_wanted_gets_a_gradient() -> None:
+    q, k, v = (torch.randn(1, 2, 40, 8) for _ in range(3))
+    span = torch.tensor([4.5, 9.0], requires_grad=True)
+    out, lse = attend(q, k, v, Rule(2, span=span, ramp=4.0), backend="native")
+    (grad,) = torch.autograd.grad(out.sum() + lse.sum(), span)
+    assert grad.isfinite().all() and (grad != 0).all()
+    with torch.no_grad():
+        assert not attend(q, k, v, Rule(2, span=span), backend="native").out.requires_grad
+
+
+def test_a_second_derivative_is_refused() -> None:
+    q = torch.randn(1, 1, 8, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"no second derivative.*backend='reference'"):
+        torch.autograd.grad(attend(q, q, q, Rule(1), backend="native").out.sum(), q, create_graph=True)
+
+
+def test_rows_are_not_copied() -> None:
+    x = torch.randn(1, 50, 3, 4, 16)  # one projection of [B, T, (q, k, v), H, D]
+    q, k, v = x.unbind(2)
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    truth = attend(q.contiguous(), k.contiguous(), v.contiguous(), Rule(4), backend="native")
+    seen: list[int] = []
+    original = kernel.pack_call
+    try:
+        kernel.pack_call = lambda q, *rest: (seen.append(q.data_ptr()), original(q, *rest))[1]
+        out = attend(q, k, v, Rule(4), backend="native").out
+    finally:
+        kernel.pack_call = original
+    assert seen == [q.data_ptr()]
+    torch.testing.assert_close(out, truth.out)
+
+
+def test_refusals_name_every_reason() -> None:
+    q = torch.randn(1, 1, 4, 300, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"'native' cannot serve.*float64.*; the head size is 300"):
+        attend(q, q, q, Rule(1), backend="native")
+
+
+def _operator_arguments(case: Case) -> tuple:
+    from spanformer.ops.call import make_call
+    from spanformer.ops.native import _fixed, _learned
+
+    made = make(case)
+    leaves = {name: t.float().requires_grad_() for name, t in made.inputs.items()}
+    options = {key: value for key, value in made.fixed.items() if not key.endswith("_positions")}
+    rule = Rule(case.h, **options, **{name: leaves[name] for name in LEARNED if name in leaves})
+    call = make_call(leaves["q"], leaves["k"], leaves["v"], rule)
+    return (call.q, call.k, call.v, *_learned(call), *_fixed(call))
+
+
+@pytest.mark.parametrize("terms", [(), ("span", "distance_bias", "sinks"), ("dynamic", "key_bias", "documents", "blocks")])
+def test_opcheck(terms: tuple[str, ...]) -> None:
+    arguments = _operator_arguments(Case(b=2, h=4, hkv=2, tq=20, tk=33, terms=terms))
+    torch.library.opcheck(torch.ops.spanformer.attend.default, arguments)
+
+
+@pytest.mark.parametrize("terms", [("span",), ("dynamic", "distance_vec", "documents")])
+def test_compiles_into_one_graph(terms: tuple[str, ...]) -> None:
+    made = make(Case(b=2, h=4, hkv=2, tq=33, tk=40, terms=terms))
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    eager, traced = run(made, "native", torch.float32), run(made, "native", torch.float32, call=compiled)
+    for name in eager:
+        torch.testing.assert_close(traced[name], eager[name])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the portable code is reached by an environment variable, on x86")
+def test_the_portable_code_agrees() -> None:
+    """SPANFORMER_ISA=portable: what other processors run."""
+    code = (
+        "import sys, torch; from spanformer.ops import kernel; from cases import Case, check\n"
+        "assert kernel.library().isa == 'portable', kernel.library().isa\n"
+        "check(Case(tq=129, tk=200, d=24, h=4, hkv=2, b=2, terms=('span', 'distance_bias', 'head_vec', 'sinks')), 'native')\n"
+        "check(Case(tq=111, tk=129, terms=('dynamic', 'documents', 'blocks'), causal=False), 'native', torch.bfloat16)\n"
+    )
+    path = os.pathsep.join(p for p in sys.path if p)
+    environment = os.environ | {"SPANFORMER_ISA": "portable", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
