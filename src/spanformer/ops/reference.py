@@ -99,7 +99,7 @@ def span_mask(call: Call, distance: Tensor) -> Tensor:
     assert rule.span is not None
     z = rule.span.to(call.q.dtype)
     z = z[..., None] if rule.dynamic else z[None, :, None, None]
-    m = (rule.ramp + z - distance.to(call.q.dtype)) / rule.ramp
+    m = (z - distance.to(call.q.dtype) + rule.ramp) / rule.ramp  # z − d first: exact on the ramp
     return torch.where(m >= 1, 1, torch.where(m <= 0, 0, m))
 
 
