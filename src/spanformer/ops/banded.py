@@ -1,7 +1,7 @@
 """Attention in plain PyTorch whose time and memory follow each head's own reach, on any device and in any float dtype.
 
     s_ij = scale · (q_i·k_j + q_i·r[d]) + b[d] + c_j + log m(d)     P_ij = exp(s_ij − lse_i)
-    dS_ij = P_ij · (dP_ij − δ_i + dlse_i)        δ_i = dout_i·out_i        dz = Σ over the ramp of (dS_ij / m) / R
+    dS_ij = P_ij · (dP_ij − δ_i + dlse_i)        δ_i = Σ_j P_ij·dP_ij       dz = Σ over the ramp of (dS_ij / m) / R
 
 Queries are cut in chunks, and a chunk meets only the keys its heads reach (banded_plan); chunks whose windows slide
 along with them are one batched product. Nothing of a window's size outlives its step: the backward pass works the
@@ -48,17 +48,19 @@ class _Banded(torch.autograd.Function):
         with _full_precision(x.q):
             out, lse = _forward(plan, x)
         ctx.plan = plan
-        ctx.save_for_backward(*x, out, lse)
+        ctx.save_for_backward(*x, lse)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, g_out: Tensor, g_lse: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, out, lse = ctx.saved_tensors
+        *tensors, lse = ctx.saved_tensors
         x = Learned(*tensors)
         with _full_precision(x.q):
-            grads = _backward(ctx.plan, x, out, lse, g_out, g_lse, Learned(*ctx.needs_input_grad[1:]))
-        return None, *(None if grad is None or t is None else grad.to(t.dtype) for t, grad in zip(x, grads, strict=True))
+            grads = _backward(ctx.plan, x, lse, g_out, g_lse, Learned(*ctx.needs_input_grad[1:]))
+        return None, *(
+            None if grad is None or t is None else grad.to(t.dtype) for t, grad in zip(x, grads, strict=True)
+        )
 
 
 def _forward(plan: Plan, x: Learned) -> tuple[Tensor, Tensor]:
@@ -88,11 +90,11 @@ def _forward(plan: Plan, x: Learned) -> tuple[Tensor, Tensor]:
 
 
 def _backward(
-    plan: Plan, x: Learned, out: Tensor, lse: Tensor, g_out: Tensor, g_lse: Tensor, needed: Learned
+    plan: Plan, x: Learned, lse: Tensor, g_out: Tensor, g_lse: Tensor, needed: Learned
 ) -> list[Tensor | None]:
     work, heads = _work(x), len(plan.reach)
     tables = () if x.distance_vec is None else (x.distance_vec,)
-    clean = _finite(x.q, x.k, x.v, g_out, g_lse, out, *tables) and bool((lse < math.inf).all())
+    clean = _finite(x.q, x.k, x.v, g_out, g_lse, *tables) and bool((lse < math.inf).all())
     grads: dict[str, Tensor] = {}
     if needed.q:
         grads["q"] = torch.empty_like(x.q)
@@ -109,9 +111,8 @@ def _backward(
         vectors = _vectors(x, step, seen, work)
         row_lse = take_q(lse[..., None], step)
         row_lse = torch.where(row_lse == -math.inf, 0, row_lse)
-        less = (g * take_q(out, step)).sum(-1, keepdim=True) - take_q(g_lse[..., None], step)  # δ − dlse
-        nan_g = None if clean else _nan_rows(g)
         if not clean:
+            nan_g, nan_v = _nan_rows(g), _nan_rows(v).transpose(-1, -2)
             q, k, v, g = _zeroed(q), _zeroed(k), _zeroed(v), _zeroed(g)
             vectors = None if vectors is None else _zeroed(vectors)
 
@@ -120,12 +121,16 @@ def _backward(
         keep = kept(plan, step, len(x.q), x.q.device).to(work).div_(1 - plan.dropout) if plan.dropout else None
         if keep is not None:
             ds.mul_(keep)
-        ds.sub_(less).mul_(p)
+        if not clean:
+            seen.hide(ds.add_(nan_g).add_(nan_v), 0)
+        # δ from the same numbers as dP, not from out: where one key has all the weight they cancel exactly
+        less = ds.mul_(p).sum(-1, keepdim=True) - take_q(g_lse[..., None], step)  # δ − dlse
+        ds.addcmul_(p, less, value=-1)
         if not clean:
             seen.hide(ds, 0)
         if needed.v:
             p = p if keep is None else p.mul_(keep)
-            p = p if nan_g is None else seen.hide(p.add_(nan_g), 0)
+            p = p if clean else seen.hide(p.add_(nan_g), 0)
             add_k(grads["v"], step, kv_heads, p.transpose(-1, -2) @ g)
         if needed.sinks and x.sinks is not None:
             sink = pick(x.sinks[None], step.heads).to(work).view(1, -1, 1, 1, 1)
@@ -211,12 +216,17 @@ def _kv_heads(x: Learned, step: Step) -> tuple[int, ...]:
 
 
 def _work(x: Learned) -> torch.dtype:
-    return torch.float32 if x.q.dtype.itemsize < 4 else x.q.dtype
+    return _wide(x.q.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def _finite(*tensors: Tensor) -> bool:
-    """False also where asking would make the host wait for an accelerator."""
-    return all(t.device.type == "cpu" and bool(t.isfinite().all()) for t in tensors)
+    """Whether all is finite, by a sum: one that overflows only sends us the careful way for nothing. Never asked of an
+    accelerator, where the answer would be waited for."""
+    return all(t.device.type == "cpu" and math.isfinite(t.sum(dtype=_wide(t.dtype))) for t in tensors)
 
 
 def _nan_rows(t: Tensor) -> Tensor:

@@ -91,13 +91,13 @@ def make_plan(call: Call) -> Plan:
         z = rule.span.detach().double()
         least = (z.amin((0, 2)) if rule.dynamic else z).tolist()
     return Plan(
-        steps, offset, rule.reach_list(), least, rule.causal, call.shift, rule.ramp, call.scale, call.dropout, call.seed,
-        *call.positions(), call.q_documents, call.k_documents, blocks,
+        steps, offset, rule.reach_list(), least, rule.causal, call.shift, rule.ramp, call.scale, call.dropout,
+        call.seed, *call.positions(), call.q_documents, call.k_documents, blocks,
     )  # fmt: skip
 
 
 def _regular_offset(call: Call) -> int | None:
-    """Explicit positions are most often a run of consecutive ones, and then only the offset between the runs matters."""
+    """Explicit positions are most often runs of consecutive ones, and then only the offset between the runs matters."""
     if call.q_positions is None or call.k_positions is None:
         return call.offset
     q, k = call.q_positions, call.k_positions
@@ -108,7 +108,7 @@ def _regular_offset(call: Call) -> int | None:
 
 
 def _groups(call: Call, offset: int | None) -> dict[tuple[int, ...], list[int]]:
-    """Heads by (C, limit): limits are rounded up by at most half a chunk, so that heads of like reach share their steps."""
+    """Heads by (C, limit). Limits are rounded up, by less than half a chunk: heads of like reach share their steps."""
     rule, tq, tk = call.rule, call.q.shape[2], call.k.shape[2]
     read = rule.reach_list if rule.reach is not None and call.q.device.type != "cpu" else rule.limits
     longest = UNLIMITED

@@ -6,6 +6,7 @@ a tile of pairs is [B, h, n, C, W], or anything that broadcasts to it.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -197,21 +198,25 @@ def look(plan: Plan, x: Learned, step: Step, work: torch.dtype) -> Sight:
     regular = plan.offset is not None and step.columns is None and not dynamic
     distances = (Diagonals if regular else Pairs)(plan, step, device)
     seen, d, near, far = Sight(distances), distances.d, distances.near, distances.far
+    hidden, biases = [], []  # by distance alone
     if plan.causal and near < 0:
-        seen.hidden.append(distances.spread(d < 0))
+        hidden.append(d < 0)
     reach = [plan.reach[h] for h in heads]
     if min(reach) <= far:
-        seen.hidden.append(distances.spread(d >= torch.tensor(reach, device=device).view(1, -1, 1, 1, 1)))
+        hidden.append(d >= torch.tensor(reach, device=device).view(1, -1, 1, 1, 1))
     if x.span is not None and (plan.least_span is None or min(plan.least_span[h] for h in heads) < far):
         z = take_q(x.span[..., None], step) if dynamic else pick(x.span[None], heads).view(1, -1, 1, 1, 1)
-        m = (z.to(work) - d + plan.ramp) / plan.ramp
-        seen.hidden.append(distances.spread(~(m > 0)))
-        seen.biases.append(distances.spread(m.clamp(0, 1).log()))
+        m = (z.to(work) - d + plan.ramp) / plan.ramp  # z − d first: they are close on the ramp, so it is exact
+        hidden.append(~(m > 0))
+        biases.append(m.clamp(0, 1).log())
         seen.slope = torch.where((m > 0) & (m < 1), 1 / (m * plan.ramp), 0)
     if x.distance_bias is not None and x.distance_bias.shape[1]:
         table = pick(x.distance_bias[None], heads)[0].to(work)
-        values = table[:, d[:, 0].clamp(0, table.shape[1] - 1)].movedim(0, 1)
-        seen.biases.append(distances.spread(values))
+        biases.append(table[:, d[:, 0].clamp(0, table.shape[1] - 1)].movedim(0, 1))
+    if hidden:
+        seen.hidden.append(distances.spread(functools.reduce(torch.logical_or, hidden)))
+    if biases:
+        seen.biases.append(distances.spread(functools.reduce(torch.add, biases)))
     if x.key_bias is not None:
         own = tuple(h * x.key_bias.shape[1] // len(plan.reach) for h in heads)
         bias = take_k(x.key_bias[..., None], step, own).transpose(-1, -2).to(work)  # [1 or B, 1 or h, n, 1, W]
