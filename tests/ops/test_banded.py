@@ -147,7 +147,7 @@ CASES = st.builds(
 def test_any_case(case: Case, more: int, original: bool) -> None:
     case.tk = case.tq + more
     case.original = original and case.causal
-    check(case, "banded", torch.float64)
+    check(case, "banded")
 
 
 def test_positions_that_are_a_run_are_planned_as_such() -> None:
@@ -269,15 +269,12 @@ def test_a_bad_number_is_felt_only_where_it_is_seen(terms: tuple[str, ...], wher
         "dq": queries,
         "dk": keys,
         "dv": keys if where in ("q", "k", "g_out") else none_k,
-        "dspan": none_q,
+        "dspan": none_q,  # no ramp is in sight
         "ddistance_vec": (torch.arange(150) < 20)[None],  # the distances that a bad row reads
         "dsinks": queries.any(-1)[0],
     }
     for name, got in after.items():
         found = ~(got.isfinite().all(-1) if got.ndim > 3 or name == "ddistance_vec" else got.isfinite())
-        if name == "dspan":  # no ramp is in sight
-            assert not got[~found].any() and not (found & ~queries).any()
-            continue
         assert torch.equal(found, bad[name]), name
         torch.testing.assert_close(got[~found], before[name][~found], msg=name)
 

@@ -72,12 +72,12 @@ def _forward(plan: Plan, x: Learned) -> tuple[Tensor, Tensor]:
         q, k, v = take_q(x.q, step).to(work), _keys(x.k, step, kv_heads, work), _keys(x.v, step, kv_heads, work)
         p = seen.hide(_scores(plan, x, step, seen, q, k, _vectors(x, step, seen, work)), -math.inf)
         peak = p.amax(-1, keepdim=True)
-        if x.sinks is not None:
-            sink = pick(x.sinks[None], step.heads).to(work).view(1, -1, 1, 1, 1)
+        sink = _sink(x, step, work)
+        if sink is not None:
             peak = torch.maximum(peak, sink)
         peak = torch.where(peak == -math.inf, 0, peak)  # a row that sees nothing
         total = p.sub_(peak).exp_().sum(-1, keepdim=True)
-        if x.sinks is not None:
+        if sink is not None:
             total = total + (sink - peak).exp()
         if plan.dropout:
             p.mul_(kept(plan, step, len(x.q), x.q.device)).div_(1 - plan.dropout)
@@ -111,6 +111,7 @@ def _backward(
         vectors = _vectors(x, step, seen, work)
         row_lse = take_q(lse[..., None], step)
         row_lse = torch.where(row_lse == -math.inf, 0, row_lse)
+        nan_g = nan_v = None
         if not clean:
             nan_g, nan_v = _nan_rows(g), _nan_rows(v).transpose(-1, -2)
             q, k, v, g = _zeroed(q), _zeroed(k), _zeroed(v), _zeroed(g)
@@ -121,7 +122,7 @@ def _backward(
         keep = kept(plan, step, len(x.q), x.q.device).to(work).div_(1 - plan.dropout) if plan.dropout else None
         if keep is not None:
             ds.mul_(keep)
-        if not clean:
+        if nan_g is not None and nan_v is not None:
             seen.hide(ds.add_(nan_g).add_(nan_v), 0)
         # δ from the same numbers as dP, not from out: where one key has all the weight they cancel exactly
         less = ds.mul_(p).sum(-1, keepdim=True) - take_q(g_lse[..., None], step)  # δ − dlse
@@ -130,10 +131,10 @@ def _backward(
             seen.hide(ds, 0)
         if needed.v:
             p = p if keep is None else p.mul_(keep)
-            p = p if clean else seen.hide(p.add_(nan_g), 0)
+            p = p if nan_g is None else seen.hide(p.add_(nan_g), 0)
             add_k(grads["v"], step, kv_heads, p.transpose(-1, -2) @ g)
-        if needed.sinks and x.sinks is not None:
-            sink = pick(x.sinks[None], step.heads).to(work).view(1, -1, 1, 1, 1)
+        sink = _sink(x, step, work)
+        if needed.sinks and sink is not None:
             of_sink = -(sink - row_lse).exp() * less
             accumulate(grads["sinks"][None], step.heads, of_sink.sum((0, 2, 3, 4))[None])
         _term_gradients(step, x, seen, ds, grads)
@@ -171,13 +172,13 @@ def _term_gradients(step: Step, x: Learned, seen: Sight, ds: Tensor, grads: dict
     """Span, distance bias and key bias: sums of ds."""
     if "key_bias" in grads:
         add_k(grads["key_bias"], step, step.heads, ds.sum(-2)[..., None])
-    dynamic, of_span = x.span is not None and x.span.ndim == 3, "span" in grads and seen.slope is not None
-    if of_span and dynamic:
-        put_q(grads["span"][..., None], step, (ds * seen.slope).sum(-1, keepdim=True))
-    if "distance_bias" in grads or (of_span and not dynamic):
+    slope, dynamic = seen.slope if "span" in grads else None, x.span is not None and x.span.ndim == 3
+    if slope is not None and dynamic:
+        put_q(grads["span"][..., None], step, torch.where(slope == 0, 0, ds * slope).sum(-1, keepdim=True))
+    if "distance_bias" in grads or (slope is not None and not dynamic):
         by_distance = seen.distances.collect(ds)  # heads on axis 1, otherwise like the distances
-        if of_span and not dynamic:
-            total = torch.where(seen.slope == 0, 0, by_distance * seen.slope).sum((0, 2, 3, 4))
+        if slope is not None and not dynamic:
+            total = torch.where(slope == 0, 0, by_distance * slope).sum((0, 2, 3, 4))
             accumulate(grads["span"][None], step.heads, total[None])
         if "distance_bias" in grads and grads["distance_bias"].shape[1]:
             table = grads["distance_bias"]
@@ -185,6 +186,11 @@ def _term_gradients(step: Step, x: Learned, seen: Sight, ds: Tensor, grads: dict
             values = by_distance.movedim(1, 0).flatten(1)
             part = table.new_zeros(len(step.heads), table.shape[1]).scatter_add_(1, rows, values)
             accumulate(table[None], step.heads, part[None])
+
+
+def _sink(x: Learned, step: Step, work: torch.dtype) -> Tensor | None:
+    """[1, h, 1, 1, 1]"""
+    return None if x.sinks is None else pick(x.sinks[None], step.heads).to(work).view(1, -1, 1, 1, 1)
 
 
 def _vectors(x: Learned, step: Step, seen: Sight, work: torch.dtype) -> Tensor | None:
