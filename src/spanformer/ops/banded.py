@@ -1,0 +1,253 @@
+"""Attention in plain PyTorch whose time and memory follow each head's own reach, on any device and in any float dtype.
+
+    s_ij = scale · (q_i·k_j + q_i·r[d]) + b[d] + c_j + log m(d)     P_ij = exp(s_ij − lse_i)
+    dS_ij = P_ij · (dP_ij − δ_i + dlse_i)        δ_i = Σ_j P_ij·dP_ij       dz = Σ over the ramp of (dS_ij / m) / R
+
+Queries are cut in chunks, and a chunk meets only the keys its heads reach (banded_plan); chunks whose windows slide
+along with them are one batched product. Nothing of a window's size outlives its step: the backward pass works the
+weights out again from lse. A head of limit r costs O(Tq · (r + C) · D) time, and O(C · Tk) memory at the very most.
+16-bit inputs are computed in float32, and their lse is returned so.
+
+Where a NaN or an infinity cannot be seen it must not be felt, but 0 · NaN is NaN. So no product meets such a number:
+it is replaced by 0, and the weights of the pairs that do see it by NaN.
+
+Shapes: B batch, H heads, Tq queries, Tk keys; h heads of a step, n chunks, C queries in a chunk, W keys in its window.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from spanformer.ops.backend import Backend
+from spanformer.ops.banded_plan import Plan, Step, make_plan
+from spanformer.ops.banded_tiles import Learned, Sight, accumulate, add_k, kept, look, pick, put_q, take_k, take_q
+from spanformer.ops.call import Attended, Call
+
+
+@torch.compiler.disable  # the plan is made of numbers read from the spans: nothing to trace
+def attend_banded(call: Call) -> Attended:
+    rule = call.rule
+    x = Learned(call.q, call.k, call.v, rule.span, rule.distance_bias, rule.distance_vec, rule.key_bias, rule.sinks)
+    if not x.k.shape[2]:  # no keys at all
+        lse = x.q.new_full(x.q.shape[:3], -math.inf, dtype=_work(x))
+        return Attended(
+            x.q.new_zeros(*x.q.shape[:3], x.v.shape[3]), lse if x.sinks is None else lse.logaddexp(x.sinks[:, None])
+        )
+    return Attended(*_Banded.apply(make_plan(call), *x))
+
+
+class _Banded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = Learned(*tensors)
+        with _full_precision(x.q):
+            out, lse = _forward(plan, x)
+        ctx.plan = plan
+        ctx.save_for_backward(*x, lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g_out: Tensor, g_lse: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, lse = ctx.saved_tensors
+        x = Learned(*tensors)
+        with _full_precision(x.q):
+            grads = _backward(ctx.plan, x, lse, g_out, g_lse, Learned(*ctx.needs_input_grad[1:]))
+        return None, *(
+            None if grad is None or t is None else grad.to(t.dtype) for t, grad in zip(x, grads, strict=True)
+        )
+
+
+def _forward(plan: Plan, x: Learned) -> tuple[Tensor, Tensor]:
+    work, clean = _work(x), _finite(x.v)
+    out = x.q.new_empty(*x.q.shape[:3], x.v.shape[3])
+    lse = x.q.new_empty(x.q.shape[:3], dtype=work)
+    for step in plan.steps:
+        seen, kv_heads = look(plan, x, step, work), _kv_heads(x, step)
+        q, k, v = take_q(x.q, step).to(work), _keys(x.k, step, kv_heads, work), _keys(x.v, step, kv_heads, work)
+        p = seen.hide(_scores(plan, x, step, seen, q, k, _vectors(x, step, seen, work)), -math.inf)
+        peak = p.amax(-1, keepdim=True)
+        sink = _sink(x, step, work)
+        if sink is not None:
+            peak = torch.maximum(peak, sink)
+        peak = torch.where(peak == -math.inf, 0, peak)  # a row that sees nothing
+        total = p.sub_(peak).exp_().sum(-1, keepdim=True)
+        if sink is not None:
+            total = total + (sink - peak).exp()
+        if plan.dropout:
+            p.mul_(kept(plan, step, len(x.q), x.q.device)).div_(1 - plan.dropout)
+        if not clean:
+            p = seen.hide(p.add_(_nan_rows(v).transpose(-1, -2)), 0)
+            v = _zeroed(v)
+        put_q(out, step, p @ v / torch.where(total == 0, 1, total))
+        put_q(lse[..., None], step, torch.where(total == 0, -math.inf, total.log() + peak))
+    return out, lse
+
+
+def _backward(
+    plan: Plan, x: Learned, lse: Tensor, g_out: Tensor, g_lse: Tensor, needed: Learned
+) -> list[Tensor | None]:
+    work, heads = _work(x), len(plan.reach)
+    tables = () if x.distance_vec is None else (x.distance_vec,)
+    clean = _finite(x.q, x.k, x.v, g_out, g_lse, *tables) and bool((lse < math.inf).all())
+    grads: dict[str, Tensor] = {}
+    if needed.q:
+        grads["q"] = torch.empty_like(x.q)
+    for name in ("k", "v", "span", "distance_bias", "distance_vec", "sinks"):
+        if getattr(needed, name):
+            grads[name] = torch.zeros_like(getattr(x, name), dtype=work)
+    if needed.key_bias:  # gathered per batch row and head, and summed to its own shape at the end
+        grads["key_bias"] = x.q.new_zeros(x.q.shape[0], heads, x.k.shape[2], 1, dtype=work)
+
+    for step in plan.steps:
+        seen, kv_heads = look(plan, x, step, work), _kv_heads(x, step)
+        q, g = take_q(x.q, step).to(work), take_q(g_out, step).to(work)
+        k, v = _keys(x.k, step, kv_heads, work), _keys(x.v, step, kv_heads, work)
+        vectors = _vectors(x, step, seen, work)
+        row_lse = take_q(lse[..., None], step)
+        row_lse = torch.where(row_lse == -math.inf, 0, row_lse)
+        nan_g = nan_v = None
+        if not clean:
+            nan_g, nan_v = _nan_rows(g), _nan_rows(v).transpose(-1, -2)
+            q, k, v, g = _zeroed(q), _zeroed(k), _zeroed(v), _zeroed(g)
+            vectors = None if vectors is None else _zeroed(vectors)
+
+        p = seen.hide(_scores(plan, x, step, seen, q, k, vectors).sub_(row_lse), -math.inf).exp_()
+        ds = g @ v.transpose(-1, -2)
+        keep = kept(plan, step, len(x.q), x.q.device).to(work).div_(1 - plan.dropout) if plan.dropout else None
+        if keep is not None:
+            ds.mul_(keep)
+        if nan_g is not None and nan_v is not None:
+            seen.hide(ds.add_(nan_g).add_(nan_v), 0)
+        # δ from the same numbers as dP, not from out: where one key has all the weight they cancel exactly
+        less = ds.mul_(p).sum(-1, keepdim=True) - take_q(g_lse[..., None], step)  # δ − dlse
+        ds.addcmul_(p, less, value=-1)
+        if not clean:
+            seen.hide(ds, 0)
+        if needed.v:
+            p = p if keep is None else p.mul_(keep)
+            p = p if nan_g is None else seen.hide(p.add_(nan_g), 0)
+            add_k(grads["v"], step, kv_heads, p.transpose(-1, -2) @ g)
+        sink = _sink(x, step, work)
+        if needed.sinks and sink is not None:
+            of_sink = -(sink - row_lse).exp() * less
+            accumulate(grads["sinks"][None], step.heads, of_sink.sum((0, 2, 3, 4))[None])
+        _term_gradients(step, x, seen, ds, grads)
+        q = q * plan.scale
+        if needed.k:
+            add_k(grads["k"], step, kv_heads, ds.transpose(-1, -2) @ q)
+        dq = ds @ k if needed.q else None
+        if vectors is not None and (needed.q or needed.distance_vec):
+            by_row = seen.distances.to_queries(ds)  # [B, h, n, C, rows]
+            dq = None if dq is None else dq.add_(by_row @ vectors)
+            if needed.distance_vec:
+                of_rows = (by_row.transpose(-1, -2) @ q).sum((0, 2))[None]  # [1, h, rows, D]
+                _add_rows(grads["distance_vec"], step, seen, of_rows)
+        if dq is not None:
+            put_q(grads["q"], step, dq.mul_(plan.scale))
+
+    if needed.key_bias and x.key_bias is not None:
+        total = grads["key_bias"][..., 0].unflatten(1, (x.key_bias.shape[1], -1)).sum(2)
+        grads["key_bias"] = total.sum(0, keepdim=True) if x.key_bias.shape[0] == 1 else total
+    return [grads.get(name) for name in Learned._fields]
+
+
+def _scores(plan: Plan, x: Learned, step: Step, seen: Sight, q: Tensor, k: Tensor, vectors: Tensor | None) -> Tensor:
+    """[B, h, n, C, W], before anything is hidden."""
+    q = q * plan.scale
+    scores = q @ k.transpose(-1, -2)
+    if vectors is not None:
+        scores += seen.distances.from_queries(q @ vectors.transpose(-1, -2))
+    for bias in seen.biases:
+        scores += bias
+    return scores
+
+
+def _term_gradients(step: Step, x: Learned, seen: Sight, ds: Tensor, grads: dict[str, Tensor]) -> None:
+    """Span, distance bias and key bias: sums of ds."""
+    if "key_bias" in grads:
+        add_k(grads["key_bias"], step, step.heads, ds.sum(-2)[..., None])
+    slope, dynamic = seen.slope if "span" in grads else None, x.span is not None and x.span.ndim == 3
+    if slope is not None and dynamic:
+        put_q(grads["span"][..., None], step, torch.where(slope == 0, 0, ds * slope).sum(-1, keepdim=True))
+    if "distance_bias" in grads or (slope is not None and not dynamic):
+        by_distance = seen.distances.collect(ds)  # heads on axis 1, otherwise like the distances
+        if slope is not None and not dynamic:
+            total = torch.where(slope == 0, 0, by_distance * slope).sum((0, 2, 3, 4))
+            accumulate(grads["span"][None], step.heads, total[None])
+        if "distance_bias" in grads and grads["distance_bias"].shape[1]:
+            table = grads["distance_bias"]
+            rows = seen.distances.d.clamp(0, table.shape[1] - 1).flatten().expand(len(step.heads), -1)
+            values = by_distance.movedim(1, 0).flatten(1)
+            part = table.new_zeros(len(step.heads), table.shape[1]).scatter_add_(1, rows, values)
+            accumulate(table[None], step.heads, part[None])
+
+
+def _sink(x: Learned, step: Step, work: torch.dtype) -> Tensor | None:
+    """[1, h, 1, 1, 1]"""
+    return None if x.sinks is None else pick(x.sinks[None], step.heads).to(work).view(1, -1, 1, 1, 1)
+
+
+def _vectors(x: Learned, step: Step, seen: Sight, work: torch.dtype) -> Tensor | None:
+    """[1, 1 or h, 1, rows, D]: the rows of distance_vec that the step's distances read."""
+    if x.distance_vec is None or not x.distance_vec.shape[1]:
+        return None
+    rows = seen.distances.table_rows(x.distance_vec.shape[1])
+    return pick(x.distance_vec[None].index_select(2, rows), step.heads).to(work)[:, :, None]
+
+
+def _add_rows(grad: Tensor, step: Step, seen: Sight, of_rows: Tensor) -> None:
+    """of_rows [1, h, rows, D] into the gradient of distance_vec, [1 or H, L, D]."""
+    rows = seen.distances.table_rows(grad.shape[1])
+    if grad.shape[0] == 1:
+        grad[0].index_add_(0, rows, of_rows[0].sum(0))
+    else:
+        for i, head in enumerate(step.heads):
+            grad[head].index_add_(0, rows, of_rows[0, i])
+
+
+def _keys(t: Tensor, step: Step, heads: tuple[int, ...], work: torch.dtype) -> Tensor:
+    """Windows that overlap are laid out once, for all the products with them."""
+    tile = take_k(t, step, heads).to(work)
+    return tile.contiguous() if step.chunks > 1 else tile
+
+
+def _kv_heads(x: Learned, step: Step) -> tuple[int, ...]:
+    return tuple(h * x.k.shape[1] // x.q.shape[1] for h in step.heads)
+
+
+def _work(x: Learned) -> torch.dtype:
+    return _wide(x.q.dtype)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.itemsize < 4 else dtype
+
+
+def _finite(*tensors: Tensor) -> bool:
+    """Whether all is finite, by a sum: one that overflows only sends us the careful way for nothing. Never asked of an
+    accelerator, where the answer would be waited for."""
+    return all(t.device.type == "cpu" and math.isfinite(t.sum(dtype=_wide(t.dtype))) for t in tensors)
+
+
+def _nan_rows(t: Tensor) -> Tensor:
+    """[.., X] → [.., 1]: NaN where a row holds anything that is not finite, else 0."""
+    return (t * 0).sum(-1, keepdim=True)
+
+
+def _zeroed(t: Tensor) -> Tensor:
+    return t.nan_to_num(0, 0, 0)
+
+
+def _full_precision(t: Tensor) -> contextlib.AbstractContextManager:
+    """No autocast: it would turn the float32 products of 16-bit inputs back into 16-bit ones."""
+    available = torch.amp.is_autocast_available(t.device.type)
+    return torch.autocast(t.device.type, enabled=False) if available else contextlib.nullcontext()
+
+
+BACKEND = Backend("banded", unusable=lambda: [], refuses=lambda _call: [], run=attend_banded)

@@ -1,0 +1,218 @@
+"""How the banded backend cuts a call: heads of like reach together, queries in chunks, and for each chunk the keys
+that any of its queries could see. Plain integers, so every tensor that follows has the size of a window.
+
+Shapes: B batch, H heads, Tq queries, Tk keys; C queries in a chunk, n chunks in a step, W keys in a chunk's window,
+S positions in a block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spanformer.ops.blocks import FULL, BlockIndex
+from spanformer.ops.call import Call
+from spanformer.ops.rule import UNLIMITED
+
+ROOM = {"cpu": 1 << 20}  # how many scores a step may hold: on a CPU about what a cache does
+ROOM_ELSEWHERE = 1 << 24
+HIDDEN = FULL - 1  # the mask id of a block that is not stored
+WORTH_GATHERING = 0.75  # gather a window's keys one by one if fewer than this share of them are in the pattern
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """n chunks of C queries for a few heads; each chunk sees W keys, and every next chunk's keys begin C later."""
+
+    heads: tuple[int, ...]
+    limit: int
+    """no head of the step sees a distance of this or more"""
+    size: int
+    """C"""
+    start: int
+    """the first query"""
+    chunks: int
+    """n"""
+    lo: int
+    """the first key of the first chunk"""
+    width: int
+    """W, at least 1"""
+    columns: Tensor | None = None
+    """[W] the keys themselves, where they are not lo … lo + W − 1 (n is then 1)"""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """All of a call that is not differentiated, and its steps."""
+
+    steps: list[Step]
+    offset: int | None
+    """query i stands at i + offset relative to key 0, and key j at j; None if positions are not that regular"""
+    reach: list[int]
+    least_span: list[float] | None
+    """per head the shortest span, where reading it is free (on a CPU)"""
+    causal: bool
+    shift: int
+    ramp: float
+    scale: float
+    dropout: float
+    seed: Tensor | None
+    q_positions: Tensor
+    k_positions: Tensor
+    q_documents: Tensor | None
+    k_documents: Tensor | None
+    blocks: BlockIndex | None
+
+
+def make_plan(call: Call) -> Plan:
+    """Costs a device-to-host copy on an accelerator where a span comes without a reach, and where positions or blocks
+    are given: windows are sizes of tensors, and the host has to know those."""
+    rule, batch = call.rule, call.q.shape[0]
+    offset, blocks = _regular_offset(call), rule.blocks
+    if blocks is not None and blocks.offsets.device != call.q.device:
+        parts = (blocks.offsets, blocks.columns, blocks.mask_ids, blocks.masks)
+        blocks = BlockIndex(blocks.size, *(t.to(call.q.device) for t in parts))
+    room = ROOM.get(call.q.device.type, ROOM_ELSEWHERE) // (4 if call.dropout else 1)  # dropout hashes in int64
+    steps: list[Step] = []
+    for (size, limit, *_), heads in _groups(call, offset).items():
+        windows = _windows(call, offset, size, limit)
+        widest = max((hi - lo for lo, hi in windows), default=1)
+        together = max(1, room // max(1, batch * size * widest))
+        for i in range(0, len(heads), together):
+            some = tuple(heads[i : i + together])
+            cut = _plain_steps(call, some, size, limit, windows, room // max(1, batch * len(some)))
+            steps += cut if blocks is None else (_narrowed(s, blocks, *call.positions()) for s in cut)
+    least = None
+    if rule.span is not None and rule.span.device.type == "cpu" and rule.span.numel():
+        z = rule.span.detach().double()
+        least = (z.amin((0, 2)) if rule.dynamic else z).tolist()
+    return Plan(
+        steps, offset, rule.reach_list(), least, rule.causal, call.shift, rule.ramp, call.scale, call.dropout,
+        call.seed, *call.positions(), call.q_documents, call.k_documents, blocks,
+    )  # fmt: skip
+
+
+def _regular_offset(call: Call) -> int | None:
+    """Explicit positions are most often runs of consecutive ones, and then only the offset between the runs matters."""
+    if call.q_positions is None or call.k_positions is None:
+        return call.offset
+    q, k = call.q_positions, call.k_positions
+    apart = q[:, :1] - k[:, :1]  # [1 or B, 1]
+    runs = [(t - t[:, :1] == torch.arange(t.shape[1], device=t.device)).all() for t in (q, k)]
+    regular, first = torch.stack([runs[0] & runs[1] & (apart == apart[:1]).all(), apart[0, 0]]).tolist()
+    return first if regular else None
+
+
+def _groups(call: Call, offset: int | None) -> dict[tuple[int, ...], list[int]]:
+    """Heads by (C, limit). Limits are rounded up, by less than half a chunk: heads of like reach share their steps."""
+    rule, tq, tk = call.rule, call.q.shape[2], call.k.shape[2]
+    read = rule.reach_list if rule.reach is not None and call.q.device.type != "cpu" else rule.limits
+    longest = UNLIMITED
+    if offset is not None:
+        back, ahead = offset + tq - 1 - call.shift, tk - 1 - offset
+        longest = max(0, (back if rule.causal else max(back, ahead)) + 1)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for head, limit in enumerate(read()):
+        limit = min(limit, longest)
+        size = 64 if limit <= 256 else 128 if limit <= 1024 else 256
+        if rule.blocks is not None:
+            size = min(max(rule.blocks.size, 64), 256)
+        if limit:
+            limit = min(longest, 1 + -(-(limit - 1) // (size // 2)) * (size // 2))
+        own = (head,) if rule.blocks is not None and rule.blocks.offsets.shape[0] > 1 else ()
+        groups.setdefault((max(1, min(size, tq)), limit, *own), []).append(head)
+    return groups
+
+
+def _windows(call: Call, offset: int | None, size: int, limit: int) -> list[tuple[int, int]]:
+    """For each chunk of queries the keys [lo, hi), at least one, outside of which it sees nothing."""
+    tq, tk = call.q.shape[2], call.k.shape[2]
+    starts = range(0, tq, size)
+    back, ahead = limit - 1, 0 if call.rule.causal else limit - 1
+    if offset is not None:
+        first = offset - call.shift
+        pairs = [(first + s - back, first + min(s + size, tq) + ahead) for s in starts]
+    else:
+        q, k = call.positions()
+        if bool((k[:, 1:] < k[:, :-1]).any()):  # keys in no order: every chunk looks at all of them
+            return [(0, tk)] * len(starts)
+        chunks = torch.arange(len(starts) * size, device=q.device).clamp(max=tq - 1)
+        q = q[:, chunks].unflatten(1, (-1, size)) - call.shift
+        low, high, rows = q.amin(-1) - back, q.amax(-1) + ahead, max(q.shape[0], k.shape[0])
+        k, low, high = (t.expand(rows, -1).contiguous() for t in (k, low, high))
+        lo, hi = torch.searchsorted(k, low).amin(0), torch.searchsorted(k, high, right=True).amax(0)
+        pairs = [(a, b) for a, b in torch.stack([lo, hi], 1).tolist()]
+    clipped = [(min(max(lo, 0), tk - 1), hi) for lo, hi in pairs]
+    return [(lo, min(max(hi, lo + 1), tk)) for lo, hi in clipped]
+
+
+def _plain_steps(
+    call: Call, heads: tuple[int, ...], size: int, limit: int, windows: list[tuple[int, int]], room: int
+) -> Iterator[Step]:
+    """Consecutive chunks whose windows slide along with them become one step, as far as there is room."""
+    tq, step = call.q.shape[2], None
+    for index, (lo, hi) in enumerate(windows):
+        start, width = index * size, hi - lo
+        now = Step(heads, limit, min(size, tq - start), start, 1, lo, width)
+        if step is None:
+            step = now
+        elif (
+            call.rule.blocks is None
+            and (now.size, now.width, now.lo) == (step.size, step.width, step.lo + step.chunks * size)
+            and (step.chunks + 1) * size * width <= room
+        ):
+            step = dataclasses.replace(step, chunks=step.chunks + 1)
+        else:
+            yield step
+            step = now
+    if step is not None:
+        yield step
+
+
+def _narrowed(step: Step, blocks: BlockIndex, q_positions: Tensor, k_positions: Tensor) -> Step:
+    """The step with only the keys that the pattern holds for its block rows, if they are much fewer."""
+    rows = (q_positions[:, step.start : step.start + step.size] // blocks.size).unique()
+    held = (_block_lines(blocks, step.heads[0], rows) != HIDDEN).any(0)
+    keys = k_positions[:, step.lo : step.lo + step.width]
+    wanted = held[_block_column(keys, blocks.size, held.shape[0])].any(0).nonzero()[:, 0] + step.lo
+    if wanted.numel() > WORTH_GATHERING * step.width:
+        return step
+    if not wanted.numel():
+        return dataclasses.replace(step, width=1)
+    return dataclasses.replace(step, columns=wanted, width=wanted.numel())
+
+
+def block_visible(blocks: BlockIndex, head: int, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+    """[.., C, W] element mask of one head for positions [.., C] and [.., W]: BlockIndex.visible, but made from these
+    block rows alone."""
+    rows, line = (q_pos // blocks.size).unique(return_inverse=True)
+    lines = _block_lines(blocks, head, rows)
+    ids = lines[line[..., :, None], _block_column(k_pos, blocks.size, lines.shape[1])[..., None, :]]
+    if not blocks.masks.shape[0]:
+        return ids == FULL
+    inner = blocks.masks[ids.clamp(min=0), (q_pos % blocks.size)[..., :, None], (k_pos % blocks.size)[..., None, :]]
+    return (ids == FULL) | ((ids >= 0) & inner)
+
+
+def _block_lines(blocks: BlockIndex, head: int, rows: Tensor) -> Tensor:
+    """[len(rows), columns + 1] mask ids of these block rows; the last column answers for keys beyond the pattern."""
+    offsets = blocks.offsets[head if blocks.offsets.shape[0] > 1 else 0]
+    known = (rows >= 0) & (rows < blocks.rows)
+    row = torch.where(known, rows, 0)
+    first, counts = offsets[row], torch.where(known, offsets[row + 1] - offsets[row], 0)
+    line = torch.repeat_interleave(torch.arange(rows.numel(), device=rows.device), counts)
+    entry = torch.arange(line.numel(), device=rows.device) + (first - counts.cumsum(0) + counts)[line]
+    columns = blocks.columns[entry]
+    width = int(columns.max()) + 1 if columns.numel() else 0
+    lines = torch.full((rows.numel(), width + 1), HIDDEN, dtype=torch.int64, device=rows.device)
+    lines[line, columns] = blocks.mask_ids[entry]
+    return lines
+
+
+def _block_column(k_pos: Tensor, size: int, width: int) -> Tensor:
+    column = k_pos // size
+    return torch.where((column >= 0) & (column < width - 1), column, width - 1)
