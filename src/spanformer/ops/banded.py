@@ -21,9 +21,8 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from spanformer.ops.backend import Backend
+from spanformer.ops.backend import Backend, refuse_second_derivative
 from spanformer.ops.banded_plan import Plan, Step, make_plan
 from spanformer.ops.banded_tiles import Learned, Sight, accumulate, add_k, kept, look, pick, put_q, take_k, take_q
 from spanformer.ops.call import Attended, Call
@@ -52,8 +51,8 @@ class _Banded(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, g_out: Tensor, g_lse: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("banded")
         *tensors, lse = ctx.saved_tensors
         x = Learned(*tensors)
         with _full_precision(x.q):

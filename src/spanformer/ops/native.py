@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spanformer.ops import kernel
-from spanformer.ops.backend import Backend
+from spanformer.ops.backend import Backend, refuse_second_derivative
 from spanformer.ops.call import Attended, Call
 from spanformer.ops.kernel import Fixed, Terms, run_backward, run_forward
 
@@ -78,10 +78,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g_out, g_lse):
-        if torch.is_grad_enabled():  # a gradient taken as a constant would be silently wrong
-            raise RuntimeError(
-                "backend 'native' has no second derivative (create_graph=True); backend='reference' has, at dense cost"
-            )
+        refuse_second_derivative("native")
         *inputs, out, lse = ctx.saved_tensors
         return *_backward(g_out, g_lse, out, lse, inputs, ctx.fixed, ctx.needs_input_grad[:8]), None
 
