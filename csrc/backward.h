@@ -212,8 +212,8 @@ class SegmentBackward {
         run(panel[p], p, jc, a, b, masked);
       });
     }
-    gather(low, high, panels, queries, keys, w.P, G_, w.dV + (jc - x_.ka) * w.Dv, w.Dv);
-    gather(low, high, panels, queries, keys, w.dS, Q_, w.dK + (jc - x_.ka) * w.D, w.D);
+    gather(panel, low, high, panels, queries, jc, keys, w.P, G_, w.dV + (jc - x_.ka) * w.Dv, w.Dv);
+    gather(panel, low, high, panels, queries, jc, keys, w.dS, Q_, w.dK + (jc - x_.ka) * w.D, w.D);
   }
 
   void zero(long p, long from, long to) {
@@ -230,7 +230,7 @@ class SegmentBackward {
     const View K{K_.data + (ja - x_.ka) * K_.ld, K_.ld}, V{V_.data + (ja - x_.ka) * V_.ld, V_.ld};
     const Tile tile{p, ja, n, P, ld};
     score(s, tile, masked, w.QT + index * PANEL * c.D, K, w.mask, w.rel);
-    product<BY_ROW, false>(n, c.Dv, V.data, V.ld, w.GT + index * PANEL * c.Dv, PANEL, dS, ld);
+    product_of_band(n, c.Dv, V.data, V.ld, w.GT + index * PANEL * c.Dv, PANEL, dS, ld, halves(s, tile));
     const Dropper drop(c, p.b, p.h);
     if (drop.on()) drop_gradients(drop, p, ja, n, dS);
     weights(tile, dS, w.lse + index * PANEL, w.delta + index * PANEL);
@@ -242,7 +242,7 @@ class SegmentBackward {
         for (int v = 0; v < VECS; v++) d_key_[ja + r] += sum(load(dS + r * ld + v * W));
     if (c.distance_vec) vector_sums(gradient, index);
     if (drop.on()) drop_gradients(drop, p, ja, n, P);
-    product<BY_COLUMN, true>(c.D, n, K.data, K.ld, dS, ld, w.dQT + index * PANEL * c.D, PANEL);
+    product<BY_COLUMN, true, VECS, true>(c.D, n, K.data, K.ld, dS, ld, w.dQT + index * PANEL * c.D, PANEL, halves(s, tile));
   }
 
   // Times 1/(1 − p) where dropout keeps the weight, else times 0.
@@ -346,14 +346,23 @@ class SegmentBackward {
   }
 
   // C[key][d] += Σ_query A[key][query] · X[query][d], over the queries whose panels wrote that row of A.
-  void gather(const long* low, const long* high, long panels, long queries, long keys, const float* A, View X, float* C,
-              long ldc) {
+  void gather(const Panel* panel, const long* low, const long* high, long panels, long queries, long jc, long keys,
+              const float* A, View X, float* C, long ldc) {
     for (long r = 0; r < keys; r += ROWS) {
-      long pa = panels, pb = 0;
+      long pa = panels, pb = 0, near = FAR, far = -FAR;
       for (long p = 0; p < panels; p++)
-        if (low[p] < r + ROWS && high[p] > r) pa = std::min(pa, p), pb = std::max(pb, p + 1);
+        if (low[p] < r + ROWS && high[p] > r) {
+          pa = std::min(pa, p), pb = p + 1;
+          near = std::min(near, panel[p].first), far = std::max(far, panel[p].last);
+        }
       if (pb <= pa) continue;
-      const long a = pa * PANEL, b = std::min(queries, pb * PANEL), m = std::min((long)ROWS, keys - r);
+      const long m = std::min((long)ROWS, keys - r);
+      long a = pa * PANEL, b = std::min(queries, pb * PANEL);
+      if (!s.positioned) {  // the queries whose band reaches any of these keys
+        a = std::max(a, jc + r + near - panel[0].at);
+        b = std::min(b, jc + r + m + far - panel[0].at);
+        if (b <= a) continue;
+      }
       for (long p = pa; p < pb; p++)  // rows a panel did not write hold old numbers
         if (low[p] > r || high[p] < r + m) {
           zero(p, r, std::min(low[p], r + m));

@@ -88,9 +88,9 @@ static inline bool forward_run(const Scene& s, const Tile& t, bool masked, const
     }
   }
   if (fresh)
-    product<BY_COLUMN, false>(s.c.Dv, t.n, V.data, V.ld, t.S, PANEL, OT, PANEL);
+    product<BY_COLUMN, false, VECS, true>(s.c.Dv, t.n, V.data, V.ld, t.S, PANEL, OT, PANEL, halves(s, t));
   else
-    product<BY_COLUMN, true>(s.c.Dv, t.n, V.data, V.ld, t.S, PANEL, OT, PANEL);
+    product<BY_COLUMN, true, VECS, true>(s.c.Dv, t.n, V.data, V.ld, t.S, PANEL, OT, PANEL, halves(s, t));
   return true;
 }
 

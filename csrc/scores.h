@@ -123,9 +123,18 @@ static inline void plain_rows(const Scene& s, const Tile& t, long& plain_a, long
   if (plain_b < plain_a || head.plain_last < head.plain_first) plain_a = plain_b = 0;
 }
 
+// Rows at either end of the band that only half the lanes can see.
+static inline Halves halves(const Scene& s, const Tile& t) {
+  constexpr long HALF = PANEL / 2;
+  if (s.positioned) return {0, t.n};
+  const long low = std::clamp(HALF - (t.p.last - t.p.at + t.ja), 0L, t.n);
+  const long high = std::clamp(t.p.at - t.p.first + HALF - t.ja, 0L, t.n);
+  return low <= high ? Halves{low, high} : Halves{0, t.n};
+}
+
 // The tile's scores, complete but for the band's table. mask and rel are scratch of [n][PANEL] and [n + PANEL][PANEL].
 static inline void score(const Scene& s, const Tile& t, bool masked, const float* QT, View K, float* mask, float* rel) {
-  product<BY_ROW, false>(t.n, s.c.D, K.data, K.ld, QT, PANEL, t.S, t.ld);
+  product_of_band(t.n, s.c.D, K.data, K.ld, QT, PANEL, t.S, t.ld, halves(s, t));
   if (s.c.distance_vec) add_vectors(s, t, QT, rel);
   if (const float* bias = s.key_bias(t.p.b, t.p.h)) add_key_bias(bias, t);
   if (s.c.dynamic && !s.positioned) add_dynamic_span(s, t);

@@ -89,6 +89,10 @@ def make(case: Case) -> Made:
             inputs["span"] = torch.tensor([c.spans[i % len(c.spans)] for i in range(c.h)], dtype=torch.float64)
         elif term == "dynamic":
             inputs["span"] = torch.rand(c.b, c.h, c.tq, generator=g, dtype=torch.float64) * max(c.spans)
+        elif term == "jumpy":  # dynamic spans that differ much from one stretch of queries to the next
+            long = torch.rand(c.b, c.h, c.tq // 16 + 1, generator=g) < 0.5
+            jumps = torch.where(long, max(c.spans) + 0.5, 2.25).double()
+            inputs["span"] = jumps.repeat_interleave(16, 2)[:, :, : c.tq].contiguous()
         elif term == "distance_bias":
             inputs["distance_bias"] = rand(c.h, length)
         elif term == "distance_vec":

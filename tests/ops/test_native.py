@@ -46,6 +46,8 @@ CASES = {
     "one key/value head": Case(h=8, hkv=1, tq=300, tk=300, d=64, terms=("span",), spans=(1, 20.5, 60, 1000)),
     "original": Case(tq=129, tk=200, terms=("span", "distance_vec"), original=True, reach=(50, 20)),
     "original, dynamic": Case(tq=129, tk=129, terms=("dynamic", "distance_bias"), original=True),
+    "jumpy": Case(tq=300, tk=400, terms=("jumpy", "distance_bias"), spans=(150.0,)),
+    "jumpy, both ways": Case(tq=300, tk=300, terms=("jumpy", "distance_vec"), spans=(150.0,), causal=False),
     "R = 1": Case(tq=63, tk=63, terms=("span",), ramp=1.0, spans=(0, 7, 7.5)),
     "reach 0 and 1": Case(tq=63, tk=63, terms=("span",), reach=(0, 1)),
     "reach": Case(tq=200, tk=300, reach=(3, 150)),
