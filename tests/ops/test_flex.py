@@ -10,13 +10,15 @@ import sys
 
 import pytest
 import torch
-from cases import LEARNED, Case, check, make, run
 from torch import Tensor
 
+from cases import LEARNED, Case, check, make, run
 from spanformer import BlockIndex, Rule, attend
 from spanformer.ops import flex
 from spanformer.ops.attend import AUTO
 from spanformer.ops.call import Attended, Call, make_call
+from spanformer.ops.flex_blocks import block_cover
+from spanformer.ops.flex_mods import vec_width
 from spanformer.ops.reference import attend_reference, distances, visible_pairs
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -243,11 +245,11 @@ def test_block_lists_and_mask_mod_are_the_dense_visibility(case: Case):
 def test_full_blocks_of_patterns_and_documents_are_found():
     blocks = BlockIndex.from_dense(torch.ones(512, 512, dtype=torch.bool), 32)
     q = torch.randn(1, 1, 512, 16)
-    some, full = flex.block_cover(make_call(q, q, q, Rule(1, blocks=blocks)))
+    some, full = block_cover(make_call(q, q, q, Rule(1, blocks=blocks)))
     assert torch.equal(some[0, 0], torch.ones(4, 4).tril().bool())
     assert torch.equal(full[0, 0], torch.ones(4, 4).tril(-1).bool())
     documents = torch.tensor([0, 0, 1, 1]).repeat_interleave(128)
-    some, full = flex.block_cover(make_call(q, q, q, Rule(1, documents=documents)))
+    some, full = block_cover(make_call(q, q, q, Rule(1, documents=documents)))
     assert some.nonzero()[:, 2:].tolist() == [[0, 0], [1, 0], [1, 1], [2, 2], [3, 2], [3, 3]]
     assert full.nonzero()[:, 2:].tolist() == [[1, 0], [3, 2]]
 
@@ -299,7 +301,7 @@ def test_refuses_long_distance_vec_with_every_reason():
 def test_serves_a_long_distance_vec_that_is_little_used(limit: dict):
     case = Case(**{"tq": 2, "tk": 1100, "terms": ("distance_vec",)} | limit)
     check(case, "flex", F32)
-    assert flex._vec_width(a_call(case)[1]) == 128
+    assert vec_width(a_call(case)[1]) == 128
 
 
 def test_refuses_patterns_of_too_many_cells(monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,195 @@
+"""A rule in FlexAttention's terms: a score_mod that adds to the score of a pair, a mask_mod that says if it is seen.
+
+    score_mod   s + b[d] + scale · q_i·r[d] + c_j + log m(d)
+    mask_mod    c_j > −∞, d ≥ 0 (if causal), d < reach, m(d) > 0, one document, and in the block pattern
+
+Both are functions of the indices (b, h, i, j) of one pair, which FlexAttention traces into its kernel, and read what
+they need from captured tensors. Numbers that change from call to call (an offset, a length) are tensors too, filled on
+the device: as Python numbers they would be compiled in, and compile again when they change.
+
+Shapes: B batch, H query heads, Tq and Tk queries and keys, both padded to whole blocks; W distances of q·r[d].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from spanformer.ops.blocks import FULL
+from spanformer.ops.call import Call
+from spanformer.ops.flex_blocks import BLOCK, is_hidden, pad, pattern_grid, ramp_left, reaches, working_dtype
+
+VEC_DISTANCES = 1024  # q·r[d] is stored for every query and this many distances at most
+
+
+class Mod(NamedTuple):
+    """A score_mod or mask_mod written with its captured tensors as trailing arguments."""
+
+    apply: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...]
+
+    # With the tensors captured, as `flex_attention` takes it: it tells one from the other by counting parameters.
+
+    def closed_score(self) -> Callable[..., Tensor]:
+        apply, tensors = self
+        return lambda score, b, h, i, j: apply(score, b, h, i, j, *tensors)
+
+    def closed_mask(self) -> Callable[..., Tensor]:
+        apply, tensors = self
+        return lambda b, h, i, j: apply(b, h, i, j, *tensors)
+
+
+def make_mods(call: Call, q: Tensor) -> tuple[Mod | None, Mod]:
+    """The score_mod, None if there is nothing to add, and the mask_mod; q is the call's, padded."""
+    shared = _shared_tensors(call)
+    return _score_mod(call, q, shared), _mask_mod(call, shared)
+
+
+def _shared_tensors(call: Call) -> dict[str, Tensor]:
+    """What both mods read to know a distance and a span."""
+    rule, (b, _, tq, _) = call.rule, call.q.shape
+    shared: dict[str, Tensor] = {}
+    if call.q_positions is not None and call.k_positions is not None:
+        shared["q_pos"], shared["k_pos"] = _ids(call.q_positions, b), _ids(call.k_positions, b)  # [B, T]
+    else:
+        shared["offset"] = _number(call.offset, call)
+    if rule.span is not None:
+        z = rule.span.to(working_dtype(call.q))
+        z = z if rule.dynamic else z[None, :, None].expand(b, -1, tq)
+        # One number a query even for a static span: the kernel adds span gradients up with atomics, and all of a
+        # head's on one address would be slow.
+        shared["span"] = pad(z, 2).contiguous()  # [B, H, Tq]
+    return shared
+
+
+def _score_mod(call: Call, q: Tensor, shared: dict[str, Tensor]) -> Mod | None:
+    """log m(d), the biases over distances and keys, and q·r[d].
+    Every learned tensor is indexed once: FlexAttention cannot add up two gradients of one."""
+    rule, work = call.rule, working_dtype(call.q)
+    learned: dict[str, Tensor] = {}
+    if rule.distance_bias is not None:
+        learned["distance_bias"] = rule.distance_bias.to(work)  # [H, L]
+    if rule.distance_vec is not None:
+        table = rule.distance_vec[:, : vec_width(call)].to(work) * call.scale
+        learned["vec"] = q @ table.to(q.dtype).transpose(-1, -2)  # [B, H, Tq, W]
+    if rule.key_bias is not None:
+        bias = torch.where(is_hidden(rule.key_bias), 0, rule.key_bias)  # mask_mod hides what is −inf
+        learned["key_bias"] = _each_key(bias.to(work), call).contiguous()
+    if rule.span is None and not learned:
+        return None
+    tensors = shared | learned
+    names, ramp, geometry = tuple(tensors), rule.ramp, _Geometry(call)
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *captured: Tensor) -> Tensor:
+        t = dict(zip(names, captured, strict=True))
+        d = geometry.distance(t, b, h, i, j)
+        if "distance_bias" in t:
+            score = score + t["distance_bias"][h, d.clamp(0, t["distance_bias"].shape[1] - 1)]
+        if "vec" in t:
+            score = score + t["vec"][b, h, i, d.clamp(0, t["vec"].shape[3] - 1)]
+        if "key_bias" in t:
+            score = score + t["key_bias"][b, h, j]
+        if "span" in t:
+            left = ramp_left(t["span"][b, h, i], d, ramp)
+            on_ramp = (left > 0) & (left < ramp)  # strictly: nothing to learn, and no log 0, outside
+            score = score + torch.where(on_ramp, torch.where(on_ramp, left / ramp, 1.0).log(), 0.0)
+        return score
+
+    return Mod(score_mod, tuple(tensors.values()))
+
+
+def _mask_mod(call: Call, shared: dict[str, Tensor]) -> Mod:
+    rule, (b, h, _, _) = call.rule, call.q.shape
+    tensors = {name: t.detach() for name, t in shared.items()}
+    if rule.reach is not None:
+        tensors["reach"] = reaches(call)
+    if rule.key_bias is not None:
+        tensors["shown"] = _each_key(~is_hidden(rule.key_bias.detach()), call)  # hides also the keys we added
+    else:
+        tensors["keys"] = _number(call.k.shape[2], call)
+    if call.q_documents is not None and call.k_documents is not None:
+        tensors["q_doc"], tensors["k_doc"] = _ids(call.q_documents, b), _ids(call.k_documents, b)  # [B, T]
+    size = 0
+    if rule.blocks is not None:
+        size, tensors["grid"] = rule.blocks.size, pattern_grid(call).expand(h, -1, -1)
+        if rule.blocks.masks.shape[0]:
+            tensors["masks"] = rule.blocks.masks.to(call.q.device)
+    names, ramp, causal, geometry = tuple(tensors), rule.ramp, rule.causal, _Geometry(call)
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor, *captured: Tensor) -> Tensor:
+        t = dict(zip(names, captured, strict=True))
+        seen = t["shown"][b, h, j] if "shown" in t else j < t["keys"][h]
+        d = geometry.distance(t, b, h, i, j)
+        if causal:
+            seen = seen & (d >= 0)
+        if "reach" in t:
+            seen = seen & (d < t["reach"][h])
+        if "span" in t:
+            seen = seen & (ramp_left(t["span"][b, h, i], d, ramp) > 0)
+        if "q_doc" in t:
+            seen = seen & (t["q_doc"][b, i] == t["k_doc"][b, j])
+        if "grid" in t:
+            q_pos, k_pos = geometry.positions(t, b, h, i, j)
+            row = (q_pos // size).clamp(0, t["grid"].shape[1] - 1)  # only a padded query is beyond
+            cell = t["grid"][h, row, (k_pos // size).clamp(0, t["grid"].shape[2] - 1)]
+            shown = cell == FULL
+            if "masks" in t:
+                shown = shown | ((cell >= 0) & t["masks"][cell.clamp(min=0), q_pos % size, k_pos % size])
+            seen = seen & shown
+        return seen
+
+    return Mod(mask_mod, tuple(tensors.values()))
+
+
+class _Geometry:
+    """Where a query and a key stand, inside a mod."""
+
+    def __init__(self, call: Call) -> None:
+        self.shift, self.causal = call.shift, call.rule.causal
+
+    def positions(self, t: dict[str, Tensor], b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+        return (t["q_pos"][b, i], t["k_pos"][b, j]) if "q_pos" in t else (i + t["offset"][h], j)
+
+    def distance(self, t: dict[str, Tensor], b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        q_pos, k_pos = self.positions(t, b, h, i, j)
+        d = q_pos - k_pos - self.shift
+        return d if self.causal else d.abs()
+
+
+def _number(n: int, call: Call) -> Tensor:
+    """[H], all n."""
+    return torch.full((call.q.shape[1],), n, dtype=torch.int32, device=call.q.device)
+
+
+def _ids(ids: Tensor, batch: int) -> Tensor:
+    """[1 or B, T] as [B, T]."""
+    return pad(ids, 1).expand(batch, -1)
+
+
+def _each_key(t: Tensor, call: Call) -> Tensor:
+    """[1 or B, 1 or Hkv or H, Tk] as [B, H, Tk], padded with 0 or False."""
+    b, h, _, _ = call.q.shape
+    return pad(t.repeat_interleave(h // t.shape[1], 1).expand(b, -1, -1), 2)
+
+
+def vec_width(call: Call) -> int:
+    """How many distances q·r[d] is stored for: a power of two (so that a growing span seldom compiles anew), but no
+    more than the table has."""
+    needed = vec_needed(call)
+    assert call.rule.distance_vec is not None
+    return min(call.rule.distance_vec.shape[1], max(BLOCK, 1 << max(0, needed - 1).bit_length()))
+
+
+def vec_needed(call: Call) -> int:
+    """The distances that can have weight, by what is known on the host; the spans are read only if that is too many."""
+    rule = call.rule
+    assert rule.distance_vec is not None
+    needed = min(rule.distance_vec.shape[1], max(rule.reach_list()))
+    if call.q_positions is None:
+        needed = min(needed, max(call.k.shape[2], call.q.shape[2]))
+    if needed > VEC_DISTANCES and rule.span is not None and not torch.compiler.is_compiling():
+        needed = min(needed, max(rule.limits()))
+    return needed
