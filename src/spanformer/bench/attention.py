@@ -45,7 +45,9 @@ def bench_attention(
             if on_step:
                 on_step(step.title, done, sum(forecasts))
             here = [c for c in taking_part if c.name not in step.without]
-            results.rows += time_step(step, here, config, patience) if step.in_process else memory_step(step, here, config)
+            results.rows += (
+                time_step(step, here, config, patience) if step.in_process else memory_step(step, here, config)
+            )
             results.save(config.out / RESULT_FILE)
     finally:
         torch.set_num_threads(threads)

@@ -122,7 +122,7 @@ def check(forward: Callable[[], Tensor], inputs: Inputs, truth: Truth, *, floor:
         verdict.errors[name], verdict.allowed[name] = error, allowed
         if not error <= allowed:
             verdict.wrong.append(f"{name} is off by {error:.2g}, {allowed:.2g} is tolerable")
-    if "elsewhere" in got and not _worst(got["elsewhere"]) == 0:
+    if "elsewhere" in got and _worst(got["elsewhere"]) != 0:
         verdict.wrong.append("dq is not zero on rows whose output had no gradient")
     return verdict
 

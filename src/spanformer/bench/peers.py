@@ -60,9 +60,7 @@ def flex_block_mask(reaches: list[int], length: int, size: int, mask_mod):
         return blocks.sum(-1).int()[None], order.int()[None]
 
     part, whole = listed(some & ~full), listed(full)
-    return BlockMask.from_kv_blocks(
-        *part, *whole, BLOCK_SIZE=size, mask_mod=mask_mod, seq_lengths=(length, length)
-    )
+    return BlockMask.from_kv_blocks(*part, *whole, BLOCK_SIZE=size, mask_mod=mask_mod, seq_lengths=(length, length))
 
 
 def _flex_build(inputs: Inputs) -> Callable[[], Tensor]:

@@ -1,9 +1,9 @@
 """Named reach profiles: how far each head looks, and the spans that make it so.
 
-    A  one head sees everything, the rest 64 tokens (what training finds: most heads short, a few long)
-    B  32, 48, 64, 96, 160, 256, 1024 and everything, in turn
-    S  every head 64        M  every head 512        F  every head everything
-    a number: every head that many tokens
+A  one head sees everything, the rest 64 tokens (what training finds: most heads short, a few long)
+B  32, 48, 64, 96, 160, 256, 1024 and everything, in turn
+S  every head 64        M  every head 512        F  every head everything
+a number: every head that many tokens
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ def spans(profile: str, heads: int, length: int, ramp: int = RAMP, *, between: b
     ramp, where the original's gradient and the strict one differ.
     """
     half = 0.5 if between else 0.0
-    return [
-        float(length) if r >= length else max(0.0, r - ramp - half) for r in reaches(profile, heads, length)
-    ]
+    return [float(length) if r >= length else max(0.0, r - ramp - half) for r in reaches(profile, heads, length)]
 
 
 def uniform_reach(profile: str) -> int | None:

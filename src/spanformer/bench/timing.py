@@ -78,7 +78,9 @@ def round_robin(
     return timings
 
 
-def sample(function: Callable[[], object], shortest: float, patience: Patience, others: float = 0.12) -> tuple[float, bool]:
+def sample(
+    function: Callable[[], object], shortest: float, patience: Patience, others: float = 0.12
+) -> tuple[float, bool]:
     """Seconds per call, and whether the machine was quiet: other processes used less than `others` of one core."""
     best: tuple[float, float] | None = None
     pause = 0.25

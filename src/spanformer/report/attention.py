@@ -58,6 +58,12 @@ def machine_line(results: dict) -> str:
     return ", ".join([*parts, m["date"][:10]])
 
 
+def mostly_disturbed(results: dict) -> bool:
+    """Whether other processes took CPU time during more than half of all samples."""
+    rows = results["rows"]
+    return 2 * sum(row["disturbed"] for row in rows) > sum(row["samples"] for row in rows)
+
+
 def groups(rows: Iterable[dict], *keys: str) -> dict[tuple, list[dict]]:
     """Rows by the values of some fields, in the order they come."""
     found: dict[tuple, list[dict]] = {}
@@ -126,7 +132,9 @@ def _wrong(rows: list[dict]) -> Table | None:
     wrong = [row for row in rows if row["status"] == "WRONG"]
     if not wrong:
         return None
-    table = Table("contender", "work", "difference from the oracle", title="WRONG: no speed is given", title_justify="left")
+    table = Table(
+        "contender", "work", "difference from the oracle", title="WRONG: no speed is given", title_justify="left"
+    )
     for row in wrong:
         table.add_row(row["label"], f"{row['mode']}, {row['profile']} {row['length']:,}, {row['terms']}", row["reason"])
     return table
