@@ -110,7 +110,7 @@ class AttentionBench:
     @property
     def longest(self) -> float:
         """Seconds after which no new round begins in one cell."""
-        return min(self.budget, 1.0) if self.quick else self.budget
+        return min(self.budget, 0.5) if self.quick else self.budget
 
     @property
     def shortest(self) -> float:

@@ -83,22 +83,28 @@ def tables(results: dict) -> list[Table]:
 
 
 def _table(part: str, mode: str, terms: str, streaming: int, rows: list[dict]) -> Table:
-    named = TITLES.get(part, part)
-    details = [mode] if part not in ("decode",) else []
+    """A line for each profile and contender, a column for each length."""
+    details = [mode] if part != "decode" else []
     details += [f"with {terms.replace('_', ' ')}"] if terms != "plain" else []
     details += [f"{streaming} queries after the cache"] if streaming else []
-    table = Table(title=": ".join([named, ", ".join(details)]) if details else named, title_justify="left")
-    for column in ("profile", "length"):
-        table.add_column(column, justify="right")
-    shown = [name for (name,), some in groups(rows, "label").items() if any(row["status"] != "skipped" for row in some)]
-    for label in shown:
-        table.add_column(label, justify="right", overflow="fold")
-    for (profile, length, batch), cells in groups(rows, "profile", "length", "batch").items():
-        by_label = {row["label"]: row for row in cells}
-        size = f"{batch} × {length:,}" if batch > 1 else f"{length:,}"
-        table.add_row(profile, size, *(_cell(part, by_label.get(label)) for label in shown))
+    table = Table(title=": ".join(filter(None, [TITLES.get(part, part), ", ".join(details)])), title_justify="left")
+    table.add_column("profile")
+    table.add_column("contender")
+    lengths = sorted({row["length"] for row in rows})
+    batch = max(row["batch"] for row in rows)
+    for length in lengths:
+        table.add_column(f"{batch} × {length:,}" if batch > 1 else f"{length:,}", justify="right")
+    for (profile,), some in groups(rows, "profile").items():
+        shown = profile
+        for (label,), line in groups(some, "label").items():
+            if all(row["status"] == "skipped" for row in line):
+                continue
+            by_length = {row["length"]: row for row in line}
+            table.add_row(shown, label, *(_cell(part, by_length.get(length)) for length in lengths))
+            shown = ""
+        table.add_section()
     profiles = dict.fromkeys(row["profile"] for row in rows if not row["profile"].isdigit())
-    table.caption = "; ".join(f"{profile}: {meaning(profile)}" for profile in profiles) or None
+    table.caption = "\n".join(f"{profile}: {meaning(profile)}" for profile in profiles) or None
     table.caption_justify = "left"
     return table
 
@@ -108,17 +114,23 @@ def _cell(part: str, row: dict | None) -> Text:
         return Text("–", style="dim")
     if row["status"] == "WRONG":
         return Text("WRONG", style="bold red")
-    lines = [f"{row['peak_mib']:,.0f} MiB"] if row["peak_mib"] is not None else []
+    first = [f"{row['peak_mib']:,.0f} MiB"] if row["peak_mib"] is not None else []
     if part == "per_token":
-        lines.append(f"{row['us_per_token']:.3g} µs/token")
+        first.append(f"{row['us_per_token']:.3g} µs/token")
     elif row["ms"] is not None:
-        lines.append(duration(row["ms"]))
+        first.append(duration(row["ms"]))
+    second = []
     if row["speedup"] is not None and abs(row["speedup"] - 1) > 1e-9:
-        lines.append(f"{row['speedup']:.3g}×")
+        second.append(f"{row['speedup']:.2g}×" if row["speedup"] < 10 else f"{row['speedup']:.0f}×")
     if row["limit_share"] is not None and part in ("cost", "limit", "batch"):
-        lines.append(f"{100 * row['limit_share']:.0f} % of limit")
-    disturbed = row["samples"] and row["disturbed"] * 2 > row["samples"]
-    return Text("\n".join(lines) + (" ~" if disturbed else ""))
+        second.append(f"{100 * row['limit_share']:.0f} %")
+    if _disturbed(row):
+        second.append("~")
+    return Text("\n".join([*first, *([" ".join(second)] if second else [])]))
+
+
+def _disturbed(row: dict) -> bool:
+    return row["disturbed"] * 2 > row["samples"]
 
 
 def duration(ms: float) -> str:
@@ -153,11 +165,11 @@ def _skipped(rows: list[dict]) -> Table | None:
 
 def _about(results: dict) -> Table:
     table = Table(show_header=False, box=None, title="How to read this", title_justify="left")
-    table.add_row("×", "how many times faster than SDPA's full causal attention, timed in the same rounds "
-                  "(in streaming tables: than the original)")  # fmt: skip
-    table.add_row("limit", "counting 4·D operations per pair of query and key within the spans forward and 10·D "
-                  "backward, at the rate sgemm had in the same rounds")  # fmt: skip
-    if any(row["samples"] and row["disturbed"] * 2 > row["samples"] for row in results["rows"]):
+    faster = "times as fast as SDPA's full causal attention in the same rounds (in streaming tables: as the original)"
+    table.add_row("×", faster)
+    share = "of the limit: 4·D operations forward and 10·D backward for each pair in the spans, at the rate of sgemm"
+    table.add_row("%", share)
+    if any(_disturbed(row) for row in results["rows"]):
         table.add_row("~", "other processes disturbed most samples: measure again on a quiet machine")
     table.add_row("", "every speed here belongs to a result that equalled the float64 oracle on that very shape")
     table.add_row("", machine_line(results))
