@@ -91,6 +91,8 @@ def describe_machine(threads: int) -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "commit": _commit(),
+        # The original frees and takes large blocks in every call: its speed depends on how malloc is set.
+        "malloc": {name: value for name, value in os.environ.items() if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))},
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
