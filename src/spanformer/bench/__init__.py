@@ -1,0 +1,7 @@
+"""Benchmarks: speeds that stand beside a proof that the result is right."""
+
+from spanformer.bench.attention import bench_attention
+from spanformer.bench.config import AttentionBench
+from spanformer.bench.results import Results, Row
+
+__all__ = ["AttentionBench", "Results", "Row", "bench_attention"]

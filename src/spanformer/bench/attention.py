@@ -1,0 +1,169 @@
+"""The attention benchmark: each contender is proved right on a shape, then timed on it, in turn with the others."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from spanformer.bench import field, memory
+from spanformer.bench.config import AttentionBench
+from spanformer.bench.contenders import YARDSTICK, Contender, reason_not, runner
+from spanformer.bench.oracle import Truth, check, find_truth
+from spanformer.bench.plan import Step, steps
+from spanformer.bench.results import Results, Row, describe_machine
+from spanformer.bench.timing import SGEMM, Patience, Timing, round_robin, sgemm, sgemm_rate
+from spanformer.bench.work import Inputs, Work, make_inputs
+from spanformer.cost import attention as cost
+
+DECODE_CACHES = 4  # decoding takes as many layers' caches in turn, so that none is timed merely for lying in L3
+RESULT_FILE = "attention.json"
+
+OnStep = Callable[[str, float, float], None]
+"""called with what comes next, and how much of the forecast is done, of how much"""
+
+
+def bench_attention(
+    config: AttentionBench, *, on_step: OnStep | None = None, extra: Sequence[Contender] = ()
+) -> Results:
+    """Run the benchmark and write `config.out`/attention.json, anew after every step: what was measured is kept.
+
+    extra: contenders of your own, beside the built-in ones.
+    """
+    leave_out = ("flex",) if config.quick else ()
+    taking_part = [*field.choose(config.contenders, config.original, leave_out=leave_out), *extra]
+    results = Results(describe_machine(config.threads), _plain(config))
+    plan, patience = steps(config), Patience(min(config.patience, 3.0) if config.quick else config.patience)
+    forecasts = [step.seconds(config.rounds) for step in plan]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(config.threads)
+    try:
+        for step, done in zip(plan, itertools.accumulate(forecasts, initial=0.0), strict=False):
+            if on_step:
+                on_step(step.title, done, sum(forecasts))
+            here = [c for c in taking_part if c.name not in step.without]
+            results.rows += (
+                time_step(step, here, config, patience) if step.in_process else memory_step(step, here, config)
+            )
+            results.save(config.out / RESULT_FILE)
+    finally:
+        torch.set_num_threads(threads)
+    if on_step:
+        on_step("done", sum(forecasts), sum(forecasts))
+    return results
+
+
+def time_step(step: Step, taking_part: Sequence[Contender], config: AttentionBench, patience: Patience) -> list[Row]:
+    """Check every contender, then time the right ones round-robin with sgemm."""
+    work = step.work
+    sets = [make_inputs(work, seed) for seed in range(DECODE_CACHES if work.mode == "decode" else 1)]
+    rows, functions, truths = [], {}, {}
+    for contender in taking_part:
+        row = _row(step, contender)
+        rows.append(row)
+        row.reason = reason_not(contender, work) or ""
+        if row.reason:
+            row.status = "skipped"
+            continue
+        try:
+            forwards = [contender.build(inputs) for inputs in sets]
+            truth = _truth(contender, sets[0], truths)
+            verdict = check(forwards[0], sets[0], truth, floor=contender.floor)
+            function = _in_turn([runner(contender, *pair) for pair in zip(sets, forwards, strict=True)])
+        except Exception as error:  # a peer may fail in any way; it must not end the run, nor pass in silence
+            row.status, row.reason = "skipped", f"failed: {_first_line(error)}"
+            continue
+        row.errors, row.allowed = verdict.errors, verdict.allowed
+        if not verdict.right:
+            row.status, row.reason = "WRONG", "; ".join(verdict.wrong)
+            continue
+        functions[contender.name] = function
+    if functions:
+        timings = round_robin(
+            {SGEMM: sgemm(), **functions},
+            repeats=config.rounds,
+            warm_up=0 if config.quick else 1,  # the check ran each of them once
+            shortest=config.shortest,
+            budget=config.longest,
+            patience=patience,
+        )
+        _fill(rows, timings, work)
+    return rows
+
+
+def memory_step(step: Step, taking_part: Sequence[Contender], config: AttentionBench) -> list[Row]:
+    """Measure each contender's peak in a process of its own, and check it there."""
+    rows = []
+    for contender in taking_part:
+        row = _row(step, contender)
+        rows.append(row)
+        reason = reason_not(contender, step.work)
+        if reason is None:
+            original = str(config.original) if config.original else None
+            peak = memory.measure(memory.Job(contender.name, dataclasses.asdict(step.work), config.threads, original))
+            row.peak_mib, row.errors, reason = peak.mib, peak.errors or {}, peak.reason or None
+            row.ms = None if peak.seconds is None else peak.seconds * 1e3
+            row.us_per_token = None if row.ms is None else row.ms * 1e3 / (step.work.batch * step.work.queries)
+            if peak.wrong:
+                row.status, row.reason = "WRONG", peak.wrong
+        if reason is not None:
+            row.status, row.reason = "skipped", reason
+    return rows
+
+
+def _fill(rows: list[Row], timings: dict[str, Timing], work: Work) -> None:
+    rate = sgemm_rate(timings[SGEMM].median)
+    base = timings.get("original" if work.streaming else YARDSTICK)
+    for row in rows:
+        timing = timings.get(row.contender)
+        if timing is None:
+            continue
+        row.ms, row.samples, row.disturbed = timing.median * 1e3, len(timing.samples), timing.disturbed
+        row.us_per_token = timing.median * 1e6 / (work.batch * work.queries)
+        row.sgemm_gflops = rate / 1e9
+        row.speedup = base.median / timing.median if base else None
+        operations = None if work.mode == "decode" else _operations(row, work)  # decoding waits for memory instead
+        if operations is not None:
+            row.gflops = operations / timing.median / 1e9
+            row.limit_share = cost.limit_seconds(operations, rate) / timing.median
+
+
+def _operations(row: Row, work: Work) -> int | None:
+    """What the contender must compute: the pairs in the spans, or all of them for full attention."""
+    if row.same_work:
+        return work.flops()
+    return dataclasses.replace(work, profile="F").flops() if row.contender in (YARDSTICK, "x-transformers") else None
+
+
+def _row(step: Step, contender: Contender) -> Row:
+    shape = dataclasses.asdict(step.work)
+    return Row(step.part, contender=contender.name, label=contender.label, same_work=contender.same_work, **shape)
+
+
+def _truth(contender: Contender, inputs: Inputs, known: dict[Callable, Truth]) -> Truth:
+    """The oracle of what the contender computes; most compute the same."""
+    if contender.rule not in known:
+        known[contender.rule] = find_truth(inputs, contender.rule(inputs))
+    return known[contender.rule]
+
+
+def _in_turn(functions: list[Callable[[], object]]) -> Callable[[], object]:
+    if len(functions) == 1:
+        return functions[0]
+    cycle = itertools.cycle(functions)
+    return lambda: next(cycle)()
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"[:200]
+
+
+def _plain(config: AttentionBench) -> dict:
+    """The settings as JSON can hold them."""
+    names = ("profiles", "lengths", "modes", "parts")
+    fields = dataclasses.asdict(config) | {name: getattr(config, f"chosen_{name}") for name in names}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in fields.items()}

@@ -1,0 +1,142 @@
+"""Who takes part: PyTorch's own attention, this project's backends; the peers are in peers.py.
+
+A contender says whether it can express a work (or why not), which rule its result must equal, and gives a callable.
+Most of what exists cannot express soft spans and computes something else: then `same_work` is False and it is compared
+with the oracle of what it does compute.
+
+Shapes: B batch, H heads, Tq queries, Tk keys, D head size.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spanformer.bench import profiles
+from spanformer.bench.work import Inputs, Work
+from spanformer.ops import Rule, attend
+
+YARDSTICK = "sdpa"
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    label: str
+    """what a reader sees"""
+    cannot: Callable[[Work], str | None]
+    """why it cannot do this work here; None if it can"""
+    build: Callable[[Inputs], Callable[[], Tensor]]
+    """the callable that computes out [B, H, Tq, D]; what can be prepared once is prepared here"""
+    rule: Callable[[Inputs], Rule] = Inputs.rule
+    """what its result must equal"""
+    same_work: bool = True
+    """it computes the work itself, soft spans and their gradients included"""
+    dense: float = 0.0
+    """how many B × H × Tq × Tk tensors it holds at once, to skip what would not fit"""
+    floor: float = 0.0
+    """a relative error that lies in its definition"""
+
+
+def runner(contender: Contender, inputs: Inputs, forward: Callable[[], Tensor]) -> Callable[[], object]:
+    """What is timed, of a forward that was built: it alone without autograd, or with the gradient of all it learns."""
+    if inputs.work.mode != "forward+backward":
+
+        def run() -> object:
+            with torch.no_grad():
+                return forward()
+
+        return run
+    learned = inputs.leaves() if contender.same_work else {name: getattr(inputs, name) for name in ("q", "k", "v")}
+    leaves = list(learned.values())
+    return lambda: torch.autograd.grad(forward(), leaves, inputs.grad)
+
+
+def reason_not(contender: Contender, work: Work) -> str | None:
+    """Why this work is not for this contender: it cannot express it, or it would not fit in memory."""
+    reason = contender.cannot(work)
+    if reason is None and contender.dense:
+        needed, free = contender.dense * work.dense_bytes(), available_bytes()
+        if free is not None and needed > 0.6 * free:
+            return f"builds dense matrices: would need about {needed / 2**30:.0f} GiB, {free / 2**30:.0f} are free"
+    return reason
+
+
+def available_bytes() -> int | None:
+    """Memory that can be had without swapping; None where the system does not tell."""
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return None
+
+
+def unusable_backend(name: str) -> str | None:
+    """Why one of this project's backends cannot be used on this machine; None if it can."""
+    try:
+        reasons = importlib.import_module(f"spanformer.ops.{name}").BACKEND.unusable()
+    except (ImportError, OSError) as error:
+        return f"not usable here: {error}"
+    return f"not usable here: {'; '.join(reasons)}" if reasons else None
+
+
+def backend(name: str, dense: float = 0.0) -> Contender:
+    """attend(…, backend=name), the rule built once."""
+
+    def build(inputs: Inputs) -> Callable[[], Tensor]:
+        rule = inputs.rule()
+        return lambda: attend(inputs.q, inputs.k, inputs.v, rule, backend=name).out
+
+    return Contender(name, f"spanformer {name}", lambda _work: unusable_backend(name), build, dense=dense)
+
+
+def full_rule(inputs: Inputs) -> Rule:
+    """Ordinary causal attention."""
+    return Rule(inputs.work.heads)
+
+
+def _sdpa_cannot(work: Work) -> str | None:
+    return "is_causal counts from the first query, not from the end of a cache" if work.streaming else None
+
+
+def _sdpa_build(inputs: Inputs) -> Callable[[], Tensor]:
+    causal = inputs.work.mode != "decode"  # a single newest query sees every key
+    return lambda: F.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, is_causal=causal)
+
+
+def _masked_build(inputs: Inputs) -> Callable[[], Tensor]:
+    """The mask is made anew in each call, as training must: the spans it carries are learned."""
+    work, shift = inputs.work, int(inputs.work.original)
+    at = torch.arange(work.queries)[:, None] + (work.keys - work.queries - shift)
+    distance = at - torch.arange(work.keys)  # [Tq, Tk]
+    seen = (distance >= 0) & (distance < work.length)
+    index = distance.clamp(0, work.length - 1)
+    far = distance.to(torch.float32)
+
+    def forward() -> Tensor:
+        ramp = profiles.RAMP
+        m = (ramp + inputs.span[:, None, None] - far) / ramp
+        m = torch.where(m >= 1, 1, m)
+        shown = seen & (m > 0)
+        mask = torch.where(shown, m, 1).log()
+        if inputs.distance_bias is not None:
+            mask = mask + inputs.distance_bias[:, index]
+        if inputs.distance_vec is not None:
+            table = inputs.q @ inputs.distance_vec.transpose(-1, -2) / math.sqrt(work.dim)  # [B, H, Tq, L]
+            mask = mask + table.gather(-1, index.expand(*table.shape[:3], -1))
+        mask = torch.where(shown, mask, -math.inf).to(inputs.q.dtype)
+        mask = mask if mask.ndim == 4 else mask[None]
+        return F.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, attn_mask=mask)
+
+    return forward
+
+
+SDPA = Contender(YARDSTICK, "SDPA, full causal", _sdpa_cannot, _sdpa_build, full_rule, same_work=False)
+SDPA_MASK = Contender("sdpa-mask", "SDPA with a span mask", lambda _work: None, _masked_build, dense=8.0)
+NATIVE, BANDED, REFERENCE = backend("native"), backend("banded"), backend("reference", dense=14.0)

@@ -1,0 +1,134 @@
+"""Peak memory of a contender beyond its inputs, measured in a fresh process of its own.
+
+Linux tells the highest resident set since a reset (VmHWM after writing 5 to clear_refs). The C library keeps freed
+memory unless told otherwise, so the process runs with MALLOC_MMAP_THRESHOLD_ low: what is freed is really returned.
+
+`python -m spanformer.bench.memory JOB` is that process; JOB is a `Job` as JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Job:
+    contender: str
+    work: dict
+    """the fields of a Work"""
+    threads: int
+    original: str | None = None
+    """where a clone of the original lies"""
+    check: bool = True
+    """hold it against the oracle, after measuring"""
+
+
+@dataclass(frozen=True)
+class Peak:
+    mib: float | None
+    """None when it could not be measured"""
+    seconds: float | None = None
+    """of the one measured call, the first at its size"""
+    reason: str = ""
+    wrong: str = ""
+    errors: dict | None = None
+
+
+def unsupported() -> str | None:
+    """Why peaks cannot be measured here; None if they can."""
+    if not sys.platform.startswith("linux"):
+        return f"peak memory is read from /proc, which {sys.platform} does not have"
+    try:
+        _reset_peak()
+        _status("VmHWM")
+    except (OSError, StopIteration) as error:
+        return f"this system does not tell peak memory: {error}"
+    return None
+
+
+def peak_of(function: Callable[[], object]) -> tuple[float, float]:
+    """Bytes of peak resident memory above what was resident before, and seconds, of one call in this process."""
+    gc.collect()
+    before = _status("VmRSS")
+    _reset_peak()
+    start = time.perf_counter()
+    kept = function()
+    seconds = time.perf_counter() - start
+    peak = _status("VmHWM")
+    del kept
+    return max(0, peak - before), seconds
+
+
+def measure(job: Job, timeout: float = 1800.0) -> Peak:
+    """Run a job in a fresh process."""
+    reason = unsupported()
+    if reason:
+        return Peak(None, reason=reason)
+    threads = str(job.threads)
+    env = os.environ | {
+        "MALLOC_MMAP_THRESHOLD_": "65536",
+        "MALLOC_TRIM_THRESHOLD_": "65536",
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+    }
+    command = [sys.executable, "-m", "spanformer.bench.memory", json.dumps(asdict(job))]
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return Peak(None, reason=f"took more than {timeout:.0f} s")
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        killed = "was killed, most likely for want of memory" if done.returncode == -9 else last
+        return Peak(None, reason=f"the measuring process failed: {killed}")
+    return Peak(**json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def _run_job(job: Job) -> Peak:
+    import torch
+
+    from spanformer.bench.contenders import reason_not, runner
+    from spanformer.bench.field import find
+    from spanformer.bench.oracle import check, find_truth
+    from spanformer.bench.work import Work, make_inputs
+
+    torch.set_num_threads(job.threads)
+    contender, work = find(job.contender, Path(job.original) if job.original else None), Work(**job.work)
+    reason = reason_not(contender, work)
+    if reason:
+        return Peak(None, reason=reason)
+    small = Work(**(job.work | {"length": 128, "streaming": min(work.streaming, 64)}))
+    inputs = make_inputs(small)
+    runner(contender, inputs, contender.build(inputs))()  # loads what is loaded at first use, and starts the threads
+    inputs = make_inputs(work)
+    peak, seconds = peak_of(lambda: runner(contender, inputs, contender.build(inputs))())
+    wrong, errors = "", None
+    if job.check:
+        truth = find_truth(inputs, contender.rule(inputs))
+        verdict = check(contender.build(inputs), inputs, truth, floor=contender.floor)
+        wrong, errors = "; ".join(verdict.wrong), verdict.errors
+    return Peak(None if wrong else peak / MIB, None if wrong else seconds, wrong=wrong, errors=errors)
+
+
+def _status(key: str) -> int:
+    """A size in /proc/self/status, in bytes."""
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
+
+
+def _reset_peak() -> None:
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(_run_job(Job(**json.loads(sys.argv[1]))))))

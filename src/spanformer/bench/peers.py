@@ -1,0 +1,187 @@
+"""The peers: FlexAttention, x-transformers, local-attention, and the original adaptive-span code.
+
+None is needed to use this project; one that is not installed is skipped with that reason.
+
+Shapes: B batch, H heads, Tq queries, Tk keys, D head size, L length; n blocks of S positions.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from spanformer.bench import profiles
+from spanformer.bench.contenders import Contender, full_rule
+from spanformer.bench.work import Inputs, Work
+from spanformer.ops import Rule
+
+FLEX_SHAPES = 8  # past as many recompilations dynamo falls back to the dense, uncompiled form
+FLEX_BLOCK = 128
+_flex_seen: set[Work] = set()
+
+
+def _missing(module: str, package: str) -> str | None:
+    return None if importlib.util.find_spec(module) else f"{package} is not installed (pip install {package})"
+
+
+def _flex_cannot(work: Work) -> str | None:
+    if work.mode == "forward+backward":
+        return "FlexAttention has no backward on the CPU"
+    if work.mode == "decode" or work.streaming:
+        return "one compilation for each cache length"
+    if work.terms == "distance_vec":
+        return "q·r[d] in a score_mod would need the L × L table it is there to avoid"
+    if work.length % FLEX_BLOCK:
+        return f"{work.length} is not a multiple of its block, {FLEX_BLOCK}"
+    if work not in _flex_seen and len(_flex_seen) >= FLEX_SHAPES:
+        return f"{FLEX_SHAPES} shapes were compiled already; past that it runs uncompiled"
+    return None
+
+
+def flex_block_mask(reaches: list[int], length: int, size: int, mask_mod):
+    """A BlockMask of causal bands by index arithmetic, [H, n, n] integers: nothing of L × L is built."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    start = torch.arange(-(-length // size)) * size
+    nearest = start[:, None] - (start + size - 1)  # [n, n] the smallest distance within a block
+    farthest = (start + size - 1)[:, None] - start
+    reach = torch.tensor(reaches)[:, None, None]
+    some = (farthest >= 0) & (nearest < reach)
+    full = (nearest >= 0) & (farthest < reach)
+
+    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        order = blocks.int().argsort(dim=-1, descending=True, stable=True)  # the chosen columns first, ascending
+        return blocks.sum(-1).int()[None], order.int()[None]
+
+    part, whole = listed(some & ~full), listed(full)
+    return BlockMask.from_kv_blocks(*part, *whole, BLOCK_SIZE=size, mask_mod=mask_mod, seq_lengths=(length, length))
+
+
+def _flex_build(inputs: Inputs) -> Callable[[], Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    work, span, bias, ramp = inputs.work, inputs.span, inputs.distance_bias, profiles.RAMP
+
+    def score_mod(score, _b, h, i, j):
+        m = ((ramp + span[h] - (i - j)) / ramp).clamp(1e-30, 1.0)
+        score = score + m.log()
+        return score if bias is None else score + bias[h, (i - j).clamp(min=0)]
+
+    def mask_mod(_b, h, i, j):
+        return (i >= j) & (i - j < ramp + span[h])
+
+    mask = flex_block_mask(work.reaches(), work.length, FLEX_BLOCK, mask_mod)
+    _flex_seen.add(work)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda: compiled(inputs.q, inputs.k, inputs.v, score_mod=score_mod, block_mask=mask)
+
+
+def _x_transformers_cannot(work: Work) -> str | None:
+    if work.streaming or work.mode == "decode":
+        return "compared on whole sequences only"
+    if work.profile != "F":
+        return "has no spans per head: it does profile F, full causal attention"
+    return _missing("x_transformers", "x-transformers")
+
+
+def _x_transformers_build(inputs: Inputs) -> Callable[[], Tensor]:
+    from x_transformers.attend import Attend
+
+    attend = Attend(causal=True, flash=True, heads=inputs.work.heads)
+    return lambda: attend(inputs.q, inputs.k, inputs.v)[0]
+
+
+def _local_cannot(work: Work) -> str | None:
+    window = profiles.uniform_reach(work.profile)
+    if work.streaming or work.mode == "decode":
+        return "compared on whole sequences only"
+    if window is None:
+        return "one window for all heads: it does profiles S and M"
+    if window >= work.length or work.length % window:
+        return f"the length must be a larger multiple of the window, {window}"
+    return _missing("local_attention", "local-attention")
+
+
+def _local_build(inputs: Inputs) -> Callable[[], Tensor]:
+    from local_attention import LocalAttention
+
+    window = profiles.uniform_reach(inputs.work.profile)
+    attend = LocalAttention(window, causal=True, exact_windowsize=True, use_rotary_pos_emb=False)
+    return lambda: attend(inputs.q, inputs.k, inputs.v)
+
+
+def _local_rule(inputs: Inputs) -> Rule:
+    """Its window has a hard edge and does not count the token itself."""
+    window = profiles.uniform_reach(inputs.work.profile)
+    assert window is not None  # _local_cannot saw to it
+    return Rule(inputs.work.heads, reach=window + 1)
+
+
+def original(path: Path | None) -> Contender:
+    """SeqAttention of a clone of facebookresearch/adaptive-span, imported from where it lies; nothing of it is here."""
+
+    def cannot(work: Work) -> str | None:
+        if path is None:
+            return "pass --original PATH, a clone of facebookresearch/adaptive-span"
+        if not work.streaming or work.terms != "distance_vec":
+            return "takes a block of queries after a cache, with a table of positions: see the streaming rows"
+        return None if (path / "models.py").is_file() else f"{path} holds no models.py"
+
+    def build(inputs: Inputs) -> Callable[[], Tensor]:
+        assert path is not None
+        work = inputs.work
+        attention = _import_from(path, "models").SeqAttention(
+            hidden_size=work.dim,
+            nb_heads=work.heads,
+            attn_span=work.length,
+            dropout=0.0,
+            adapt_span_params={
+                "adapt_span_enabled": True,
+                "adapt_span_loss": 0.0,
+                "adapt_span_ramp": profiles.RAMP,
+                "adapt_span_init": 0.0,
+                "adapt_span_cache": False,
+            },
+            pers_mem_params={"pers_mem_size": 0},
+        )
+        mask = attention.adaptive_span._mask
+        del mask.current_val  # its parameter; the spans of this work take its place, so gradients reach them
+        q, k, v = (t.flatten(0, 1) for t in (inputs.q, inputs.k, inputs.v))
+
+        def forward() -> Tensor:
+            mask.current_val = (inputs.span / work.length)[:, None, None]
+            table = inputs.distance_vec.flip(1).transpose(1, 2)  # it counts distances from the far end, [1, D, L]
+            return attention(q, k, v, table).view(inputs.q.shape)
+
+        return forward
+
+    # it adds 1e-8 to the sum it renormalises by; heads that keep little of a softmax over L feel it
+    return Contender("original", "original adaptive-span", cannot, build, dense=8.0, floor=1e-4)
+
+
+def _import_from(path: Path, name: str):
+    """Import a module and what it imports from a folder, leaving sys.path and the names it took as they were."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(path))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(path))
+        for taken in set(sys.modules) - before:
+            if getattr(sys.modules[taken], "__file__", None) and Path(sys.modules[taken].__file__).parent == path:
+                del sys.modules[taken]
+
+
+FLEX = Contender("flex", "FlexAttention, compiled", _flex_cannot, _flex_build)
+X_TRANSFORMERS = Contender(
+    "x-transformers", "x-transformers, flash", _x_transformers_cannot, _x_transformers_build, full_rule, same_work=False
+)
+LOCAL = Contender(
+    "local-attention", "local-attention, hard window", _local_cannot, _local_build, _local_rule, same_work=False
+)

@@ -1,0 +1,117 @@
+"""What a benchmark leaves behind: one JSON file with the machine, the settings and one row per measurement."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+KIND = "spanformer attention benchmark"
+FORMAT = 1
+
+
+@dataclass
+class Row:
+    """One contender on one work. Without a speed, `status` and `reason` say why."""
+
+    part: str
+    """which table it belongs to: cost, decode, overhead, batch, per_token, limit, streaming, memory, long"""
+    mode: str
+    profile: str
+    length: int
+    batch: int
+    heads: int
+    dim: int
+    terms: str
+    dtype: str
+    streaming: int
+    contender: str
+    label: str
+    same_work: bool
+    status: str = "ok"
+    """ok, WRONG (differs from the oracle: no speed), skipped (cannot, or not here)"""
+    reason: str = ""
+    errors: dict[str, float] = field(default_factory=dict)
+    """largest absolute error of out and of each gradient against the float64 oracle"""
+    allowed: dict[str, float] = field(default_factory=dict)
+    ms: float | None = None
+    """median of a call"""
+    samples: int = 0
+    disturbed: int = 0
+    """samples during which other processes took CPU time, kept for want of better ones"""
+    speedup: float | None = None
+    """over the yardstick (SDPA, full causal) in the same rounds; in streaming rows, over the original"""
+    gflops: float | None = None
+    """operations on in-span pairs (14·D each, forward and backward) per second"""
+    limit_share: float | None = None
+    """gflops over the sgemm rate of the same rounds"""
+    sgemm_gflops: float | None = None
+    peak_mib: float | None = None
+    us_per_token: float | None = None
+
+
+@dataclass
+class Results:
+    machine: dict
+    config: dict
+    rows: list[Row] = field(default_factory=list)
+
+    def to_json(self) -> dict:
+        rates = sorted(row.sgemm_gflops for row in self.rows if row.sgemm_gflops)
+        return {
+            "kind": KIND,
+            "format": FORMAT,
+            "machine": self.machine,
+            "config": self.config,
+            "sgemm_gflops": rates[len(rates) // 2] if rates else None,
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+    def save(self, path: Path) -> None:
+        """Written beside and moved into place, so that a reader never meets half a file."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_suffix(".part")
+        beside.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+        os.replace(beside, path)
+
+
+def describe_machine(threads: int) -> dict:
+    """Where and when, so that a number can be judged later."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "commit": _commit(),
+        # The original frees and takes large blocks in every call: its speed depends on how malloc is set.
+        "malloc": {name: value for name, value in os.environ.items() if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))},
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit this source was checked out at, with "+" if there are changes beside it; None if it is not in git."""
+    here = Path(__file__).parent
+    try:
+        run = lambda *args: subprocess.run(  # noqa: E731
+            ["git", "-C", str(here), *args], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+        return run("rev-parse", "--short", "HEAD") + ("+" if run("status", "--porcelain", "--", str(here)) else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

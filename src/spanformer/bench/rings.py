@@ -1,0 +1,82 @@
+"""Decoding from per-head rings: each head keeps as many keys and values as it reaches, and no more.
+
+Position p lies in slot p % r of a ring of r slots.
+Shapes: B batch, D head size, r a head's ring, G heads whose rings are equally long.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spanformer.bench import profiles
+from spanformer.bench.contenders import Contender, unusable_backend
+from spanformer.bench.work import Inputs, Work
+from spanformer.ops import Rule
+
+
+def _cannot(work: Work) -> str | None:
+    return None if work.mode == "decode" else "for decoding only"
+
+
+def _torch_cannot(work: Work) -> str | None:
+    return _cannot(work) or (None if work.terms == "plain" else "written for plain spans only")
+
+
+def _native_cannot(work: Work) -> str | None:
+    reason = _cannot(work) or unusable_backend("native")
+    if reason is None and not hasattr(importlib.import_module("spanformer.ops.native"), "attend_rings"):
+        return "this build of the kernel has no attend_rings"
+    return reason
+
+
+def ring(t: Tensor, reach: int) -> Tensor:
+    """The last r = `reach` of t [B, L, D], each in its slot: [B, r, D]."""
+    length = t.shape[1]
+    kept = torch.empty_like(t[:, :reach])
+    at = torch.arange(length - reach, length)
+    kept[:, at % reach] = t[:, at]
+    return kept
+
+
+def native_decode(q: Tensor, k_rings: list[Tensor], v_rings: list[Tensor], rule: Rule, newest: int) -> Tensor:
+    """The one place that knows how the kernel takes rings. q [B, H, 1, D], rings [B, r, D] per head; out as q."""
+    got = importlib.import_module("spanformer.ops.native").attend_rings(q, k_rings, v_rings, rule, newest)
+    return got if isinstance(got, Tensor) else got.out
+
+
+def _native_build(inputs: Inputs) -> Callable[[], Tensor]:
+    rule, newest = inputs.rule(), inputs.work.length - 1
+    k, v = ([ring(t[:, h], r) for h, r in enumerate(inputs.work.reaches())] for t in (inputs.k, inputs.v))
+    return lambda: native_decode(inputs.q, k, v, rule, newest)
+
+
+def _torch_build(inputs: Inputs) -> Callable[[], Tensor]:
+    """PyTorch alone: heads with equal rings together, each group one SDPA over its ring."""
+    work, ramp = inputs.work, profiles.RAMP
+    groups: dict[int, list[int]] = {}
+    for head, reach in enumerate(work.reaches()):
+        groups.setdefault(reach, []).append(head)
+    parts = []
+    for reach, heads in groups.items():
+        k, v = (torch.stack([ring(t[:, h], reach) for h in heads], 1) for t in (inputs.k, inputs.v))  # [B, G, r, D]
+        m = ((ramp + inputs.span[heads][:, None] - torch.arange(reach)) / ramp).clamp(0, 1)
+        parts.append((torch.tensor(heads), k, v, m.log().to(inputs.q.dtype), torch.arange(reach)))
+    newest = work.length - 1
+
+    def forward() -> Tensor:
+        out = torch.empty_like(inputs.q)
+        for heads, k, v, bias, slots in parts:
+            mask = bias[:, (newest - slots) % len(slots)][:, None]  # the slot of distance d moves with each token
+            out[:, heads] = F.scaled_dot_product_attention(inputs.q[:, heads], k, v, attn_mask=mask)
+        return out
+
+    return forward
+
+
+RINGS_TORCH = Contender("rings-torch", "per-head rings, PyTorch", _torch_cannot, _torch_build)
+RINGS_NATIVE = Contender("rings-native", "per-head rings, spanformer native", _native_cannot, _native_build)

@@ -1,0 +1,126 @@
+"""Medians of callables timed in turn, on a machine that others may be using.
+
+Contenders are timed round-robin, so that a slow minute hurts all of them alike, and a matrix product (sgemm) runs in
+the same rounds: it says how fast this machine was at that moment. A sample during which other processes took CPU time
+is measured again, as long as there is patience left; after that the least disturbed one is kept, and counted.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+SGEMM = "sgemm"
+SGEMM_SIDE = 1024
+
+
+@dataclass
+class Patience:
+    """How long a whole run may wait for a quiet machine; shared by all its measurements."""
+
+    seconds: float
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep, and say whether there was patience left to do so."""
+        if self.seconds < seconds:
+            return False
+        self.seconds -= seconds
+        time.sleep(seconds)
+        return True
+
+
+@dataclass
+class Timing:
+    """Seconds per call of each round."""
+
+    samples: list[float] = field(default_factory=list)
+    disturbed: int = 0
+    """how many kept samples other processes disturbed"""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+
+def round_robin(
+    functions: dict[str, Callable[[], object]],
+    *,
+    repeats: int = 5,
+    warm_up: int = 1,
+    shortest: float = 0.06,
+    budget: float = 60.0,
+    patience: Patience | None = None,
+) -> dict[str, Timing]:
+    """Time each function `repeats` times, in turn.
+
+    shortest: a sample repeats its function until it lasted this many seconds. budget: after this many seconds no new
+    round begins, once two are done. patience: what may be spent on waiting for other processes.
+    """
+    patience = patience or Patience(0.0)
+    for function in functions.values():
+        for _ in range(warm_up):
+            function()
+    timings = {name: Timing() for name in functions}
+    start = time.perf_counter()
+    for done in range(repeats):
+        if done >= 2 and time.perf_counter() - start > budget:
+            break
+        for name, function in functions.items():
+            seconds, quiet = sample(function, shortest, patience)
+            timings[name].samples.append(seconds)
+            timings[name].disturbed += not quiet
+    return timings
+
+
+def sample(
+    function: Callable[[], object], shortest: float, patience: Patience, others: float = 0.12
+) -> tuple[float, bool]:
+    """Seconds per call, and whether the machine was quiet: other processes used less than `others` of one core."""
+    best: tuple[float, float] | None = None
+    pause = 0.25
+    while True:
+        before, calls, start = _others_seconds(), 0, time.perf_counter()
+        while True:
+            function()
+            calls += 1
+            elapsed = time.perf_counter() - start
+            if elapsed >= shortest:
+                break
+        share = (_others_seconds() - before) / elapsed
+        if share < others + 0.03 / elapsed:  # the kernel counts busy time in ticks of 10 ms, on every core
+            return elapsed / calls, True
+        best = min(best or (share, elapsed / calls), (share, elapsed / calls))
+        if not patience.wait(pause) or patience.seconds < elapsed:
+            return best[1], False
+        patience.seconds -= elapsed  # measuring again is waiting too
+        pause = min(pause * 2, 4.0)
+
+
+def sgemm(side: int = SGEMM_SIDE) -> Callable[[], object]:
+    """A float32 matrix product of this machine's own library: the rate everything else is held against."""
+    a, b, c = torch.randn(side, side), torch.randn(side, side), torch.empty(side, side)
+    torch.mm(a, b, out=c)  # warm from the start
+    return lambda: torch.mm(a, b, out=c)
+
+
+def sgemm_rate(seconds: float, side: int = SGEMM_SIDE) -> float:
+    """Operations per second."""
+    return 2 * side**3 / seconds
+
+
+def _others_seconds() -> float:
+    """CPU seconds everyone but this process has used; 0 where the system does not tell."""
+    try:
+        with open("/proc/stat") as stat:
+            ticks = [int(field) for field in stat.readline().split()[1:9]]  # guest time is part of user time
+    except OSError:
+        return 0.0
+    busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # neither idle nor waiting for a disk
+    mine = resource.getrusage(resource.RUSAGE_SELF)
+    return busy - mine.ru_utime - mine.ru_stime

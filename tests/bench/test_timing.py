@@ -1,0 +1,43 @@
+"""Round-robin timing."""
+
+import time
+
+from spanformer.bench import timing
+from spanformer.bench.timing import Patience, round_robin
+
+
+def test_functions_take_turns():
+    order = []
+    named = {name: (lambda name=name: order.append(name)) for name in "ab"}
+    got = round_robin(named, repeats=3, warm_up=1, shortest=0.0)
+    assert order == ["a", "b"] * 4
+    assert len(got["a"].samples) == 3
+
+
+def test_seconds_per_call_are_right():
+    got = round_robin({"nap": lambda: time.sleep(0.01)}, repeats=3, shortest=0.03)
+    assert 0.009 < got["nap"].median < 0.1
+
+
+def test_the_budget_leaves_two_rounds():
+    got = round_robin({"nap": lambda: time.sleep(0.01)}, repeats=9, warm_up=0, shortest=0.0, budget=0.0)
+    assert len(got["nap"].samples) == 2
+
+
+def test_a_disturbed_sample_is_measured_again_until_patience_ends(monkeypatch):
+    others = iter(range(0, 10_000, 10))  # each look finds ten more seconds used by other processes
+    monkeypatch.setattr(timing, "_others_seconds", lambda: next(others))
+    waited = []
+    monkeypatch.setattr(timing.time, "sleep", waited.append)
+    got = round_robin({"f": lambda: None}, repeats=2, shortest=0.001, patience=Patience(2.0))
+    assert got["f"].disturbed == 2
+    assert waited and sum(waited) <= 2.0
+
+
+def test_a_quiet_sample_is_kept_at_once(monkeypatch):
+    monkeypatch.setattr(timing, "_others_seconds", lambda: 0.0)
+    assert round_robin({"f": lambda: None}, repeats=2, shortest=0.001)["f"].disturbed == 0
+
+
+def test_sgemm_rate():
+    assert timing.sgemm_rate(1.0, side=100) == 2e6

@@ -1,0 +1,71 @@
+"""The command line: teaches, runs, and refuses with one sentence."""
+
+import json
+
+import pytest
+
+from spanformer.cli.main import main
+
+
+def ended(capsys, *arguments):
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    captured = capsys.readouterr()
+    return end.value.code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("arguments", [(), ("--help",), ("bench",), ("bench", "-h")])
+def test_help_names_commands(capsys, arguments):
+    code, out, _ = ended(capsys, *arguments)
+    assert code == 0 and "spanformer bench attention --quick" in out
+
+
+def test_every_option_is_explained(capsys):
+    code, out, _ = ended(capsys, "bench", "attention", "--help")
+    assert code == 0
+    for expected in (
+        "--profiles",
+        "--quick",
+        "one head all, the rest 64",
+        "--original",
+        "clone of",
+        "--patience",
+        "WRONG",
+    ):
+        assert expected in out
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("fly",), "there is no command 'fly'"),
+        (("bench", "models"), "there is no command 'bench models'"),
+        (("bench", "attention", "--nope"), "Unrecognized options: --nope"),
+        (("bench", "attention", "--batch", "0"), "batch is 0; expected at least 1"),
+        (("bench", "attention", "--batch", "many"), "--batch"),
+        (("bench", "attention", "--profiles", "Q"), "profile is 'Q'; expected A, B, S, M, F or a number"),
+        (("bench", "attention", "--dtype", "int8"), "int8"),
+        (("bench", "attention", "--contenders", "nobody"), "contender is 'nobody'"),
+        (("bench", "attention", "--original", "/nowhere"), "original is /nowhere"),
+        (("bench", "attention", "--lengths", "1"), "lengths holds 1"),
+        (("report", "attention", "/nowhere.json"), "/nowhere.json does not exist"),
+    ],
+)
+def test_mistakes_give_one_sentence_and_exit_2(capsys, arguments, said):
+    code, out, err = ended(capsys, *arguments)
+    assert code == 2 and out == ""
+    assert err.startswith("spanformer: ") and err.count("\n") == 1 and said in err
+    assert "Traceback" not in err and "│" not in err
+
+
+def test_a_tiny_run_leaves_results_and_pictures(capsys, tmp_path):
+    main(
+        ["bench", "attention", "--quick", "--profiles", "A", "--lengths", "64", "--heads", "2", "--dim", "8",
+         "--threads", "1", "--parts", "cost", "--contenders", "reference", "--out", str(tmp_path)]
+    )  # fmt: skip
+    shown = capsys.readouterr().out
+    assert "SDPA, full causal" in shown and "spanformer reference" in shown and str(tmp_path) in shown
+    assert json.loads((tmp_path / "attention.json").read_text())["rows"]
+    assert (tmp_path / "cost-forward-backward.png").stat().st_size > 5000
+    assert (tmp_path / "speedup-forward-backward.svg").exists()
+    main(["report", "attention", str(tmp_path / "attention.json")])
