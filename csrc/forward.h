@@ -120,45 +120,81 @@ static void forward_finish(const Scene& s, const Panel& p, float* OT, const floa
   if (!all_finite(out, c.out.row, p.n, c.Dv)) exact_forward<T>(s, p);  // some V is not finite: find out who sees it
 }
 
+// A block of queries [i0, i1) of one head.
 template <class T>
-static void forward_item(const Scene& s, long b, long h, long i0, long i1) {
-  const Call& c = s.c;
-  ForwardScratch w(c);
-  const long kv = h / (c.H / c.Hkv), panels = (i1 - i0 + PANEL - 1) / PANEL;
-  const Dropper drop(c, b, h);
-  Panel panel[FORWARD_QUERIES / PANEL];
-  bool fresh[FORWARD_QUERIES / PANEL], exact[FORWARD_QUERIES / PANEL];
-  long from = c.Tk, to = 0;
-  for (long p = 0; p < panels; p++) {
-    const long i = i0 + p * PANEL, n = std::min((long)PANEL, i1 - i);
-    panel[p] = s.panel(b, h, i, n);
-    fresh[p] = true, exact[p] = s.positioned && c.distance_vec;
-    pack_panel(row<T>(c.q, b, h, i), c.q.row, n, c.D, (float)c.scale * LOG2E, w.QT + p * PANEL * c.D);
-    for (long t = 0; t < PANEL; t++) w.top[p * PANEL + t] = HIDDEN, w.total[p * PANEL + t] = 0.f;
-    long ja, jb;
-    s.hull(panel[p], ja, jb);
-    if (ja < jb) from = std::min(from, ja), to = std::max(to, jb);
+class BlockForward {
+ public:
+  BlockForward(const Scene& scene, long b, long h, long i0, long i1)
+      : s(scene), c(s.c), w(c), drop(c, b, h), b_(b), h_(h), kv_(h / (c.H / c.Hkv)), i0_(i0), i1_(i1) {}
+
+  void run() {
+    const long panels = (i1_ - i0_ + PANEL - 1) / PANEL;
+    long from = c.Tk, to = 0, longest = 0;
+    for (long p = 0; p < panels; p++) {
+      const long i = i0_ + p * PANEL;
+      panel_[p] = s.panel(b_, h_, i, std::min((long)PANEL, i1_ - i));
+      long ja, jb;
+      s.hull(panel_[p], ja, jb);
+      if (ja < jb) from = std::min(from, ja), to = std::max(to, jb), longest = std::max(longest, jb - ja);
+    }
+    if (longest <= FORWARD_KEYS && sizeof(T) == 4) {  // short spans: a panel at a time, all of it in the nearest cache
+      for (long p = 0; p < panels; p++) {
+        start(p, 0);
+        keys(p, 0, 0, c.Tk, {row_float(c.k, 0), c.k.row}, {row_float(c.v, 0), c.v.row});
+        finish(p, 0);
+      }
+      return;
+    }
+    for (long p = 0; p < panels; p++) start(p, p);
+    for (long jc = from; jc < to; jc += FORWARD_KEYS) {
+      const long je = std::min(to, jc + FORWARD_KEYS);
+      const View K = as_float(row<T>(c.k, b_, kv_, jc), c.k.row, je - jc, c.D, c.D, w.K);
+      const View V = as_float(row<T>(c.v, b_, kv_, jc), c.v.row, je - jc, c.Dv, c.Dv, w.V);
+      for (long p = 0; p < panels; p++) keys(p, p, jc, je, K, V);
+    }
+    for (long p = 0; p < panels; p++) finish(p, p);
   }
-  for (long jc = from; jc < to; jc += FORWARD_KEYS) {
-    const long je = std::min(to, jc + FORWARD_KEYS);
-    const View K = as_float(row<T>(c.k, b, kv, jc), c.k.row, je - jc, c.D, c.D, w.K);
-    const View V = as_float(row<T>(c.v, b, kv, jc), c.v.row, je - jc, c.Dv, c.Dv, w.V);
-    for (long p = 0; p < panels; p++)
-      s.runs(panel[p], jc, je, [&](long ja, long jb, bool masked) {
-        if (exact[p]) return;
-        const Tile tile{panel[p], ja, jb - ja, w.S, PANEL};
-        exact[p] = !forward_run(s, tile, masked, w.QT + p * PANEL * c.D, {K.data + (ja - jc) * K.ld, K.ld},
-                                {V.data + (ja - jc) * V.ld, V.ld}, drop, w.OT + p * PANEL * c.Dv, w.top + p * PANEL,
-                                w.total + p * PANEL, fresh[p], w);
-        fresh[p] = false;
-      });
+
+ private:
+  const Scene& s;
+  const Call& c;
+  const ForwardScratch w;
+  const Dropper drop;
+  const long b_, h_, kv_, i0_, i1_;
+  Panel panel_[FORWARD_QUERIES / PANEL];
+  bool fresh_[FORWARD_QUERIES / PANEL], exact_[FORWARD_QUERIES / PANEL];
+
+  const float* row_float(const Rows& r, long j) const {
+    return reinterpret_cast<const float*>(row<T>(r, b_, kv_, j));
   }
-  for (long p = 0; p < panels; p++)
-    if (exact[p])
-      exact_forward<T>(s, panel[p]);
+
+  void start(long p, long slot) {
+    const Panel& x = panel_[p];
+    fresh_[p] = true, exact_[p] = s.positioned && c.distance_vec;
+    pack_panel(row<T>(c.q, b_, h_, x.i), c.q.row, x.n, c.D, (float)c.scale * LOG2E, w.QT + slot * PANEL * c.D);
+    for (long t = 0; t < PANEL; t++) w.top[slot * PANEL + t] = HIDDEN, w.total[slot * PANEL + t] = 0.f;
+  }
+
+  // Keys [jc, je), whose first row K and V point at.
+  void keys(long p, long slot, long jc, long je, View K, View V) {
+    const Panel& x = panel_[p];
+    s.runs(x, jc, je, [&](long ja, long jb, bool masked) {
+      if (exact_[p]) return;
+      const Tile tile{x, ja, jb - ja, w.S, PANEL};
+      exact_[p] = !forward_run(s, tile, masked, w.QT + slot * PANEL * c.D, {K.data + (ja - jc) * K.ld, K.ld},
+                               {V.data + (ja - jc) * V.ld, V.ld}, drop, w.OT + slot * PANEL * c.Dv, w.top + slot * PANEL,
+                               w.total + slot * PANEL, fresh_[p], w);
+      fresh_[p] = false;
+    });
+  }
+
+  void finish(long p, long slot) {
+    if (exact_[p])
+      exact_forward<T>(s, panel_[p]);
     else
-      forward_finish<T>(s, panel[p], w.OT + p * PANEL * c.Dv, w.top + p * PANEL, w.total + p * PANEL, fresh[p]);
-}
+      forward_finish<T>(s, panel_[p], w.OT + slot * PANEL * c.Dv, w.top + slot * PANEL, w.total + slot * PANEL, fresh_[p]);
+  }
+};
 
 // About how many pairs of queries [i0, i1) and keys a head has; for sharing out the work only.
 static double pairs(const Scene& s, long b, long h, long i0, long i1) {
@@ -189,7 +225,7 @@ static void forward_all(const Call& c) {
   std::stable_sort(items.begin(), items.end(), [](const Item& x, const Item& y) { return x.cost > y.cost; });
   for_items(items.size(), c.threads, all, [&](long t) {
     const Item& x = items[t];
-    forward_item<T>(s, x.b, x.h, x.i0, x.i1);
+    BlockForward<T>(s, x.b, x.h, x.i0, x.i1).run();
   });
 }
 

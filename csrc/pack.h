@@ -50,10 +50,11 @@ class Arena {
   size_t capacity_ = 0, used_ = 0;
 };
 
-SPANFORMER_INLINE void transpose_block(const float* s, long lds, float* d, long ldd) {  // W × W
+// W × W, each row of the source times `by` on the way.
+SPANFORMER_INLINE void transpose_block(const float* s, long lds, float* d, long ldd, vf by) {
 #if defined(SPANFORMER_USE_AVX2)
     __m256 r[8], t[8], u[8];
-    for (int i = 0; i < 8; i++) r[i] = _mm256_loadu_ps(s + i * lds);
+    for (int i = 0; i < 8; i++) r[i] = _mm256_mul_ps(_mm256_loadu_ps(s + i * lds), (__m256)by);
     for (int i = 0; i < 4; i++) {
       t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
       t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
@@ -70,7 +71,7 @@ SPANFORMER_INLINE void transpose_block(const float* s, long lds, float* d, long 
     }
 #else
   for (int i = 0; i < W; i++)
-    for (int j = 0; j < W; j++) d[j * ldd + i] = s[i * lds + j];
+    for (int j = 0; j < W; j++) d[j * ldd + i] = s[i * lds + j] * by[j];
 #endif
 }
 
@@ -80,11 +81,10 @@ static inline void pack_panel(const T* rows, long stride, long n, long D, float 
   long d = 0;
   if constexpr (sizeof(T) == 4) {
     if (n == PANEL)
-      for (; d + W <= D; d += W) {
+      for (; d + W <= D; d += W)
         for (int v = 0; v < VECS; v++)
-          transpose_block(reinterpret_cast<const float*>(rows) + v * W * stride + d, stride, X + d * PANEL + v * W, PANEL);
-        for (int e = 0; e < W * VECS; e++) store(X + d * PANEL + e * W, load(X + d * PANEL + e * W) * set1(scale));
-      }
+          transpose_block(reinterpret_cast<const float*>(rows) + v * W * stride + d, stride, X + d * PANEL + v * W, PANEL,
+                          set1(scale));
   }
   for (; d < D; d++)
     for (long i = 0; i < PANEL; i++) X[d * PANEL + i] = i < n ? to_float(rows[i * stride + d]) * scale : 0.f;
@@ -92,19 +92,14 @@ static inline void pack_panel(const T* rows, long stride, long n, long D, float 
 
 // X[D][PANEL] back into n rows, lane i times w[i].
 template <class T>
-static inline void unpack_panel(float* X, long n, long D, const float* w, T* rows, long stride) {
+static inline void unpack_panel(const float* X, long n, long D, const float* w, T* rows, long stride) {
   long d = 0;
   if constexpr (sizeof(T) == 4) {
     if (n == PANEL)
       for (; d + W <= D; d += W)
-        for (int v = 0; v < VECS; v++) {
-          const vf by = load(w + v * W);
-          for (int e = 0; e < W; e++) {
-            float* x = X + (d + e) * PANEL + v * W;
-            store(x, load(x) * by);
-          }
-          transpose_block(X + d * PANEL + v * W, PANEL, reinterpret_cast<float*>(rows) + v * W * stride + d, stride);
-        }
+        for (int v = 0; v < VECS; v++)
+          transpose_block(X + d * PANEL + v * W, PANEL, reinterpret_cast<float*>(rows) + v * W * stride + d, stride,
+                          load(w + v * W));
   }
   for (; d < D; d++)
     for (long i = 0; i < n; i++) put(&rows[i * stride + d], X[d * PANEL + i] * w[i]);

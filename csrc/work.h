@@ -13,7 +13,7 @@ namespace spanformer {
 namespace SPANFORMER_ISA {
 
 // Below this many multiply-adds a second thread costs more than it brings.
-constexpr double SMALL = 2e5;
+constexpr double SMALL = 1e6;
 
 template <class Item>  // item(index) is called once for each index in [0, count), lowest first
 static void for_items(long count, long threads, double cost, Item item) {

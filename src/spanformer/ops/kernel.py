@@ -167,7 +167,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, fixed: Fixed) -> 
     b, h, tq, d = q.shape
     dv = v.shape[3]
     out = torch.empty_like(q) if d == dv else q.new_empty((b, h, tq, dv))
-    lse = torch.empty((b, h, tq), dtype=torch.float32)
+    lse = q.new_empty((b, h, tq), dtype=torch.float32)
     library().forward(pack_call(q, k, v, out, lse, terms, fixed, _NO_GRADIENTS))
     return out, lse
 
@@ -191,8 +191,7 @@ def run_backward(
 ) -> Gradients:  # fmt: skip
     """wanted: which of the learned terms need a gradient, in the order of `Terms`."""
     (b, h, tq, _), tk = q.shape, k.shape[2]
-    # several segments add to one row of dq, so it is float32 until it is done
-    dq = torch.empty_like(q, dtype=torch.float32)
+    dq = torch.empty_like(q, dtype=torch.float32)  # several segments add to a row of it: float32 until it is done
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     made = [torch.empty_like(t) if t is not None and want else None for t, want in zip(terms, wanted, strict=True)]
     if made[3] is not None:
@@ -201,7 +200,7 @@ def run_backward(
     pointers = (_ptr(g_lse), _ptr(span), _ptr(bias), _ptr(vec), _ptr(key), _ptr(sinks))
     gradients = (*rows(g_out), *rows(dq), *rows(dk), *rows(dv), *pointers)
     library().backward(pack_call(q, k, v, out, lse, terms, fixed, gradients))
-    return Gradients(dq.to(q.dtype), dk, dv, span, bias, vec, key, sinks)
+    return Gradients(dq if q.dtype == torch.float32 else dq.to(q.dtype), dk, dv, span, bias, vec, key, sinks)
 
 
 def run_decode(

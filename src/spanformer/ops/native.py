@@ -19,9 +19,16 @@ from spanformer.ops.kernel import Fixed, Terms, run_backward, run_forward
 def attend_native(call: Call) -> Attended:
     inputs = (call.q, call.k, call.v, *_learned(call))
     fixed = _fixed(call)
-    if torch.compiler.is_compiling() or any(type(t) not in _PLAIN for t in inputs if t is not None):
+    learning = plain = not torch.compiler.is_compiling()
+    if plain:
+        learning = False
+        for t in inputs:
+            if t is not None:
+                plain = plain and type(t) in _PLAIN
+                learning = learning or t.requires_grad
+    if not plain:
         return Attended(*torch.ops.spanformer.attend(*inputs, *fixed))
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+    if learning and torch.is_grad_enabled():
         return Attended(*_Attend.apply(*inputs, fixed))
     return Attended(*_forward(*inputs, fixed))
 
@@ -64,7 +71,7 @@ def _backward(g_out, g_lse, out, lse, inputs, fixed: Fixed, wanted) -> list[Tens
     if grads[6] is not None:
         grads[6] = _fold_key_bias(grads[6], learned[3])
     pairs = zip(grads, inputs, wanted, strict=True)
-    return [g.to(t.dtype) if want and g is not None else None for g, t, want in pairs]
+    return [g if g is None or not want or g.dtype == t.dtype else g.to(t.dtype) for g, t, want in pairs]
 
 
 class _Attend(torch.autograd.Function):
@@ -155,7 +162,9 @@ def _dense(t: Tensor) -> Tensor:
 
 
 def _float(t: Tensor | None) -> Tensor | None:
-    return None if t is None else t.detach().to(torch.float32).contiguous()
+    if t is None or (t.dtype == torch.float32 and t.is_contiguous()):
+        return t
+    return t.detach().to(torch.float32).contiguous()
 
 
 def _rows(fixed: Fixed) -> Fixed:
