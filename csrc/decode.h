@@ -16,18 +16,38 @@ SPANFORMER_INLINE vf load_row(const bf16* p) {
   return (vf)(__builtin_convertvector(x, vu) << 16);
 }
 
+// out[r] = q · row r, for W rows at once: their sums across lanes become one transposition.
 template <class T>
-SPANFORMER_INLINE float row_dot(const float* q, const T* k, long D) {
-  vf a = vf{}, b = vf{};
+SPANFORMER_INLINE void row_dots(const float* q, const T* rows, long stride, long D, float* out) {
+  vf acc[W] = {};
   long d = 0;
-  for (; d + 2 * W <= D; d += 2 * W) {
-    a = load(q + d) * load_row(k + d) + a;
-    b = load(q + d + W) * load_row(k + d + W) + b;
+  for (; d + W <= D; d += W) {
+    const vf x = load(q + d);
+#pragma GCC unroll 16
+    for (int r = 0; r < W; r++) acc[r] = x * load_row(rows + r * stride + d) + acc[r];
   }
-  for (; d + W <= D; d += W) a = load(q + d) * load_row(k + d) + a;
-  float s = sum(a + b);
-  for (; d < D; d++) s += q[d] * to_float(k[d]);
-  return s;
+  float square[W * W], turned[W * W];
+#pragma GCC unroll 16
+  for (int r = 0; r < W; r++) store(square + r * W, acc[r]);
+  transpose_block(square, W, turned, W, set1(1.f));
+  vf total = vf{};
+  for (int r = 0; r < W; r++) total += load(turned + r * W);
+  store(out, total);
+  for (; d < D; d++)
+    for (int r = 0; r < W; r++) out[r] += q[d] * to_float(rows[r * stride + d]);
+}
+
+// acc[e] += Σ_r p[r] · row r, for N vectors of each row.
+template <int N, class T>
+SPANFORMER_INLINE void add_rows(const float* p, const T* rows, long stride, long n, float* sum) {
+  vf acc[N];
+#pragma GCC unroll 8
+  for (int e = 0; e < N; e++) acc[e] = load(sum + e * W);
+  for (long r = 0; r < n; r++)
+#pragma GCC unroll 8
+    for (int e = 0; e < N; e++) acc[e] = set1(p[r]) * load_row(rows + r * stride + e * W) + acc[e];
+#pragma GCC unroll 8
+  for (int e = 0; e < N; e++) store(sum + e * W, acc[e]);
 }
 
 struct DecodePart {
@@ -37,76 +57,93 @@ struct DecodePart {
 };
 
 template <class T>
-static void decode_part(const Decode& c, DecodePart& x) {
-  const long kv = x.h / (c.H / c.Hkv), capacity = c.capacity[kv], n = x.to - x.from;
-  const T* q = row<T>(c.q, x.b, x.h, 0);
-  float query[1024], score[DECODE_KEYS];
-  for (long d = 0; d < c.D; d++) query[d] = to_float(q[d]) * (float)c.scale * LOG2E;
-  const double z = c.span ? c.span[c.dynamic ? x.b * c.H + x.h : x.h] : 0;
-  const T *K = static_cast<const T*>(c.k.data) + x.b * c.k.batch + c.first[kv] * c.k.row;
-  const T *V = static_cast<const T*>(c.v.data) + x.b * c.v.batch + c.first[kv] * c.v.row;
-  const long start = (c.newest[x.b] - c.shift - x.from) % capacity;
-  x.top = -std::numeric_limits<float>::infinity();
-  bool bad = false;
-  long slot = start;
-  for (long r = 0; r < n; r++) {
-    const long d = x.from + r;
-    float y = row_dot(query, K + slot * c.k.row, c.D);
-    if (c.distance_vec && d < c.vec_length) y += dot(query, c.distance_vec + x.h * c.vec_head + d * c.D, c.D);
-    if (c.distance_bias && d < c.bias_length) y += c.distance_bias[x.h * c.bias_length + d] * LOG2E;
-    if (c.span && (double)d > z) y += (float)std::log2(std::min(1.0, ramp_at(z, c.ramp, d)));
-    score[r] = y;
-    x.top = std::max(x.top, y), bad = bad || y != y;
-    slot = slot == 0 ? capacity - 1 : slot - 1;
+class PartDecode {
+ public:
+  PartDecode(const Decode& call, DecodePart& part) : c(call), x(part), n(part.to - part.from) {
+    const long kv = x.h / (c.H / c.Hkv), capacity = c.capacity[kv];
+    // Oldest first: slots ascend, and wrap at most once.
+    const long slot = (c.newest[x.b] - c.shift - (x.to - 1)) % capacity, before = std::min(n, capacity - slot);
+    stretches_[0] = {0, before, slot}, stretches_[1] = {before, n, 0};
+    K_ = static_cast<const T*>(c.k.data) + x.b * c.k.batch + c.first[kv] * c.k.row;
+    V_ = static_cast<const T*>(c.v.data) + x.b * c.v.batch + c.first[kv] * c.v.row;
   }
-  if (bad) x.top = std::numeric_limits<float>::quiet_NaN();
-  const float top = x.top == -std::numeric_limits<float>::infinity() ? 0.f : x.top;
-  x.total = 0.f;
-  long r = 0;
-  vf total = vf{};
-  for (; r + W <= n; r += W) {
-    const vf e = bad ? set1(top) : vexp2(load(score + r) - set1(top));
-    store(score + r, e);
-    total += e;
+
+  void run() {
+    scores();
+    soften();
+    float top = -std::numeric_limits<float>::infinity();
+    bool bad = false;
+    for (long r = 0; r < n; r++) top = std::max(top, score_[r]), bad = bad || score_[r] != score_[r];
+    x.top = bad ? std::numeric_limits<float>::quiet_NaN() : top;
+    weigh(x.top == -std::numeric_limits<float>::infinity() ? 0.f : x.top);
+    for (long d = 0; d < c.Dv; d++) x.sum[d] = 0.f;
+    for (const Stretch& s : stretches_) values(s);
   }
-  x.total = sum(total);
-  for (; r < n; r++) score[r] = std::exp2(score[r] - top), x.total += score[r];
-  const long whole = c.Dv / W * W;
-  for (long d0 = 0; d0 < whole; d0 += 8 * W) {  // up to eight vectors of the output in registers
-    const long vectors = std::min(8L, (whole - d0) / W);
-    vf acc[8] = {};
-    slot = start;
-    if (vectors == 8) {
-      vf a0 = vf{}, a1 = a0, a2 = a0, a3 = a0, a4 = a0, a5 = a0, a6 = a0, a7 = a0;
-      for (long r = 0; r < n; r++) {
-        const T* v = V + slot * c.v.row + d0;
-        const vf p = set1(score[r]);
-        a0 = p * load_row(v) + a0, a1 = p * load_row(v + W) + a1;
-        a2 = p * load_row(v + 2 * W) + a2, a3 = p * load_row(v + 3 * W) + a3;
-        a4 = p * load_row(v + 4 * W) + a4, a5 = p * load_row(v + 5 * W) + a5;
-        a6 = p * load_row(v + 6 * W) + a6, a7 = p * load_row(v + 7 * W) + a7;
-        slot = slot == 0 ? capacity - 1 : slot - 1;
-      }
-      acc[0] = a0, acc[1] = a1, acc[2] = a2, acc[3] = a3, acc[4] = a4, acc[5] = a5, acc[6] = a6, acc[7] = a7;
-    } else {
-      for (long r = 0; r < n; r++) {
-        const T* v = V + slot * c.v.row + d0;
-        for (long e = 0; e < vectors; e++) acc[e] = set1(score[r]) * load_row(v + e * W) + acc[e];
-        slot = slot == 0 ? capacity - 1 : slot - 1;
-      }
+
+ private:
+  struct Stretch {  // of score_: [from, to), whose keys lie in slots `slot`, `slot` + 1, …
+    long from, to, slot;
+  };
+  const Decode& c;
+  DecodePart& x;
+  const long n;
+  Stretch stretches_[2];
+  const T *K_, *V_;
+  float score_[DECODE_KEYS];  // oldest first: entry r is at distance x.to − 1 − r
+
+  void scores() {
+    float query[256], few[W];
+    const T* q = row<T>(c.q, x.b, x.h, 0);
+    for (long d = 0; d < c.D; d++) query[d] = to_float(q[d]) * (float)c.scale * LOG2E;
+    for (const Stretch& s : stretches_) {
+      const T* k = K_ + s.slot * c.k.row;
+      long r = s.from;
+      for (; r + W <= s.to; r += W, k += W * c.k.row) row_dots(query, k, c.k.row, c.D, score_ + r);
+      for (; r < s.to; r++, k += c.k.row) score_[r] = exact_dot(query, k, c.D);
     }
-    for (long e = 0; e < vectors; e++) store(x.sum + d0 + e * W, acc[e]);
-  }
-  for (long d = whole; d < c.Dv; d++) {
-    float acc = 0.f;
-    slot = start;
-    for (long r = 0; r < n; r++) {
-      acc += score[r] * to_float(V[slot * c.v.row + d]);
-      slot = slot == 0 ? capacity - 1 : slot - 1;
+    if (!c.distance_vec) return;
+    const float* table = c.distance_vec + x.h * c.vec_head;
+    long d = x.from;  // nearest first, as the table lies
+    for (; d + W <= x.to; d += W) {
+      row_dots(query, table + d * c.D, c.D, c.D, few);
+      for (long e = 0; e < W; e++) score_[x.to - 1 - d - e] += few[e];
     }
-    x.sum[d] = acc;
+    for (; d < x.to; d++) score_[x.to - 1 - d] += exact_dot(query, table + d * c.D, c.D);
   }
-}
+
+  void soften() {
+    const double z = c.span ? c.span[c.dynamic ? x.b * c.H + x.h : x.h] : (double)FAR;
+    if (c.distance_bias)
+      for (long d = x.from; d < x.to; d++) score_[x.to - 1 - d] += c.distance_bias[x.h * c.bias_length + d] * LOG2E;
+    if (z >= (double)x.to) return;
+    for (long d = std::max(x.from, (long)z); d < x.to; d++)
+      score_[x.to - 1 - d] += (float)std::log2(std::min(1.0, ramp_at(z, c.ramp, d)));
+  }
+
+  void weigh(float top) {
+    vf total = vf{};
+    long r = 0;
+    if (top == top)
+      for (; r + W <= n; r += W) {
+        const vf e = vexp2(load(score_ + r) - set1(top));
+        store(score_ + r, e);
+        total += e;
+      }
+    x.total = sum(total);
+    for (; r < n; r++) score_[r] = std::exp2(score_[r] - top), x.total += score_[r];
+  }
+
+  void values(const Stretch& s) {
+    const T* v = V_ + s.slot * c.v.row;
+    const long count = s.to - s.from;
+    long d = 0;
+    for (; d + 8 * W <= c.Dv; d += 8 * W) add_rows<8>(score_ + s.from, v + d, c.v.row, count, x.sum + d);
+    for (; d + 2 * W <= c.Dv; d += 2 * W) add_rows<2>(score_ + s.from, v + d, c.v.row, count, x.sum + d);
+    for (; d + W <= c.Dv; d += W) add_rows<1>(score_ + s.from, v + d, c.v.row, count, x.sum + d);
+    for (; d < c.Dv; d++)
+      for (long r = 0; r < count; r++) x.sum[d] += score_[s.from + r] * to_float(v[r * c.v.row + d]);
+  }
+};
 
 template <class T>
 static void decode_all(const Decode& c) {
@@ -125,7 +162,7 @@ static void decode_all(const Decode& c) {
   first.push_back((long)parts.size());
   std::vector<float> sums(parts.size() * c.Dv);
   for (size_t t = 0; t < parts.size(); t++) parts[t].sum = &sums[t * c.Dv];
-  for_items((long)parts.size(), c.threads, cost, [&](long t) { decode_part<T>(c, parts[t]); });
+  for_items((long)parts.size(), c.threads, cost, [&](long t) { PartDecode<T>(c, parts[t]).run(); });
   for (long b = 0; b < c.B; b++)
     for (long h = 0; h < c.H; h++) {
       const long a = first[b * c.H + h], z = first[b * c.H + h + 1];

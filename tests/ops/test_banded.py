@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cases import Case, check, make, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cases import Case, check, make, run
 from spanformer import BlockIndex, Rule, attend
 from spanformer.ops import banded
 from spanformer.ops.banded_plan import block_visible, make_plan

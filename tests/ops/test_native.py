@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from cases import LEARNED, Case, check, make, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import LEARNED, Case, check, make, run
 from spanformer import Rule, attend
 from spanformer.ops import kernel
 
@@ -222,7 +224,9 @@ def _operator_arguments(case: Case) -> tuple:
     return (call.q, call.k, call.v, *_learned(call), *_fixed(call))
 
 
-@pytest.mark.parametrize("terms", [(), ("span", "distance_bias", "sinks"), ("dynamic", "key_bias", "documents", "blocks")])
+@pytest.mark.parametrize(
+    "terms", [(), ("span", "distance_bias", "sinks"), ("dynamic", "key_bias", "documents", "blocks")]
+)
 def test_opcheck(terms: tuple[str, ...]) -> None:
     arguments = _operator_arguments(Case(b=2, h=4, hkv=2, tq=20, tk=33, terms=terms))
     torch.library.opcheck(torch.ops.spanformer.attend.default, arguments)
@@ -238,16 +242,42 @@ def test_compiles_into_one_graph(terms: tuple[str, ...]) -> None:
         torch.testing.assert_close(traced[name], eager[name])
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the portable code is reached by an environment variable, on x86")
-def test_the_portable_code_agrees() -> None:
-    """SPANFORMER_ISA=portable: what other processors run."""
-    code = (
-        "import sys, torch; from spanformer.ops import kernel; from cases import Case, check\n"
-        "assert kernel.library().isa == 'portable', kernel.library().isa\n"
-        "check(Case(tq=129, tk=200, d=24, h=4, hkv=2, b=2, terms=('span', 'distance_bias', 'head_vec', 'sinks')), 'native')\n"
-        "check(Case(tq=111, tk=129, terms=('dynamic', 'documents', 'blocks'), causal=False), 'native', torch.bfloat16)\n"
-    )
+OTHER_CODE = """
+import torch
+from cases import Case, check
+from spanformer.ops import kernel
+
+assert kernel.library().isa == "{isa}", kernel.library().isa
+terms = ("span", "distance_bias", "head_vec", "sinks")
+check(Case(b=2, h=4, hkv=2, tq=129, tk=200, d=24, terms=terms), "native")
+check(Case(b=2, h=4, hkv=2, tq=129, tk=200, d=24, terms=(*terms, "key_bias", "documents"), dropout=0.2), "native")
+check(Case(tq=111, tk=129, terms=("dynamic", "documents", "blocks"), causal=False), "native", torch.bfloat16)
+check(Case(tq=111, tk=129, terms=("jumpy", "distance_vec"), positions="shuffled"), "native")
+check(Case(tq=500, tk=700, d=64, terms=("span", "distance_vec"), spans=(33, 600)), "native")
+"""
+
+
+def run_other_code(isa: str, **environment: str) -> None:
     path = os.pathsep.join(p for p in sys.path if p)
-    environment = os.environ | {"SPANFORMER_ISA": "portable", "PYTHONPATH": path}
+    environment = os.environ | {"SPANFORMER_ISA": isa, "PYTHONPATH": path} | environment
+    code = OTHER_CODE.format(isa=isa)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_portable_code_agrees() -> None:
+    """What processors without AVX2 run: vectors of 4."""
+    run_other_code("portable")
+
+
+@pytest.mark.slow
+def test_the_logic_of_wide_vectors_agrees(tmp_path: Path) -> None:
+    """What AVX-512 runs, vectors of 16 and panels of 32, on any machine: the compiler makes them of smaller ones."""
+    compiler = next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    out, csrc = tmp_path / "_kernel.so", Path(__file__).parents[2] / "csrc"
+    wide = "-O1 -std=c++17 -fPIC -fopenmp -ffp-contract=fast -shared -DSPANFORMER_ISA=portable -DSPANFORMER_WIDTH=16"
+    sources = [str(csrc / name) for name in ("kernel.cpp", "dispatch.cpp")]
+    subprocess.run([compiler, *wide.split(), "-o", str(out), *sources], check=True, capture_output=True)
+    run_other_code("portable", SPANFORMER_KERNEL=str(out))

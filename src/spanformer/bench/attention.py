@@ -19,7 +19,6 @@ from spanformer.bench.timing import SGEMM, Patience, Timing, round_robin, sgemm,
 from spanformer.bench.work import Inputs, Work, make_inputs
 from spanformer.cost import attention as cost
 
-DECODE_CACHES = 4  # decoding takes as many layers' caches in turn, so that none is timed merely for lying in L3
 RESULT_FILE = "attention.json"
 
 OnStep = Callable[[str, float, float], None]
@@ -59,7 +58,7 @@ def bench_attention(
 def time_step(step: Step, taking_part: Sequence[Contender], config: AttentionBench, patience: Patience) -> list[Row]:
     """Check every contender, then time the right ones round-robin with sgemm."""
     work = step.work
-    sets = [make_inputs(work, seed) for seed in range(DECODE_CACHES if work.mode == "decode" else 1)]
+    sets = [make_inputs(work, seed) for seed in range(config.caches if work.mode == "decode" else 1)]
     rows, functions, truths = [], {}, {}
     for contender in taking_part:
         row = _row(step, contender)

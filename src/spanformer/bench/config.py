@@ -56,6 +56,9 @@ class AttentionBench:
     """Size of a head."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number format of q, k and v."""
+    caches: int = 1
+    """Decoding: how many layers' caches take turns. One may stay in the processor's own cache between tokens; a real
+    model's many layers do not."""
     threads: int = 2
     """CPU threads."""
     repeats: int = 5
@@ -72,7 +75,7 @@ class AttentionBench:
     """Folder for the result file and its pictures."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "heads", "dim", "threads", "repeats"):
+        for name in ("batch", "heads", "dim", "caches", "threads", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
         for name in ("budget", "patience"):

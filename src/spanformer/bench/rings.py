@@ -6,7 +6,6 @@ Shapes: B batch, D head size, r a head's ring, G heads whose rings are equally l
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from spanformer.bench import profiles
 from spanformer.bench.contenders import Contender, unusable_backend
 from spanformer.bench.work import Inputs, Work
-from spanformer.ops import Rule
+from spanformer.ops import Rings, attend_rings
 
 
 def _cannot(work: Work) -> str | None:
@@ -28,10 +27,7 @@ def _torch_cannot(work: Work) -> str | None:
 
 
 def _native_cannot(work: Work) -> str | None:
-    reason = _cannot(work) or unusable_backend("native")
-    if reason is None and not hasattr(importlib.import_module("spanformer.ops.native"), "attend_rings"):
-        return "this build of the kernel has no attend_rings"
-    return reason
+    return _cannot(work) or unusable_backend("native")
 
 
 def ring(t: Tensor, reach: int) -> Tensor:
@@ -43,16 +39,12 @@ def ring(t: Tensor, reach: int) -> Tensor:
     return kept
 
 
-def native_decode(q: Tensor, k_rings: list[Tensor], v_rings: list[Tensor], rule: Rule, newest: int) -> Tensor:
-    """The one place that knows how the kernel takes rings. q [B, H, 1, D], rings [B, r, D] per head; out as q."""
-    got = importlib.import_module("spanformer.ops.native").attend_rings(q, k_rings, v_rings, rule, newest)
-    return got if isinstance(got, Tensor) else got.out
-
-
 def _native_build(inputs: Inputs) -> Callable[[], Tensor]:
-    rule, newest = inputs.rule(), inputs.work.length - 1
-    k, v = ([ring(t[:, h], r) for h, r in enumerate(inputs.work.reaches())] for t in (inputs.k, inputs.v))
-    return lambda: native_decode(inputs.q, k, v, rule, newest)
+    rule, work = inputs.rule(), inputs.work
+    k, v = (torch.cat([ring(t[:, h], r) for h, r in enumerate(work.reaches())], 1) for t in (inputs.k, inputs.v))
+    newest = torch.full((work.batch,), work.length - 1)
+    rings = Rings(k, v, torch.tensor(work.reaches()), newest)
+    return lambda: attend_rings(inputs.q, rings, rule, backend="native").out
 
 
 def _torch_build(inputs: Inputs) -> Callable[[], Tensor]:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from spanformer.ops.rule import Rule
+
 ABI = 1
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 MAX_HEAD_SIZE = 256
@@ -104,7 +106,6 @@ class Terms(NamedTuple):
     sinks: Tensor | None  # [H]
 
 
-NO_TERMS = Terms(None, None, None, None, None)
 _NO_ROWS = (0, 0, 0, 0)
 _NO_GRADIENTS = (*_NO_ROWS, *_NO_ROWS, *_NO_ROWS, *_NO_ROWS, 0, 0, 0, 0, 0, 0)
 
@@ -126,7 +127,7 @@ def _rule(h: int, terms: Terms, fixed: Fixed) -> tuple[int, ...]:
         _ptr(fixed.reach),
         _ptr(span), span is not None and span.ndim == 3,
         _ptr(bias), bias.shape[1] if bias is not None else 0,
-        *((vec.data_ptr(), vec.shape[1], vec.stride(0) if vec.shape[0] > 1 else 0) if vec is not None else (0, 0, 0)),
+        *_vectors(vec),
         *((key.data_ptr(), key.stride(0) if key.shape[0] > 1 else 0, key.stride(1), h // key.shape[1])
           if key is not None else (0, 0, 0, 1)),
         *_pair(fixed.q_positions, fixed.k_positions),
@@ -135,6 +136,11 @@ def _rule(h: int, terms: Terms, fixed: Fixed) -> tuple[int, ...]:
         *_blocks(fixed),
         _ptr(fixed.seed),
     )  # fmt: skip
+
+
+def _vectors(vec: Tensor | None) -> tuple[int, int, int]:
+    """Address, length, and the stride of heads (0 when they share one table)."""
+    return (0, 0, 0) if vec is None else (vec.data_ptr(), vec.shape[1], vec.stride(0) if vec.shape[0] > 1 else 0)
 
 
 def _blocks(fixed: Fixed) -> tuple[int, ...]:
@@ -156,6 +162,13 @@ def rows(t: Tensor) -> tuple[int, int, int, int]:
     """A [B, heads, T, size] tensor: its address and the strides of its first three axes."""
     b, h, t_, _ = t.stride()
     return (t.data_ptr(), b, h, t_)
+
+
+def as_float(t: Tensor | None) -> Tensor | None:
+    """A learned term in the kernel's form: float32, contiguous."""
+    if t is None or (t.dtype == torch.float32 and t.is_contiguous()):
+        return t
+    return t.detach().to(torch.float32).contiguous()
 
 
 def _ptr(t: Tensor | None) -> int:
@@ -190,7 +203,7 @@ def run_backward(
     terms: Terms, fixed: Fixed, wanted: tuple[bool, bool, bool, bool, bool],
 ) -> Gradients:  # fmt: skip
     """wanted: which of the learned terms need a gradient, in the order of `Terms`."""
-    (b, h, tq, _), tk = q.shape, k.shape[2]
+    b, h, tk = *q.shape[:2], k.shape[2]
     dq = torch.empty_like(q, dtype=torch.float32)  # several segments add to a row of it: float32 until it is done
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     made = [torch.empty_like(t) if t is not None and want else None for t, want in zip(terms, wanted, strict=True)]
@@ -204,22 +217,27 @@ def run_backward(
 
 
 def run_decode(
-    q: Tensor, keys: Tensor, values: Tensor, first: Tensor, capacity: Tensor, newest: Tensor, rule, terms, scale: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    where: tuple[Tensor, Tensor, Tensor],
+    rule: Rule,
+    terms: Terms,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """q [B, H, 1, D] against keys [B, N, D] and values [B, N, Dv]; terms: span, distance_bias, distance_vec, sinks."""
+    """q [B, H, 1, D] against keys [B, N, D] and values [B, N, Dv]; where: first slots, capacities, newest positions."""
     (b, h, _, d), dv = q.shape, values.shape[2]
-    span, bias, vec, sinks = terms
-    out, lse = q.new_empty((b, h, 1, dv)), torch.empty((b, h, 1), dtype=torch.float32)
+    first, capacity, newest = where
+    reach, span, bias, vec = rule.reach, terms.span, terms.distance_bias, terms.distance_vec
+    assert reach is None or isinstance(reach, Tensor)
+    out, lse = q.new_empty((b, h, 1, dv)), q.new_empty((b, h, 1), dtype=torch.float32)
     keys, values = (t if t.stride(2) == 1 else t.contiguous() for t in (keys, values))
-    newest = newest.contiguous()
     library().decode(DECODE.pack(
         DTYPES[q.dtype], torch.get_num_threads(), b, h, capacity.numel(), d, dv, rule.original, scale, rule.ramp,
         *rows(q), *rows(out), lse.data_ptr(),
         keys.data_ptr(), keys.stride(0), 0, keys.stride(1), values.data_ptr(), values.stride(0), 0, values.stride(1),
         first.data_ptr(), capacity.data_ptr(), newest.data_ptr(),
-        _ptr(rule.reach), _ptr(span), span is not None and span.ndim == 3,
-        _ptr(bias), bias.shape[1] if bias is not None else 0,
-        *((vec.data_ptr(), vec.shape[1], vec.stride(0) if vec.shape[0] > 1 else 0) if vec is not None else (0, 0, 0)),
-        _ptr(sinks),
+        _ptr(reach), _ptr(span), span is not None and span.ndim == 3,
+        _ptr(bias), bias.shape[1] if bias is not None else 0, *_vectors(vec), _ptr(terms.sinks),
     ))  # fmt: skip
     return out, lse

@@ -12,8 +12,7 @@ from torch import Tensor
 from spanformer.ops import kernel
 from spanformer.ops.backend import Backend, refuse_second_derivative
 from spanformer.ops.call import Attended, Call
-from spanformer.ops.kernel import Fixed, Terms, run_backward, run_forward
-
+from spanformer.ops.kernel import Fixed, Terms, as_float, run_backward, run_forward
 
 
 def attend_native(call: Call) -> Attended:
@@ -57,14 +56,14 @@ def _fixed(call: Call) -> Fixed:
 
 
 def _forward(q, k, v, span, bias, vec, key, sinks, fixed: Fixed) -> tuple[Tensor, Tensor]:
-    terms = Terms(_float(span), _float(bias), _float(vec), _float(key), _float(sinks))
+    terms = Terms(*map(as_float, (span, bias, vec, key, sinks)))
     return run_forward(_dense(q), _dense(k), _dense(v), terms, _rows(fixed))
 
 
 def _backward(g_out, g_lse, out, lse, inputs, fixed: Fixed, wanted) -> list[Tensor | None]:
     """Gradients of the eight inputs, each in its own shape and dtype; None where not wanted."""
     q, k, v, *learned = inputs
-    terms = Terms(*(_float(t) for t in learned))
+    terms = Terms(*map(as_float, learned))
     g_out = torch.zeros_like(out) if g_out is None else _dense(g_out)
     g_lse = None if g_lse is None else g_lse.contiguous()
     grads = list(run_backward(_dense(q), _dense(k), _dense(v), out, lse, g_out, g_lse, terms, _rows(fixed), wanted[3:]))
@@ -159,12 +158,6 @@ torch.library.register_autograd("spanformer::attend", _operator_backward, setup_
 def _dense(t: Tensor) -> Tensor:
     """Rows of a head must be contiguous; anything else is served in place."""
     return t if t.stride(3) == 1 else t.contiguous()
-
-
-def _float(t: Tensor | None) -> Tensor | None:
-    if t is None or (t.dtype == torch.float32 and t.is_contiguous()):
-        return t
-    return t.detach().to(torch.float32).contiguous()
 
 
 def _rows(fixed: Fixed) -> Fixed:

@@ -6,7 +6,7 @@ Shapes: B batch, H query heads, Hkv key/value heads, D and Dv head sizes; N slot
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,37 +19,41 @@ from spanformer.ops.rule import Rule
 @dataclass(frozen=True, eq=False)
 class Rings:
     """Keys and values of all heads in one allocation. Head g's key at position p lies in slot
-    (capacity[0] + … + capacity[g − 1]) + p mod capacity[g]; older positions have been overwritten."""
+    first[g] + p mod capacity[g]; older positions have been overwritten."""
 
     keys: Tensor
     """[B, N, D]"""
     values: Tensor
     """[B, N, Dv]"""
     capacity: Tensor
-    """[Hkv] int64 on the CPU: slots of each key/value head"""
+    """[Hkv] int64 on the CPU: slots of each key/value head, one head after the other"""
     newest: Tensor
     """[B] int64 on the CPU: the position last written, where the query stands; −1 for an empty row"""
+    first: Tensor = field(init=False)
+    """[Hkv] int64 on the CPU: each head's first slot"""
+    capacities: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        (b, n, _), heads = self.keys.shape, self.capacity.numel()
-        if self.values.ndim != 3 or self.values.shape[:2] != (b, n):
-            raise ValueError(f"values has shape {list(self.values.shape)}; expected [{b}, {n}, Dv] to go with keys")
-        if self.capacity.dtype != torch.int64 or self.capacity.device.type != "cpu" or self.capacity.ndim != 1:
-            raise ValueError(f"capacity has dtype {self.capacity.dtype}; expected int64 [Hkv] on the CPU")
-        if int(self.capacity.min()) < 1 or int(self.capacity.sum()) != n:
-            raise ValueError(f"capacity is {self.capacity.tolist()} over {heads} heads; expected 1 or more each, {n} in all")
-        if self.newest.dtype != torch.int64 or self.newest.device.type != "cpu" or self.newest.shape != (b,):
-            raise ValueError(f"newest has shape {list(self.newest.shape)}; expected int64 [{b}] on the CPU")
+        if self.keys.ndim != 3 or self.values.ndim != 3 or self.values.shape[:2] != self.keys.shape[:2]:
+            raise ValueError(
+                f"keys and values have shapes {list(self.keys.shape)} and {list(self.values.shape)}; "
+                "expected [B, N, D] and [B, N, Dv]"
+            )
+        b, n, _ = self.keys.shape
+        for name, length in (("capacity", None), ("newest", b)):
+            t = getattr(self, name)
+            if t.dtype != torch.int64 or t.device.type != "cpu" or t.ndim != 1 or t.shape[0] != (length or t.shape[0]):
+                expected = f"int64 [{length or 'Hkv'}] on the CPU"
+                raise ValueError(f"{name} has shape {list(t.shape)} and dtype {t.dtype}; expected {expected}")
+        capacities = self.capacity.tolist()
+        if not capacities or min(capacities) < 1 or sum(capacities) != n:
+            raise ValueError(f"capacity is {capacities}; expected at least 1 slot a head, {n} in all as keys has")
+        object.__setattr__(self, "capacity", self.capacity.contiguous())
+        object.__setattr__(self, "first", self.capacity.cumsum(0) - self.capacity)
+        object.__setattr__(self, "capacities", capacities)
 
-    @property
-    def first(self) -> Tensor:
-        """[Hkv] int64: each head's first slot."""
-        return self.capacity.cumsum(0) - self.capacity
 
-
-def attend_rings(
-    q: Tensor, rings: Rings, rule: Rule, *, backend: str = "auto", scale: float | None = None
-) -> Attended:
+def attend_rings(q: Tensor, rings: Rings, rule: Rule, *, backend: str = "auto", scale: float | None = None) -> Attended:
     """Attention of one query per row, q [B, H, 1, D], standing at each row's newest position.
 
     Takes the rule's reach, span ([H] or [B, H, 1]), distance_bias, distance_vec, sinks and original. Returns
@@ -77,27 +81,28 @@ def _check(q: Tensor, rings: Rings, rule: Rule) -> None:
         raise ValueError(
             f"keys has shape {list(rings.keys.shape)} and dtype {rings.keys.dtype}; expected [{b}, N, {d}] of {q.dtype}"
         )
-    if rule.heads != h or h % rings.capacity.numel():
-        raise ValueError(f"q has {h} heads, the rule {rule.heads} and the rings {rings.capacity.numel()}; they do not fit")
+    if rule.heads != h or h % len(rings.capacities):
+        heads = f"q has {h} heads, the rule {rule.heads} and the rings {len(rings.capacities)}"
+        raise ValueError(f"{heads}; expected q's in the rule, and a number of rings that divides it")
     unknown = [name for name in ("key_bias", "documents", "blocks") if getattr(rule, name) is not None]
     if unknown or not rule.causal:
         raise ValueError(f"rings do not take {', '.join([*unknown, *([] if rule.causal else ['causal=False'])])}")
     if rule.dynamic and rule.span is not None and rule.span.shape != (b, h, 1):
         raise ValueError(f"span has shape {list(rule.span.shape)}; expected [{h}] or [{b}, {h}, 1]")
-    group, seen = h // rings.capacity.numel(), int(rings.newest.max()) + 1
-    needed = torch.tensor(rule.limits()).view(-1, group).amax(1) + (1 if rule.original else 0)
-    short = needed.clamp(max=seen) > rings.capacity
-    if bool(short.any()):
-        g = int(short.nonzero()[0])
-        raise ValueError(
-            f"capacity of key/value head {g} is {int(rings.capacity[g])}, but its heads reach {int(needed[g])} "
-            "positions; make the ring as long as the reach"
-        )
-    for name in ("distance_bias", "distance_vec"):
-        table = getattr(rule, name)
-        longest = min(max(rule.limits()), seen)
-        if table is not None and table.shape[1] < longest:
-            raise ValueError(f"{name} has shape {list(table.shape)}; heads here reach {longest} distances")
+    limits, seen = rule.limits(), max(rings.newest.tolist()) + 1
+    group, shift = h // len(rings.capacities), 1 if rule.original else 0
+    for head, limit in enumerate(limits):
+        needed, held = min(limit + shift, seen), rings.capacities[head // group]
+        if needed > held:
+            raise ValueError(
+                f"capacity of key/value head {head // group} is {held}, but head {head} reaches {needed} positions; "
+                "make the ring as long as the reach"
+            )
+    for name, table in (("distance_bias", rule.distance_bias), ("distance_vec", rule.distance_vec)):
+        if table is not None and table.shape[1] < min(max(limits), seen):
+            raise ValueError(
+                f"{name} has shape {list(table.shape)}; heads here reach {min(max(limits), seen)} distances"
+            )
 
 
 def _native_refuses(q: Tensor) -> list[str]:
@@ -113,20 +118,21 @@ def _native_refuses(q: Tensor) -> list[str]:
 
 def _native(q: Tensor, rings: Rings, rule: Rule, scale: float) -> Attended:
     q = q if q.stride(3) == 1 else q.contiguous()
-    as_float = [None if t is None else t.detach().float().contiguous() for t in (rule.span, rule.distance_bias, rule.distance_vec, rule.sinks)]
-    return Attended(*kernel.run_decode(q, rings.keys, rings.values, rings.first, rings.capacity, rings.newest, rule, as_float, scale))
+    terms = kernel.Terms(*map(kernel.as_float, (rule.span, rule.distance_bias, rule.distance_vec, None, rule.sinks)))
+    where = (rings.first, rings.capacity, rings.newest.contiguous())
+    return Attended(*kernel.run_decode(q, rings.keys, rings.values, where, rule, terms, scale))
 
 
 def _banded(q: Tensor, rings: Rings, rule: Rule, scale: float) -> Attended:
     """The same in PyTorch, head by head over the slots the head can see."""
     b, h, _, _ = q.shape
-    group, limits, shift = h // rings.capacity.numel(), rule.limits(), 1 if rule.original else 0
+    group, limits, shift = h // len(rings.capacities), rule.limits(), 1 if rule.original else 0
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     outs, lses = [], []
     newest, first = rings.newest.to(q.device), rings.first.tolist()
     for head, limit in enumerate(limits):
         g = head // group
-        capacity = int(rings.capacity[g])
+        capacity = rings.capacities[g]
         seen = max(0, min(limit, capacity - shift, int(rings.newest.max()) + 1 - shift))
         d = torch.arange(seen, device=q.device)
         position = newest[:, None] - shift - d  # [B, seen]
