@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 MIB = 2**20
@@ -106,7 +106,7 @@ def _run_job(job: Job) -> Peak:
     reason = reason_not(contender, work)
     if reason:
         return Peak(None, reason=reason)
-    small = Work(**(job.work | {"length": 128, "streaming": min(work.streaming, 64)}))
+    small = replace(work, length=128, streaming=min(work.streaming, 64))
     inputs = make_inputs(small)
     runner(contender, inputs, contender.build(inputs))()  # loads what is loaded at first use, and starts the threads
     inputs = make_inputs(work)

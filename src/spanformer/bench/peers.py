@@ -91,7 +91,7 @@ def _x_transformers_cannot(work: Work) -> str | None:
 
 
 def _x_transformers_build(inputs: Inputs) -> Callable[[], Tensor]:
-    from x_transformers.attend import Attend
+    Attend = importlib.import_module("x_transformers.attend").Attend  # an extra: not there in every installation
 
     attend = Attend(causal=True, flash=True, heads=inputs.work.heads)
     return lambda: attend(inputs.q, inputs.k, inputs.v)[0]
@@ -109,7 +109,7 @@ def _local_cannot(work: Work) -> str | None:
 
 
 def _local_build(inputs: Inputs) -> Callable[[], Tensor]:
-    from local_attention import LocalAttention
+    LocalAttention = importlib.import_module("local_attention").LocalAttention
 
     window = profiles.uniform_reach(inputs.work.profile)
     attend = LocalAttention(window, causal=True, exact_windowsize=True, use_rotary_pos_emb=False)
@@ -153,10 +153,12 @@ def original(path: Path | None) -> Contender:
         mask = attention.adaptive_span._mask
         del mask.current_val  # its parameter; the spans of this work take its place, so gradients reach them
         q, k, v = (t.flatten(0, 1) for t in (inputs.q, inputs.k, inputs.v))
+        vectors = inputs.distance_vec
+        assert vectors is not None  # cannot() saw to it
 
         def forward() -> Tensor:
             mask.current_val = (inputs.span / work.length)[:, None, None]
-            table = inputs.distance_vec.flip(1).transpose(1, 2)  # it counts distances from the far end, [1, D, L]
+            table = vectors.flip(1).transpose(1, 2)  # it counts distances from the far end, [1, D, L]
             return attention(q, k, v, table).view(inputs.q.shape)
 
         return forward
@@ -174,7 +176,8 @@ def _import_from(path: Path, name: str):
     finally:
         sys.path.remove(str(path))
         for taken in set(sys.modules) - before:
-            if getattr(sys.modules[taken], "__file__", None) and Path(sys.modules[taken].__file__).parent == path:
+            file = getattr(sys.modules[taken], "__file__", None)
+            if file and Path(file).parent == path:
                 del sys.modules[taken]
 
 

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -28,7 +30,6 @@ from spanformer.ops.banded_tiles import Learned, Sight, accumulate, add_k, kept,
 from spanformer.ops.call import Attended, Call
 
 
-@torch.compiler.disable  # the plan is made of numbers read from the spans: nothing to trace
 def attend_banded(call: Call) -> Attended:
     rule = call.rule
     x = Learned(call.q, call.k, call.v, rule.span, rule.distance_bias, rule.distance_vec, rule.key_bias, rule.sinks)
@@ -42,7 +43,7 @@ def attend_banded(call: Call) -> Attended:
 
 class _Banded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan: Plan, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx, plan: Plan, *tensors) -> tuple[Tensor, Tensor]:
         x = Learned(*tensors)
         with _full_precision(x.q):
             out, lse = _forward(plan, x)
@@ -249,4 +250,6 @@ def _full_precision(t: Tensor) -> contextlib.AbstractContextManager:
     return torch.autocast(t.device.type, enabled=False) if available else contextlib.nullcontext()
 
 
-BACKEND = Backend("banded", unusable=lambda: [], refuses=lambda _call: [], run=attend_banded)
+# The plan is made of numbers read from the spans: nothing to trace.
+_untraced = cast(Callable[[Call], Attended], torch.compiler.disable(attend_banded))
+BACKEND = Backend("banded", unusable=lambda: [], refuses=lambda _call: [], run=_untraced)

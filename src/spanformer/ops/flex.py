@@ -67,7 +67,7 @@ def plan(call: Call) -> Plan:
     return Plan(q, k, v, score, mask, blocks, call.scale)
 
 
-def run_public(made: Plan, flex_attention: Callable[..., Any], *, lse: bool = True) -> tuple[Tensor, Tensor | None]:
+def run_public(made: Plan, flex_attention: Callable[..., Any], *, lse: bool = True) -> tuple[Tensor, Any]:
     """Through the public function, compiled or not."""
     out = flex_attention(
         made.q,
@@ -121,7 +121,8 @@ def _flex() -> Any:
 def _compiled() -> Callable[..., Any]:
     """One kernel for each set of terms and padded shape. Past VARIANTS of them fullgraph makes torch raise; without it,
     it would go on with the dense eager code, silently."""
-    return torch.compile(
+    compiler: Callable[..., Any] = torch.compile  # its stubs know neither of the last two options
+    return compiler(
         _flex().flex_attention, dynamic=False, fullgraph=True, recompile_limit=VARIANTS, isolate_recompiles=True
     )
 

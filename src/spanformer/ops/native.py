@@ -29,7 +29,7 @@ def attend_native(call: Call) -> Attended:
         return Attended(*torch.ops.spanformer.attend(*inputs, *fixed))
     if learning and torch.is_grad_enabled():
         return Attended(*_Attend.apply(*inputs, fixed))
-    return Attended(*_forward(*inputs, fixed))
+    return Attended(*_forward(inputs, fixed))
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -44,19 +44,18 @@ def _fixed(call: Call) -> Fixed:
     rule, blocks = call.rule, call.rule.blocks
     reach = rule.reach
     assert reach is None or isinstance(reach, Tensor)
-    if blocks is None:
-        block_fields = (0, None, None, None, None)
-    else:
-        tensors = (blocks.offsets, blocks.columns, blocks.mask_ids, blocks.masks)
-        block_fields = (blocks.size, *(t.contiguous() for t in tensors))
+    parts = (None,) * 4 if blocks is None else (blocks.offsets, blocks.columns, blocks.mask_ids, blocks.masks)
     return Fixed(
         call.scale, rule.ramp, call.dropout, rule.causal, call.shift, reach, call.seed,
-        call.q_positions, call.k_positions, call.q_documents, call.k_documents, *block_fields,
+        call.q_positions, call.k_positions, call.q_documents, call.k_documents,
+        0 if blocks is None else blocks.size, *(None if t is None else t.contiguous() for t in parts),
     )  # fmt: skip
 
 
-def _forward(q, k, v, span, bias, vec, key, sinks, fixed: Fixed) -> tuple[Tensor, Tensor]:
-    terms = Terms(*map(as_float, (span, bias, vec, key, sinks)))
+def _forward(inputs, fixed: Fixed) -> tuple[Tensor, Tensor]:
+    """inputs: q, k, v and the five learned terms, in the order of `Terms`."""
+    q, k, v, *learned = inputs
+    terms = Terms(*map(as_float, learned))
     return run_forward(_dense(q), _dense(k), _dense(v), terms, _rows(fixed))
 
 
@@ -75,9 +74,10 @@ def _backward(g_out, g_lse, out, lse, inputs, fixed: Fixed, wanted) -> list[Tens
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, span, bias, vec, key, sinks, fixed):
-        out, lse = _forward(q, k, v, span, bias, vec, key, sinks, fixed)
-        ctx.save_for_backward(q, k, v, span, bias, vec, key, sinks, out, lse)
+    def forward(ctx, *arguments):
+        *inputs, fixed = arguments
+        out, lse = _forward(inputs, fixed)
+        ctx.save_for_backward(*inputs, out, lse)
         ctx.fixed = fixed
         ctx.set_materialize_grads(False)
         return out, lse
@@ -106,7 +106,7 @@ torch.library.define(
 
 @torch.library.impl("spanformer::attend", "cpu")
 def _attend_cpu(*args):
-    return _forward(*args[:8], Fixed(*args[8:]))
+    return _forward(args[:8], Fixed(*args[8:]))
 
 
 @torch.library.register_fake("spanformer::attend")
