@@ -103,7 +103,8 @@ class Scene {
   long tile = 64, tiles = 0;
 
   explicit Scene(const Call& call) : c(call) {
-    for (long b = 0; b < c.B; b++) positioned = positioned || !affine(b);
+    for (long b = 0; b < c.B; b++)
+      if (!affine(b)) positioned = true;
     long least = 0, most = 0;
     for (long b = 0; b < c.B; b++) {
       least = std::min(least, offset[b] - (c.Tk - 1));
