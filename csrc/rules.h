@@ -61,7 +61,7 @@ static void make_head(const Call& c, long h, bool folded, long least, long most,
     head.table_first = 0, head.table_last = -1;
   }
   const long n = std::max(0L, head.table_last - head.table_first + 1);
-  head.store.resize((size_t)(soft ? 2 * n : n));
+  head.store.resize((size_t)(soft ? 2 * n : n) + 1);  // never empty: its address is counted from
   float *bias = head.store.data() - head.table_first, *slope = soft ? bias + n : nullptr;
   head.bias = bias, head.slope = slope;
   for (long d = head.table_first; d <= head.table_last; d++) {
