@@ -42,9 +42,11 @@ static inline Arena& arena() {
 static inline void prefer_large_pages(const Rows& r, long bytes) {
 #if defined(__linux__)
   constexpr uintptr_t LARGE = 2u << 20;
-  const uintptr_t from = (reinterpret_cast<uintptr_t>(r.data) + LARGE - 1) / LARGE * LARGE;
-  const uintptr_t to = (reinterpret_cast<uintptr_t>(r.data) + (uintptr_t)bytes) / LARGE * LARGE;
-  if (to > from) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+  if ((uintptr_t)bytes < LARGE) return;
+  // Rounded outwards: a large page may hold the ends of two neighbours. What is not mapped is passed over.
+  const uintptr_t from = reinterpret_cast<uintptr_t>(r.data) / LARGE * LARGE;
+  const uintptr_t to = (reinterpret_cast<uintptr_t>(r.data) + (uintptr_t)bytes + LARGE - 1) / LARGE * LARGE;
+  madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
 #else
   (void)r, (void)bytes;
 #endif

@@ -58,7 +58,7 @@ def test_the_plan_holds_every_table():
     assert len(works["cost"]) == 2 * 5 * 5
     assert max(w.length for w in works["decode"]) == 32768
     assert {w.length for w in works["overhead"]} == {16}
-    assert {w.batch for w in works["batch"]} == {4} and min(w.length for w in works["batch"]) == 128
+    assert {w.batch for w in works["short"]} == {1, 4} and min(w.length for w in works["short"]) == 128
     assert [w.length for w in works["per_token"]] == [1024 * 2**n for n in range(7)]
     assert works["long"][0].length == 65536 and works["memory"][0].length == 4096
     assert works["streaming"][0].streaming == 512 and works["streaming"][0].length == 8192

@@ -10,14 +10,14 @@ from spanformer.bench import field, profiles
 
 Mode = Literal["forward", "forward+backward", "decode"]
 Terms = Literal["plain", "distance_bias", "distance_vec"]
-Part = Literal["cost", "decode", "overhead", "batch", "per_token", "limit", "streaming", "memory", "long"]
+Part = Literal["cost", "decode", "overhead", "short", "per_token", "limit", "streaming", "memory", "long"]
 
 PROFILES, QUICK_PROFILES = ("A", "B", "S", "M", "F"), ("A", "S", "F")
 LENGTHS, QUICK_LENGTHS = (1024, 2048, 4096, 8192, 16384), (512, 1024, 2048)
 QUICK_MODES: tuple[Mode, ...] = ("forward+backward", "decode")
 MODES: tuple[Mode, ...] = ("forward", *QUICK_MODES)
 QUICK_PARTS: tuple[Part, ...] = ("cost", "decode", "overhead", "memory")
-PARTS: tuple[Part, ...] = (*QUICK_PARTS, "batch", "per_token", "limit", "streaming", "long")
+PARTS: tuple[Part, ...] = (*QUICK_PARTS, "short", "per_token", "limit", "streaming", "long")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class AttentionBench:
     distance."""
     parts: tuple[Part, ...] = ()
     """Which tables to measure. cost: time by profile and length; decode: one query over a cache; overhead: at length
-    16; batch: four short sequences; per_token: profile S up to 64k; limit: share of the machine's sgemm rate by span;
+    16; short: lengths 128 to 1024, batches of 1 and 4; per_token: profile S up to 64k; limit: share of the machine's sgemm rate by span;
     streaming: against the original code; memory: peak at profile A; long: profile A at 65536. Default: all (with
     --quick: cost decode overhead memory)."""
     contenders: tuple[str, ...] = ()

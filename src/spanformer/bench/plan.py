@@ -39,7 +39,7 @@ class Step:
 def steps(config: AttentionBench) -> list[Step]:
     """Every step, in the order of the tables."""
     makers = {
-        "cost": _cost, "decode": _decode, "overhead": _overhead, "memory": _memory, "batch": _batch,
+        "cost": _cost, "decode": _decode, "overhead": _overhead, "memory": _memory, "short": _short,
         "per_token": _per_token, "limit": _limit, "streaming": _streaming, "long": _long,
     }  # fmt: skip
     return [step for part in config.chosen_parts for step in makers[part](config)]
@@ -81,10 +81,12 @@ def _overhead(config: AttentionBench) -> Iterator[Step]:
         yield Step("overhead", _one(config, "F", 16, mode))
 
 
-def _batch(config: AttentionBench) -> Iterator[Step]:
+def _short(config: AttentionBench) -> Iterator[Step]:
     for mode in _training_modes(config):
-        for length in (128, 256, 512, 1024):
-            yield Step("batch", _one(config, "A", length, mode, batch=4))
+        for profile in ("A", "F"):
+            for batch in (1, 4):
+                for length in (128, 256, 512, 1024):
+                    yield Step("short", _one(config, profile, length, mode, batch=batch))
 
 
 def _per_token(config: AttentionBench) -> Iterator[Step]:

@@ -21,7 +21,7 @@ TITLES = {
     "cost": "Time of one call",
     "decode": "One decoding step, one query over a cache",
     "overhead": "What a call costs at length 16",
-    "batch": "A batch of four short sequences",
+    "short": "Short sequences",
     "per_token": "Time per token as the sequence grows",
     "limit": "Share of this machine's matrix-product rate, by span",
     "streaming": "A block of queries after a cache, as the original code works",
@@ -75,25 +75,25 @@ def groups(rows: Iterable[dict], *keys: str) -> dict[tuple, list[dict]]:
 def tables(results: dict) -> list[Table]:
     """One table for each part, mode and choice of terms; then who was WRONG, and who was skipped and why."""
     made = []
-    for (part, mode, terms, streaming), rows in groups(results["rows"], "part", "mode", "terms", "streaming").items():
+    for key, rows in groups(results["rows"], "part", "mode", "terms", "streaming", "batch").items():
         if any(row["status"] == "ok" for row in rows):
-            made.append(_table(part, mode, terms, streaming, rows))
+            made.append(_table(*key, rows))
     notes = [_wrong(results["rows"]), _skipped(results["rows"]), _about(results)]
     return made + [note for note in notes if note is not None]
 
 
-def _table(part: str, mode: str, terms: str, streaming: int, rows: list[dict]) -> Table:
+def _table(part: str, mode: str, terms: str, streaming: int, batch: int, rows: list[dict]) -> Table:
     """A line for each profile and contender, a column for each length."""
     details = [mode] if part != "decode" else []
     details += [f"with {terms.replace('_', ' ')}"] if terms != "plain" else []
     details += [f"{streaming} queries after the cache"] if streaming else []
+    details += [f"batch of {batch}"] if batch > 1 else []
     table = Table(title=": ".join(filter(None, [TITLES.get(part, part), ", ".join(details)])), title_justify="left")
     table.add_column("profile")
     table.add_column("contender")
     lengths = sorted({row["length"] for row in rows})
-    batch = max(row["batch"] for row in rows)
     for length in lengths:
-        table.add_column(f"{batch} × {length:,}" if batch > 1 else f"{length:,}", justify="right")
+        table.add_column(f"{length:,}", justify="right")
     for (profile,), some in groups(rows, "profile").items():
         shown = profile
         for (label,), line in groups(some, "label").items():
@@ -122,7 +122,7 @@ def _cell(part: str, row: dict | None) -> Text:
     second = []
     if row["speedup"] is not None and abs(row["speedup"] - 1) > 1e-9:
         second.append(f"{row['speedup']:.2g}×" if row["speedup"] < 10 else f"{row['speedup']:.0f}×")
-    if row["limit_share"] is not None and part in ("cost", "limit", "batch"):
+    if row["limit_share"] is not None and part in ("cost", "limit", "short"):
         second.append(f"{100 * row['limit_share']:.0f} %")
     if _disturbed(row):
         second.append("~")
