@@ -41,9 +41,9 @@ class AttentionBench:
     distance."""
     parts: tuple[Part, ...] = ()
     """Which tables to measure. cost: time by profile and length; decode: one query over a cache; overhead: at length
-    16; short: lengths 128 to 1024, batches of 1 and 4; per_token: profile S up to 64k; limit: share of the machine's sgemm rate by span;
-    streaming: against the original code; memory: peak at profile A; long: profile A at 65536. Default: all (with
-    --quick: cost decode overhead memory)."""
+    16; short: lengths 128 to 1024, batches of 1 and 4; per_token: profile S up to 64k; limit: share of the machine's
+    sgemm rate by span; streaming: against the original code; memory: peak at profile A; long: profile A at 65536.
+    Default: all (with --quick: cost decode overhead memory)."""
     contenders: tuple[str, ...] = ()
     """Who takes part: sdpa (always), native, banded, sdpa-mask, flex, x-transformers, local-attention, rings-native,
     rings-torch, original, reference. Default: all but reference (with --quick also without flex, which compiles for
