@@ -123,11 +123,12 @@ def _fill(rows: list[Row], timings: dict[str, Timing], work: Work) -> None:
         row.ms, row.samples, row.disturbed = timing.median * 1e3, len(timing.samples), timing.disturbed
         row.us_per_token = timing.median * 1e6 / (work.batch * work.queries)
         row.sgemm_gflops = rate / 1e9
-        row.speedup = base.median / timing.median if base else None
+        row.speedup = timing.times_as_fast_as(base) if base else None
         operations = None if work.mode == "decode" else _operations(row, work)  # decoding waits for memory instead
         if operations is not None:
             row.gflops = operations / timing.median / 1e9
-            row.limit_share = cost.limit_seconds(operations, rate) / timing.median
+            of_sgemm = cost.limit_seconds(operations, sgemm_rate(1.0))  # how many of the rounds' products it equals
+            row.limit_share = of_sgemm * timing.times_as_fast_as(timings[SGEMM])
 
 
 def _operations(row: Row, work: Work) -> int | None:

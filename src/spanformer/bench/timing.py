@@ -47,6 +47,10 @@ class Timing:
     def median(self) -> float:
         return statistics.median(self.samples)
 
+    def times_as_fast_as(self, other: Timing) -> float:
+        """Median of the rounds' own ratios: what a machine does from minute to minute hits both sides of each."""
+        return statistics.median(theirs / mine for mine, theirs in zip(self.samples, other.samples, strict=True))
+
 
 def round_robin(
     functions: dict[str, Callable[[], object]],
