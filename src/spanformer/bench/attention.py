@@ -15,7 +15,7 @@ from spanformer.bench.contenders import YARDSTICK, Contender, reason_not, runner
 from spanformer.bench.oracle import Truth, check, find_truth
 from spanformer.bench.plan import Step, steps
 from spanformer.bench.results import Results, Row, describe_machine
-from spanformer.bench.timing import SGEMM, Patience, Timing, round_robin, sgemm, sgemm_rate
+from spanformer.bench.timing import SGEMM, Patience, Timing, keep_freed_memory, round_robin, sgemm, sgemm_rate
 from spanformer.bench.work import Inputs, Work, make_inputs
 from spanformer.cost import attention as cost
 
@@ -34,7 +34,8 @@ def bench_attention(
     """
     leave_out = ("flex",) if config.quick else ()
     taking_part = [*field.choose(config.contenders, config.original, leave_out=leave_out), *extra]
-    results = Results(describe_machine(config.threads), _plain(config))
+    kept = config.keep_memory and keep_freed_memory(True)
+    results = Results(describe_machine(config.threads, kept), _plain(config))
     plan, patience = steps(config), Patience(min(config.patience, 3.0) if config.quick else config.patience)
     forecasts = [step.seconds(config.rounds) for step in plan]
     threads = torch.get_num_threads()
@@ -50,6 +51,8 @@ def bench_attention(
             results.save(config.out / RESULT_FILE)
     finally:
         torch.set_num_threads(threads)
+        if kept:
+            keep_freed_memory(False)
     if on_step:
         on_step("done", sum(forecasts), sum(forecasts))
     return results

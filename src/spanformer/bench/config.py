@@ -67,6 +67,8 @@ class AttentionBench:
     """Seconds after which no new round begins for one cell of a table, once two are done."""
     patience: float = 300.0
     """Seconds the whole run may spend on waiting and measuring again when other processes disturb it."""
+    keep_memory: bool = True
+    """Have the C library keep freed memory while timing, for every contender alike, as jemalloc or tcmalloc would."""
     quick: bool = False
     """A first impression in under a minute: fewer profiles, lengths, tables and rounds."""
     original: Path | None = None

@@ -21,8 +21,8 @@ from spanformer.bench.work import Inputs
 from spanformer.ops import Rule, attend
 
 FACTOR = 4.0  # how far beyond a dense run in the same dtype a contender may err
-# Units in the last place of the largest value, allowed besides. A row that sees one key has gradient 0 as the difference
-# of two equal sums over the head size; dense runs cancel exactly there, fused ones (SDPA among them) nearly.
+# Units in the last place of the largest value, allowed besides. A row that sees one key has gradient 0, a difference of
+# two equal sums over the head size; dense runs cancel exactly there, fused ones (SDPA among them) nearly.
 FLOOR = 64.0
 HALF_FLOOR = 2.0  # the same for half-precision dtypes, whose units are large
 

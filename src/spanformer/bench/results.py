@@ -81,7 +81,7 @@ class Results:
         os.replace(beside, path)
 
 
-def describe_machine(threads: int) -> dict:
+def describe_machine(threads: int, memory_is_kept: bool) -> dict:
     """Where and when, so that a number can be judged later."""
     return {
         "cpu": _cpu_model(),
@@ -91,8 +91,9 @@ def describe_machine(threads: int) -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "commit": _commit(),
-        # The original frees and takes large blocks in every call: its speed depends on how malloc is set.
+        # Large blocks are taken and freed in every call: speeds depend on how malloc is set.
         "malloc": {name: value for name, value in os.environ.items() if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))},
+        "memory_is_kept": memory_is_kept,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 

@@ -7,6 +7,7 @@ is measured again, as long as there is patience left; after that the least distu
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import statistics
@@ -50,6 +51,21 @@ class Timing:
     def times_as_fast_as(self, other: Timing) -> float:
         """Median of the rounds' own ratios: what a machine does from minute to minute hits both sides of each."""
         return statistics.median(theirs / mine for mine, theirs in zip(self.samples, other.samples, strict=True))
+
+
+def keep_freed_memory(keep: bool) -> bool:
+    """Have the C library keep what is freed, as jemalloc and tcmalloc do, or give it back; say whether it keeps it.
+
+    Otherwise every contender's time contains the page faults of its outputs, more or fewer of them as malloc's moving
+    threshold has it, and those of short spans the most.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    trim, mmap = (2**31 - 1, 2**25) if keep else (2**17, 2**17)  # the latter are its defaults
+    set_trim, set_mmap = mallopt(-1, trim), mallopt(-3, mmap)  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
+    return keep and bool(set_trim and set_mmap)
 
 
 def round_robin(

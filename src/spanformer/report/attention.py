@@ -172,5 +172,9 @@ def _about(results: dict) -> Table:
     if any(_disturbed(row) for row in results["rows"]):
         table.add_row("~", "other processes disturbed most samples: measure again on a quiet machine")
     table.add_row("", "every speed here belongs to a result that equalled the float64 oracle on that very shape")
+    if results["machine"].get("memory_is_kept"):
+        table.add_row(
+            "", "malloc kept freed memory while timing, for every contender alike (--no-keep-memory: as it is)"
+        )
     table.add_row("", machine_line(results))
     return table
