@@ -35,7 +35,7 @@ struct Plan {  // who visits which block of queries
   explicit Plan(const Scene& scene) : s(scene), group(scene.c.H / scene.c.Hkv) {
     const Call& c = s.c;
     // A function of the shape alone: what is summed, and in which order, must not depend on the threads.
-    size = std::clamp(round_up(c.Tk * c.B * c.Hkv / 8, 64), 128L, 512L);
+    size = std::clamp(round_up(c.Tk * c.B * c.Hkv / 8, 64), 128L, c.Tk < 4096 ? 512L : 1024L);
     if (c.d_distance_vec) size = std::max(size, round_up(c.Tk / 8, 64));  // each segment sums vectors by itself
     segments = (c.Tk + size - 1) / size;
     blocks = (c.Tq + BACK_QUERIES - 1) / BACK_QUERIES;

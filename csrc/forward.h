@@ -97,23 +97,21 @@ static inline bool forward_run(const Scene& s, const Tile& t, bool masked, const
 template <class T>
 static void forward_finish(const Scene& s, const Panel& p, float* OT, const float* top, const float* total, bool fresh) {
   const Call& c = s.c;
-  float by[PANEL];
-  float* lse = c.lse + (p.b * c.H + p.h) * c.Tq + p.i;
-  for (long t = 0; t < PANEL; t++) {
-    by[t] = 0.f;
-    if (t >= p.n) continue;
-    float l = total[t], m = top[t];
-    if (l == 0.f) m = HIDDEN;
+  float by[PANEL], log_sum[PANEL];
+  for (int v = 0; v < VECS; v++) {
+    vf l = load(total + v * W), m = l > vf{} ? load(top + v * W) : set1(HIDDEN), share = set1(1.f);
     if (c.sinks) {
-      const float sink = c.sinks[p.h] * LOG2E, joint = std::max(m, sink);
-      by[t] = std::exp2(m - joint);
-      l = l * by[t] + std::exp2(sink - joint);
-      by[t] /= l, m = joint;
-    } else if (l > 0.f) {
-      by[t] = 1.f / l;
+      const vf sink = set1(c.sinks[p.h] * LOG2E), joint = vmax(m, sink);
+      share = vexp2(m - joint), m = joint;
+      l = l * share + vexp2(sink - joint);
     }
-    lse[t] = l > 0.f ? (m + std::log2(l)) * LN2 : -std::numeric_limits<float>::infinity();
+    const vi some = l > vf{};
+    const vf sum = some ? l : set1(1.f);
+    store(by + v * W, some ? share / sum : vf{});
+    const vf infinite = set1(std::numeric_limits<float>::infinity());
+    store(log_sum + v * W, some ? (m + vlog2(sum)) * set1(LN2) : -infinite);
   }
+  std::memcpy(c.lse + (p.b * c.H + p.h) * c.Tq + p.i, log_sum, sizeof(float) * p.n);
   if (fresh) std::memset(OT, 0, sizeof(float) * c.Dv * PANEL);
   T* out = row_of<T>(c.out, p.b, p.h, p.i);
   unpack_panel(OT, p.n, c.Dv, by, out, c.out.row);

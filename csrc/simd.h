@@ -84,10 +84,10 @@ SPANFORMER_INLINE vf lanes() {  // 0, 1, …, W − 1
   return r;
 }
 
-// 2^x for x up to about 0; exactly 0 at and below −126, so a masked score (−1e30) has no weight at all.
+// 2^x for x up to about 0; exactly 0 at and below −127, where the exponent's bits are all zero: a hidden score has no
+// weight at all.
 SPANFORMER_INLINE vf vexp2(vf x) {
-  const vi seen = x > set1(-126.f);
-  x = vmax(x, set1(-126.f));
+  x = vmax(x, set1(-127.f));
   const vf magic = set1(12582912.f);  // 1.5 · 2^23: adding it rounds to the nearest integer, kept in the low bits
   const vf t = x + magic;
   const vf f = x - (t - magic);
@@ -98,7 +98,7 @@ SPANFORMER_INLINE vf vexp2(vf x) {
   p = p * f + set1(2.4022650695910071233e-1f);
   p = p * f + set1(6.9314718055994530942e-1f);
   p = p * f + set1(1.0f);
-  return (vf)(((vi)p + ((vi)t << 23)) & seen);
+  return (vf)((vi)p + ((vi)t << 23));
 }
 
 // log2 x for positive, normal x.
