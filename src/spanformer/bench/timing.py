@@ -63,9 +63,9 @@ def keep_freed_memory(keep: bool) -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return False
-    trim, mmap = (2**31 - 1, 2**25) if keep else (2**17, 2**17)  # the latter are its defaults
-    set_trim, set_mmap = mallopt(-1, trim), mallopt(-3, mmap)  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
-    return keep and bool(set_trim and set_mmap)
+    trim, mmaps = (2**31 - 1, 0) if keep else (2**17, 2**16)  # the latter are its defaults
+    set_trim, set_mmaps = mallopt(-1, trim), mallopt(-4, mmaps)  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
+    return keep and bool(set_trim and set_mmaps)
 
 
 def round_robin(
