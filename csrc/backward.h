@@ -12,7 +12,7 @@ namespace spanformer {
 namespace SPANFORMER_ISA {
 
 constexpr long BACK_QUERIES = 64;  // per block
-constexpr long BACK_KEYS = 96;     // per chunk, a multiple of ROWS
+constexpr long BACK_KEYS = 192;     // per chunk, a multiple of ROWS
 
 // Sums over distances, d first … first + count − 1, of one segment and head; `width` numbers a distance.
 struct DistanceSums {
@@ -104,6 +104,7 @@ class SegmentBackward {
       : plan_(plan), s(plan.s), c(s.c), x_(x), w(c, plan.size), bias_(bias), vec_(vec), d_span_(d_span) {}
 
   void run() {
+    if (!seen()) return clear();
     const long n = x_.kb - x_.ka;
     const T *k = row<T>(c.k, x_.b, x_.kv, x_.ka), *v = row<T>(c.v, x_.b, x_.kv, x_.ka);
     K_ = as_float(k, c.k.row, n, c.D, c.D, w.K), V_ = as_float(v, c.v.row, n, c.Dv, c.Dv, w.V);
@@ -129,6 +130,23 @@ class SegmentBackward {
   bool exact_ = false;
   long h_ = 0, g_ = 0;
   float* d_key_ = nullptr;  // d_key_bias of this head
+
+  bool seen() const {  // by any query of any head
+    for (long h = x_.kv * plan_.group; h < (x_.kv + 1) * plan_.group; h++) {
+      long first, last;
+      plan_.visited(x_.b, h, x_.ka, x_.kb, first, last);
+      if (last > first) return true;
+    }
+    return false;
+  }
+  void clear() {
+    for (long j = x_.ka; j < x_.kb; j++) {
+      std::memset(row_of<T>(c.dk, x_.b, x_.kv, j), 0, sizeof(T) * c.D);
+      std::memset(row_of<T>(c.dv, x_.b, x_.kv, j), 0, sizeof(T) * c.Dv);
+    }
+    for (long h = x_.kv * plan_.group; c.d_key_bias && h < (x_.kv + 1) * plan_.group; h++)
+      std::memset(c.d_key_bias + (x_.b * c.H + h) * c.Tk + x_.ka, 0, sizeof(float) * (x_.kb - x_.ka));
+  }
 
   void head(long g) {
     g_ = g, h_ = x_.kv * plan_.group + g;

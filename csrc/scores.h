@@ -29,16 +29,16 @@ static inline void vector_parts(const Scene& s, long h, const Distances& ds, Par
 // rel[c][lane] in distance order becomes rel[c][lane] = rel[c + lane][lane]: by powers of two inside a vector, by
 // address between vectors. Ascending, so it works in place.
 static inline void skew(float* rel, long rows) {
-  for (int v = 1; v < VECS; v++)
-    for (long c = 0; c + v * W < rows; c++) store(rel + c * PANEL + v * W, load(rel + (c + v * W) * PANEL + v * W));
   const vi lane = __builtin_convertvector(lanes(), vi);
   for (int step = 1; step < W; step *= 2) {
     const vi take = (lane & step) != 0;
-    for (long c = 0; c + step < rows; c++)
-      for (int v = 0; v < VECS; v++) {
-        float* x = rel + c * PANEL + v * W;
-        store(x, take ? load(x + step * PANEL) : load(x));
+    for (int v = 0; v < VECS; v++) {
+      const long ahead = step == 1 ? v * W : 0;  // the first step brings each vector's own offset
+      for (long c = 0; c + ahead + step < rows; c++) {
+        const float* from = rel + (c + ahead) * PANEL + v * W;
+        store(rel + c * PANEL + v * W, take ? load(from + step * PANEL) : load(from));
       }
+    }
   }
 }
 
@@ -47,15 +47,15 @@ static inline void unskew(float* rel, long rows) {
   const vi lane = __builtin_convertvector(lanes(), vi);
   for (int step = 1; step < W; step *= 2) {
     const vi take = (lane & step) != 0;
-    for (long c = rows - 1; c >= 0; c--)
-      for (int v = 0; v < VECS; v++) {
-        float* x = rel + c * PANEL + v * W;
-        store(x, take ? (c >= step ? load(x - step * PANEL) : vf{}) : load(x));
+    for (int v = 0; v < VECS; v++) {
+      const long behind = step == 1 ? v * W : 0;
+      for (long c = rows - 1; c >= 0; c--) {
+        const float* from = rel + (c - behind) * PANEL + v * W;
+        const vf here = c >= behind ? load(from) : vf{}, before = c >= behind + step ? load(from - step * PANEL) : vf{};
+        store(rel + c * PANEL + v * W, take ? before : here);
       }
+    }
   }
-  for (int v = 1; v < VECS; v++)
-    for (long c = rows - 1; c >= 0; c--)
-      store(rel + c * PANEL + v * W, c >= v * W ? load(rel + (c - v * W) * PANEL + v * W) : vf{});
 }
 
 struct Tile {  // S and where it came from
