@@ -1,7 +1,7 @@
 """Does the time per token stay the same as the sequence grows, when every head sees 64 tokens?
 
-All lengths are timed in turn, round by round, so that a slow minute of the machine hits them alike; a length's figure is
-the median over rounds of its time per token relative to the mean over lengths in that round. Writes a table.
+All lengths are timed in turn, round by round, so that a slow minute of the machine hits them alike; a length's figure
+is the median over rounds of its time per token relative to the mean over lengths in that round. Prints a table.
 
     python benchmarks/per_token.py [ROUNDS]
 """
