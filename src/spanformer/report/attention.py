@@ -75,15 +75,16 @@ def groups(rows: Iterable[dict], *keys: str) -> dict[tuple, list[dict]]:
 def tables(results: dict) -> list[Table]:
     """One table for each part, mode and choice of terms; then who was WRONG, and who was skipped and why."""
     made = []
-    for key, rows in groups(results["rows"], "part", "mode", "terms", "streaming", "batch").items():
+    for rows in groups(results["rows"], "part", "mode", "terms", "streaming", "batch").values():
         if any(row["status"] == "ok" for row in rows):
-            made.append(_table(*key, rows))
+            made.append(_table(rows))
     notes = [_wrong(results["rows"]), _skipped(results["rows"]), _about(results)]
     return made + [note for note in notes if note is not None]
 
 
-def _table(part: str, mode: str, terms: str, streaming: int, batch: int, rows: list[dict]) -> Table:
-    """A line for each profile and contender, a column for each length."""
+def _table(rows: list[dict]) -> Table:
+    """A line for each profile and contender, a column for each length; the rows share everything else."""
+    part, mode, terms, streaming, batch = (rows[0][key] for key in ("part", "mode", "terms", "streaming", "batch"))
     details = [mode] if part != "decode" else []
     details += [f"with {terms.replace('_', ' ')}"] if terms != "plain" else []
     details += [f"{streaming} queries after the cache"] if streaming else []
