@@ -325,7 +325,7 @@ class SegmentBackward {
       for (int v = 0; v < VECS; v++) {
         const vf m = dynamic_ramp(s, t, r, v);
         const vf part = load(t.S + r * t.ld + v * W) / (m * set1((float)c.ramp));
-        acc[v] += (m > vf{}) & (m < set1(1.f)) ? part : vf{};
+        acc[v] += ((m > vf{}) & (m < set1(1.f))) ? part : vf{};
       }
     }
     for (int v = 0; v < VECS; v++) store(dz + v * W, acc[v]);

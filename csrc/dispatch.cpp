@@ -26,7 +26,7 @@ struct Choice {
   const Kernel* kernel;
 };
 
-bool wanted(const char* name) {  // SPANFORMER_ISA=portable|avx2|avx512 asks for one, where the machine has it
+[[maybe_unused]] bool wanted(const char* name) {  // SPANFORMER_ISA=portable|avx2|avx512 asks for one, where the machine has it
   const char* asked = std::getenv("SPANFORMER_ISA");
   return !asked || !*asked || !std::strcmp(asked, name);
 }
