@@ -121,7 +121,7 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(ValueError, match=r"newest has shape \[2\].*int64 \[1\]"):
         Rings(rings.keys, rings.values, rings.capacity, torch.tensor([1, 2]))
     # what the kernel would read beyond the end of
-    with pytest.raises(ValueError, match="values has dtype torch.bfloat16 on cpu; expected torch.float32 on cpu"):
+    with pytest.raises(ValueError, match=r"values has dtype torch\.bfloat16 on cpu; expected torch\.float32 on cpu"):
         Rings(rings.keys, rings.values.bfloat16(), rings.capacity, rings.newest)
     with pytest.raises(ValueError, match=r"distance_vec has shape \[1, 5, 4\]; expected head size 8"):
         attend_rings(q, rings, Rule(2, reach=5, distance_vec=torch.zeros(1, 5, 4)))
