@@ -9,7 +9,6 @@ SANITIZED := build/sanitize/_kernel.so
 
 demo: .venv/installed
 	$(BIN)/spanformer bench attention --quick --out results/demo
-	@ls results/demo/*.png | sed 's/^/Picture: /'
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q
@@ -29,7 +28,6 @@ sanitize: .venv/installed
 
 bench: .venv/with-bench
 	$(BIN)/spanformer bench attention --out results/bench
-	@ls results/bench/*.png | sed 's/^/Picture: /'
 
 clean:
 	rm -rf .venv build dist results/demo .pytest_cache .ruff_cache .hypothesis src/*.egg-info

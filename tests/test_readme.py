@@ -21,6 +21,18 @@ def test_the_example_runs() -> None:
     assert done.stdout.startswith("tensor([")
 
 
+EXAMPLES = [
+    pytest.param(code, id=f"{page.name}-{n}")
+    for page in PAGES
+    for n, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL))
+]
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
+def test_every_example_runs_as_it_stands(code: str) -> None:
+    exec(code, {})
+
+
 def test_the_commands_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     named = {a or b for a, b in re.findall(r"`make ([a-z]+)`|^make ([a-z]+)", README, flags=re.MULTILINE)}

@@ -124,13 +124,15 @@ class TestAdaptiveSpan:
         ("options", "message"),
         [
             ({"heads": 0}, "heads is 0; expected at least 1"),
+            ({"max_span": math.nan}, "max_span is nan; expected at least 1"),
+            ({"ramp": math.inf}, "ramp is inf; expected a positive, finite number"),
             ({"max_span": 0}, "max_span is 0; expected at least 1"),
             ({"init": -0.1}, "init is -0.1; expected a ratio of max_span, 0 … 1"),
             ({"init": 1.5}, "init is 1.5; expected a ratio"),
             ({"init": math.nan}, "init is nan; expected a ratio"),
             ({"penalty": -1.0}, "penalty is -1.0; expected 0 or more"),
             ({"penalty": math.nan}, "penalty is nan; expected 0 or more"),
-            ({"ramp": 0}, "ramp is 0; expected a positive number"),
+            ({"ramp": 0}, "ramp is 0; expected a positive, finite number"),
             ({"kv_heads": 3}, "kv_heads is 3; expected a number that divides heads, 4"),
             ({"kv_heads": 0}, "kv_heads is 0; expected a number that divides heads, 4"),
         ],
@@ -215,6 +217,8 @@ class TestDynamicSpan:
 
     def test_bad_input(self):
         module = DynamicSpan(3, 2, 64)
+        with pytest.raises(ValueError, match=r"view is of type Tensor; expected View\(x="):
+            module.rule(torch.zeros(1, 5, 3))
         with pytest.raises(ValueError, match=r"view.x is missing; a dynamic span is read off the hidden states"):
             module.rule(View())
         with pytest.raises(ValueError, match=r"view.x has shape \[1, 5, 4\]; expected \[B, Tq, 3\]"):

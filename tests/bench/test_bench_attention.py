@@ -31,6 +31,7 @@ def test_end_to_end(tmp_path):
         assert row["ms"] > 0 and row["speedup"] > 0 and row["errors"]["out"] <= row["allowed"]["out"]
     ours = next(row for row in timed if row["contender"] == "reference" and row["part"] == "cost")
     assert 0 < ours["limit_share"] < 1 and {"dq", "dk", "dv", "dspan"} < set(ours["errors"])
+    assert {row["part"] for row in saved["rows"] if row["contender"] == "rings-torch"} == {"decode"}
     assert all(row["reason"] and row["ms"] is None for row in saved["rows"] if row["status"] == "skipped")
 
 

@@ -58,6 +58,21 @@ def test_mistakes_give_one_sentence_and_exit_2(capsys, arguments, said):
     assert "Traceback" not in err and "│" not in err
 
 
+def test_parts_and_modes_that_leave_nothing_are_refused(capsys, tmp_path):
+    words = ["--parts", "decode", "--modes", "forward", "--out", str(tmp_path)]
+    code, out, err = ended(capsys, "bench", "attention", *words)
+    assert code == 2 and out == "" and "no step of parts decode has modes forward" in err
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("spanformer.bench.attention.time_step", lambda *_: pytest.fail("it was measured"))
+    (tmp_path / "taken").touch()
+    code, _, err = ended(
+        capsys, "bench", "attention", "--quick", "--parts", "overhead", "--out", str(tmp_path / "taken")
+    )
+    assert code == 2 and "taken" in err and "Traceback" not in err
+
+
 def test_a_tiny_run_leaves_results_and_pictures(capsys, tmp_path):
     main(
         ["bench", "attention", "--quick", "--profiles", "A", "--lengths", "64", "--heads", "2", "--dim", "8",

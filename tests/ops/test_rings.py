@@ -120,3 +120,30 @@ def test_bad_input_is_named() -> None:
         Rings(rings.keys, rings.values, torch.tensor([10, 9]), rings.newest)
     with pytest.raises(ValueError, match=r"newest has shape \[2\].*int64 \[1\]"):
         Rings(rings.keys, rings.values, rings.capacity, torch.tensor([1, 2]))
+    # what the kernel would read beyond the end of
+    with pytest.raises(ValueError, match=r"values has dtype torch\.bfloat16 on cpu; expected torch\.float32 on cpu"):
+        Rings(rings.keys, rings.values.bfloat16(), rings.capacity, rings.newest)
+    with pytest.raises(ValueError, match=r"distance_vec has shape \[1, 5, 4\]; expected head size 8"):
+        attend_rings(q, rings, Rule(2, reach=5, distance_vec=torch.zeros(1, 5, 4)))
+    with pytest.raises(ValueError, match="span is on meta; expected cpu, where q is"):
+        attend_rings(q, rings, Rule(2, reach=5, span=torch.zeros(2, device="meta")))
+    elsewhere = Rings(rings.keys.to("meta"), rings.values.to("meta"), rings.capacity, rings.newest)
+    with pytest.raises(ValueError, match="keys is on meta; expected cpu, where q is"):
+        attend_rings(q, elsewhere, Rule(2, reach=5))
+    with pytest.raises(ValueError, match=r"q has shape \[2, 1, 8\] and dtype torch.float32; rings take one query"):
+        attend_rings(q[0], rings, Rule(2, reach=5))
+
+
+def test_values_too_wide_for_the_kernel_go_to_banded() -> None:
+    q, k, v = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 20, 8), torch.randn(1, 1, 20, 300)
+    rings = rings_of(k, v, [20], [19])
+    expected = attend(q.double(), k.double(), v.double(), Rule(1), backend="reference")
+    torch.testing.assert_close(attend_rings(q, rings, Rule(1)).out.double(), expected.out, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="backend 'native' cannot serve this call"):
+        attend_rings(q, rings, Rule(1), backend="native")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_rows_give_no_rows(backend) -> None:
+    rings = Rings(torch.zeros(0, 20, 8), torch.zeros(0, 20, 8), torch.tensor([20]), torch.zeros(0, dtype=torch.int64))
+    assert attend_rings(torch.zeros(0, 1, 1, 8), rings, Rule(1), backend=backend).out.shape == (0, 1, 1, 8)

@@ -188,6 +188,8 @@ class TestBadRules:
         [
             ({"heads": 0}, ["heads is 0", "expected at least 1"]),
             ({"reach": [1, 2, 3]}, ["reach has shape [3]", "expected [4]"]),
+            ({"reach": 2.5}, ["reach is 2.5", "expected a whole number"]),
+            ({"blocks": torch.ones(4, 4)}, ["blocks is a Tensor", "expected a BlockIndex"]),
             ({"reach": torch.ones(4)}, ["reach has dtype torch.float32", "expected whole numbers"]),
             ({"reach": [1, 2, -3, 4]}, ["reach holds -3", "0 or more"]),
             ({"ramp": 0.0}, ["ramp is 0.0", "expected a positive, finite"]),
@@ -246,17 +248,25 @@ class TestBadCalls:
     @pytest.mark.parametrize(
         ("change", "words"),
         [
+            ({"rule": torch.nn.Linear(1, 1)}, ["rule is of type Linear", "expected a Rule"]),
+            ({"v": [1.0]}, ["v is of type list", "expected a tensor"]),
             ({"q": torch.ones(2, 4, 6)}, ["q has shape [2, 4, 6]", "expected 4 axes"]),
             ({"v": torch.ones(2, 2, 6, 8, 1)}, ["v has shape [2, 2, 6, 8, 1]", "expected 4 axes"]),
             ({"k": torch.ones(2, 2, 6, 8).long()}, ["k has dtype torch.int64", "expected a floating-point dtype"]),
             ({"k": torch.ones(2, 2, 6, 8).double()}, ["q, k and v have dtypes", "torch.float64", "expected one dtype"]),
             ({"k": torch.ones(2, 2, 6, 8, device="meta")}, ["q, k and v are on cpu, meta and cpu", "one device"]),
-            ({"q": torch.ones(2, 3, 6, 8)}, ["q has shape [2, 3, 6, 8], 3 heads", "the rule is for 4"]),
+            ({"q": torch.ones(2, 3, 6, 8)}, ["q has shape [2, 3, 6, 8], 3 heads", "expected 4, as the rule has"]),
             ({"k": torch.ones(1, 2, 6, 8)}, ["k has shape [1, 2, 6, 8]", "expected [2, Hkv, Tk, 8]"]),
             ({"k": torch.ones(2, 2, 6, 7)}, ["k has shape [2, 2, 6, 7]", "expected [2, Hkv, Tk, 8]"]),
             ({"v": torch.ones(2, 2, 5, 8)}, ["v has shape [2, 2, 5, 8]", "expected [2, 2, 6] and a head size"]),
-            ({"k": torch.ones(2, 3, 6, 8), "v": torch.ones(2, 3, 6, 8)}, ["k has 3 heads", "divides q's 4"]),
-            ({"k": torch.ones(2, 0, 6, 8), "v": torch.ones(2, 0, 6, 8)}, ["k has 0 heads", "divides q's 4"]),
+            (
+                {"k": torch.ones(2, 3, 6, 8), "v": torch.ones(2, 3, 6, 8)},
+                ["k has shape [2, 3, 6, 8], 3 heads", "divides q's 4"],
+            ),
+            (
+                {"k": torch.ones(2, 0, 6, 8), "v": torch.ones(2, 0, 6, 8)},
+                ["k has shape [2, 0, 6, 8], 0 heads", "divides q's 4"],
+            ),
             ({"v": torch.ones(2, 2, 6, 0)}, ["head size 8 and v 0", "expected at least 1"]),
             ({"k": torch.ones(2, 2, 5, 8), "v": torch.ones(2, 2, 5, 8)}, ["k has 5 keys for 6 queries", "k_positions"]),
             ({"q_positions": torch.arange(6)}, ["q_positions was given without k_positions"]),
@@ -593,7 +603,7 @@ class TestChoice:
 
     def test_the_choice_checks_the_call(self, install):
         install()
-        with refused("q has shape [2, 4, 6, 8], 4 heads", "the rule is for 3"):
+        with refused("q has shape [2, 4, 6, 8], 4 heads", "expected 3, as the rule has"):
             choose_backend(*qkv(), Rule(3))
         with refused("dropout is 2.0"):
             choose_backend(*qkv(), Rule(4), dropout=2.0)

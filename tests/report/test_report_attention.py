@@ -81,13 +81,30 @@ def test_labels_are_moved_apart_as_little_as_possible():
     assert all(b - a >= 10 - 1e-9 for a, b in pairwise(places))
 
 
-@pytest.mark.parametrize("content, said", [(None, "does not exist"), ("{", "is not JSON"), ("[]", "another kind")])
+KIND = f'"kind": "{report.KIND}"'
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (None, "does not exist"),
+        ("{", "is not JSON"),
+        ("[]", "another kind"),
+        (f'{{{KIND}, "format": 9}}', "has format 9; expected 1"),
+        (f'{{{KIND}, "format": 1, "machine": {{"cpu": "x"}}, "rows": []}}', "holds no machine or no rows"),
+    ],
+)
 def test_other_files_are_refused(tmp_path, content, said):
     path = tmp_path / "x.json"
     if content is not None:
         path.write_text(content)
     with pytest.raises(ValueError, match=said):
         report.load(path)
+
+
+def test_a_folder_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="is a folder; expected the result file"):
+        report.load(tmp_path)
 
 
 def test_a_result_file_is_read_back(results, tmp_path):

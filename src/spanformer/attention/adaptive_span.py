@@ -10,6 +10,8 @@ so a head only finds out about distances it can already faintly see.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -79,9 +81,9 @@ def check_options(heads: int, kv_heads: int | None, max_span: int, ramp: float, 
         raise ValueError(f"heads is {heads}; expected at least 1")
     if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
         raise ValueError(f"kv_heads is {kv_heads}; expected a number that divides heads, {heads}")
-    if max_span < 1:
+    if not 1 <= max_span < math.inf:
         raise ValueError(f"max_span is {max_span}; expected at least 1 token")
-    if not ramp > 0:
-        raise ValueError(f"ramp is {ramp}; expected a positive number of tokens")
-    if not penalty >= 0:
+    if not 0 < ramp < math.inf:
+        raise ValueError(f"ramp is {ramp}; expected a positive, finite number of tokens")
+    if not 0 <= penalty < math.inf:
         raise ValueError(f"penalty is {penalty}; expected 0 or more (a negative one would reward long spans)")

@@ -49,6 +49,8 @@ class DynamicSpan(Attention):
         """[heads or kv_heads]: b"""
 
     def rule(self, view: View) -> Rule:
+        if not isinstance(view, View):
+            raise ValueError(f"view is of type {type(view).__name__}; expected View(x=hidden states [B, Tq, dim])")
         if view.x is None:
             raise ValueError("view.x is missing; a dynamic span is read off the hidden states [B, Tq, dim]")
         if view.x.ndim != 3 or view.x.shape[2] != self.dim:

@@ -32,11 +32,16 @@ def bench_attention(
 
     extra: contenders of your own, beside the built-in ones.
     """
+    plan = steps(config)
+    if not plan:
+        parts, modes = " ".join(config.chosen_parts), " ".join(config.chosen_modes)
+        raise ValueError(f"no step of parts {parts} has modes {modes}; there is nothing to measure")
+    config.out.mkdir(parents=True, exist_ok=True)  # now rather than after the first step, should it be refused
     leave_out = ("flex",) if config.quick else ()
     taking_part = [*field.choose(config.contenders, config.original, leave_out=leave_out), *extra]
     kept = config.keep_memory and keep_freed_memory(True)
     results = Results(describe_machine(config.threads, kept), _plain(config))
-    plan, patience = steps(config), Patience(min(config.patience, 3.0) if config.quick else config.patience)
+    patience = Patience(min(config.patience, 3.0) if config.quick else config.patience)
     forecasts = [step.seconds(config.rounds) for step in plan]
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
@@ -44,7 +49,7 @@ def bench_attention(
         for step, done in zip(plan, itertools.accumulate(forecasts, initial=0.0), strict=False):
             if on_step:
                 on_step(step.title, done, sum(forecasts))
-            here = [c for c in taking_part if c.name not in step.without]
+            here = [c for c in taking_part if c.name not in step.without and step.work.kind in c.kinds]
             results.rows += (
                 time_step(step, here, config, patience) if step.in_process else memory_step(step, here, config)
             )

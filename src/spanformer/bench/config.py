@@ -47,7 +47,7 @@ class AttentionBench:
     contenders: tuple[str, ...] = ()
     """Who takes part: sdpa (always), native, banded, sdpa-mask, flex, x-transformers, local-attention, rings-native,
     rings-torch, original, reference. Default: all but reference (with --quick also without flex, which compiles for
-    many seconds)."""
+    many seconds). Rings take part in decode alone, x-transformers and local-attention where whole sequences are."""
     batch: int = 1
     """Sequences per batch."""
     heads: int = 8

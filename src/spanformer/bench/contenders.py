@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spanformer.bench import profiles
-from spanformer.bench.work import Inputs, Work
+from spanformer.bench.work import KINDS, Inputs, Work
 from spanformer.ops import Rule, attend
 
 YARDSTICK = "sdpa"
@@ -40,6 +40,8 @@ class Contender:
     """it computes the work itself, soft spans and their gradients included"""
     dense: float = 0.0
     """how many B × H × Tq × Tk tensors it holds at once, to skip what would not fit"""
+    kinds: tuple[str, ...] = KINDS
+    """the kinds of work it is for; it takes no part in others, and no reason is given"""
     floor: float = 0.0
     """a relative error that lies in its definition"""
 

@@ -83,8 +83,6 @@ def _flex_build(inputs: Inputs) -> Callable[[], Tensor]:
 
 
 def _x_transformers_cannot(work: Work) -> str | None:
-    if work.streaming or work.mode == "decode":
-        return "compared on whole sequences only"
     if work.profile != "F":
         return "has no spans per head: it does profile F, full causal attention"
     return _missing("x_transformers", "x-transformers")
@@ -99,8 +97,6 @@ def _x_transformers_build(inputs: Inputs) -> Callable[[], Tensor]:
 
 def _local_cannot(work: Work) -> str | None:
     window = profiles.uniform_reach(work.profile)
-    if work.streaming or work.mode == "decode":
-        return "compared on whole sequences only"
     if window is None:
         return "one window for all heads: it does profiles S and M"
     if window >= work.length or work.length % window:
@@ -183,8 +179,10 @@ def _import_from(path: Path, name: str):
 
 FLEX = Contender("flex", "FlexAttention, compiled", _flex_cannot, _flex_build)
 X_TRANSFORMERS = Contender(
-    "x-transformers", "x-transformers, flash", _x_transformers_cannot, _x_transformers_build, full_rule, same_work=False
-)
+    "x-transformers", "x-transformers, flash", _x_transformers_cannot, _x_transformers_build, full_rule,
+    same_work=False, kinds=("whole",),
+)  # fmt: skip
 LOCAL = Contender(
-    "local-attention", "local-attention, hard window", _local_cannot, _local_build, _local_rule, same_work=False
-)
+    "local-attention", "local-attention, hard window", _local_cannot, _local_build, _local_rule,
+    same_work=False, kinds=("whole",),
+)  # fmt: skip

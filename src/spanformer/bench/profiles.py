@@ -12,13 +12,6 @@ RAMP = 32
 NAMES = ("A", "B", "S", "M", "F")
 _STEPS = (32, 48, 64, 96, 160, 256, 1024)
 _UNIFORM = {"S": 64, "M": 512}
-MEANING = {
-    "A": "one head sees all, the rest 64 tokens",
-    "B": "heads see 32, 48, 64, 96, 160, 256, 1024, all",
-    "S": "every head sees 64 tokens",
-    "M": "every head sees 512 tokens",
-    "F": "every head sees all",
-}
 
 
 def reaches(profile: str, heads: int, length: int) -> list[int]:
@@ -48,11 +41,6 @@ def spans(profile: str, heads: int, length: int, ramp: int = RAMP, *, between: b
 def uniform_reach(profile: str) -> int | None:
     """The reach every head shares, if the profile is of that kind ("F" is not: it grows with the length)."""
     return None if profile in ("A", "B", "F") else _uniform(profile)
-
-
-def meaning(profile: str) -> str:
-    """The profile in words."""
-    return MEANING.get(profile) or f"every head sees {_uniform(profile)} tokens"
 
 
 def _uniform(profile: str) -> int:

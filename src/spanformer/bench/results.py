@@ -21,7 +21,7 @@ class Row:
     """One contender on one work. Without a speed, `status` and `reason` say why."""
 
     part: str
-    """which table it belongs to: cost, decode, overhead, batch, per_token, limit, streaming, memory, long"""
+    """which table it belongs to: cost, decode, overhead, short, per_token, limit, streaming, memory, long"""
     mode: str
     profile: str
     length: int

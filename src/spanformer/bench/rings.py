@@ -18,16 +18,8 @@ from spanformer.bench.work import Inputs, Work
 from spanformer.ops import Rings, attend_rings
 
 
-def _cannot(work: Work) -> str | None:
-    return None if work.mode == "decode" else "for decoding only"
-
-
 def _torch_cannot(work: Work) -> str | None:
-    return _cannot(work) or (None if work.terms == "plain" else "written for plain spans only")
-
-
-def _native_cannot(work: Work) -> str | None:
-    return _cannot(work) or unusable_backend("native")
+    return None if work.terms == "plain" else "written for plain spans only"
 
 
 def ring(t: Tensor, reach: int) -> Tensor:
@@ -70,5 +62,8 @@ def _torch_build(inputs: Inputs) -> Callable[[], Tensor]:
     return forward
 
 
-RINGS_TORCH = Contender("rings-torch", "per-head rings, PyTorch", _torch_cannot, _torch_build)
-RINGS_NATIVE = Contender("rings-native", "per-head rings, spanformer native", _native_cannot, _native_build)
+RINGS_TORCH = Contender("rings-torch", "per-head rings, PyTorch", _torch_cannot, _torch_build, kinds=("decode",))
+RINGS_NATIVE = Contender(
+    "rings-native", "per-head rings, spanformer native", lambda _work: unusable_backend("native"), _native_build,
+    kinds=("decode",),
+)  # fmt: skip

@@ -15,6 +15,7 @@ from spanformer.cost import attention as cost
 from spanformer.ops import Rule
 
 MODES = ("forward", "forward+backward", "decode")
+KINDS = ("whole", "decode", "streaming")
 TERMS = ("plain", "distance_bias", "distance_vec")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -42,6 +43,11 @@ class Work:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
         self.reaches()  # refuses a profile it does not know
+
+    @property
+    def kind(self) -> str:
+        """ "whole" sequences, one step of "decode", or "streaming": a block of queries after a cache."""
+        return "streaming" if self.streaming else "decode" if self.mode == "decode" else "whole"
 
     @property
     def queries(self) -> int:

@@ -104,7 +104,11 @@ def make_call(
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> None:
+    if not isinstance(rule, Rule):
+        raise ValueError(f"rule is of type {type(rule).__name__}; expected a Rule, as AdaptiveSpan.rule() gives")
     for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, Tensor):
+            raise ValueError(f"{name} is of type {type(t).__name__}; expected a tensor")
         if t.ndim != 4:
             raise ValueError(f"{name} has shape {list(t.shape)}; expected 4 axes, [batch, heads, tokens, head size]")
         if not t.is_floating_point():
@@ -115,13 +119,15 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> None:
         raise ValueError(f"q, k and v are on {q.device}, {k.device} and {v.device}; expected one device")
     b, h, _, d = q.shape
     if rule.heads != h:
-        raise ValueError(f"q has shape {list(q.shape)}, {h} heads; the rule is for {rule.heads}")
+        raise ValueError(f"q has shape {list(q.shape)}, {h} heads; expected {rule.heads}, as the rule has")
     if k.shape[0] != b or k.shape[3] != d:
         raise ValueError(f"k has shape {list(k.shape)}; expected [{b}, Hkv, Tk, {d}] to go with q {list(q.shape)}")
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"v has shape {list(v.shape)}; expected {list(k.shape[:3])} and a head size, to go with k")
     if k.shape[1] < 1 or h % k.shape[1]:
-        raise ValueError(f"k has {k.shape[1]} heads; expected a number that divides q's {h}")
+        raise ValueError(
+            f"k has shape {list(k.shape)}, {k.shape[1]} heads; expected a number of heads that divides q's {h}"
+        )
     if d < 1 or v.shape[3] < 1:
         raise ValueError(f"q has head size {d} and v {v.shape[3]}; expected at least 1")
 

@@ -39,12 +39,19 @@ class Rings:
                 f"keys and values have shapes {list(self.keys.shape)} and {list(self.values.shape)}; "
                 "expected [B, N, D] and [B, N, Dv]"
             )
+        if self.values.dtype != self.keys.dtype or self.values.device != self.keys.device:
+            raise ValueError(
+                f"values has dtype {self.values.dtype} on {self.values.device}; "
+                f"expected {self.keys.dtype} on {self.keys.device}, as keys has"
+            )
         b, n, _ = self.keys.shape
         for name, length in (("capacity", None), ("newest", b)):
             t = getattr(self, name)
             if t.dtype != torch.int64 or t.device.type != "cpu" or t.ndim != 1 or t.shape[0] != (length or t.shape[0]):
                 expected = f"int64 [{length or 'Hkv'}] on the CPU"
-                raise ValueError(f"{name} has shape {list(t.shape)} and dtype {t.dtype}; expected {expected}")
+                raise ValueError(
+                    f"{name} has shape {list(t.shape)} and dtype {t.dtype} on {t.device}; expected {expected}"
+                )
         capacities = self.capacity.tolist()
         if not capacities or min(capacities) < 1 or sum(capacities) != n:
             raise ValueError(f"capacity is {capacities}; expected at least 1 slot a head, {n} in all as keys has")
@@ -62,7 +69,7 @@ def attend_rings(q: Tensor, rings: Rings, rule: Rule, *, backend: str = "auto", 
     """
     _check(q, rings, rule)
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
-    reasons = _native_refuses(q)
+    reasons = _native_refuses(q, rings)
     if backend == "native" and reasons:
         raise ValueError(f"backend 'native' cannot serve this call: {'; '.join(reasons)}")
     if backend not in ("auto", "native", "banded"):
@@ -74,9 +81,16 @@ def attend_rings(q: Tensor, rings: Rings, rule: Rule, *, backend: str = "auto", 
 
 
 def _check(q: Tensor, rings: Rings, rule: Rule) -> None:
-    b, h, tq, d = q.shape
-    if tq != 1:
-        raise ValueError(f"q has shape {list(q.shape)}; rings take one query per row, [B, H, 1, D]")
+    if not isinstance(rule, Rule):
+        raise ValueError(f"rule is of type {type(rule).__name__}; expected a Rule")
+    if q.ndim != 4 or q.shape[2] != 1 or not q.is_floating_point():
+        raise ValueError(
+            f"q has shape {list(q.shape)} and dtype {q.dtype}; "
+            "rings take one query per row, [B, H, 1, D] of a floating-point dtype"
+        )
+    b, h, _, d = q.shape
+    if rings.keys.device != q.device:
+        raise ValueError(f"keys is on {rings.keys.device}; expected {q.device}, where q is")
     if rings.keys.shape[0] != b or rings.keys.shape[2] != d or rings.keys.dtype != q.dtype:
         raise ValueError(
             f"keys has shape {list(rings.keys.shape)} and dtype {rings.keys.dtype}; expected [{b}, N, {d}] of {q.dtype}"
@@ -87,9 +101,17 @@ def _check(q: Tensor, rings: Rings, rule: Rule) -> None:
     unknown = [name for name in ("key_bias", "documents", "blocks") if getattr(rule, name) is not None]
     if unknown or not rule.causal:
         raise ValueError(f"rings do not take {', '.join([*unknown, *([] if rule.causal else ['causal=False'])])}")
+    for name in ("span", "distance_bias", "distance_vec", "sinks"):
+        t = getattr(rule, name)
+        if t is not None and t.device != q.device:
+            raise ValueError(f"{name} is on {t.device}; expected {q.device}, where q is")
+    if rule.distance_vec is not None and rule.distance_vec.shape[2] != d:
+        raise ValueError(
+            f"distance_vec has shape {list(rule.distance_vec.shape)}; expected head size {d} as its last axis"
+        )
     if rule.dynamic and rule.span is not None and rule.span.shape != (b, h, 1):
         raise ValueError(f"span has shape {list(rule.span.shape)}; expected [{h}] or [{b}, {h}, 1]")
-    limits, seen = rule.limits(), max(rings.newest.tolist()) + 1
+    limits, seen = rule.limits(), max(rings.newest.tolist(), default=-1) + 1
     group, shift = h // len(rings.capacities), 1 if rule.original else 0
     for head, limit in enumerate(limits):
         needed, held = min(limit + shift, seen), rings.capacities[head // group]
@@ -105,14 +127,15 @@ def _check(q: Tensor, rings: Rings, rule: Rule) -> None:
             )
 
 
-def _native_refuses(q: Tensor) -> list[str]:
+def _native_refuses(q: Tensor, rings: Rings) -> list[str]:
     reasons = [problem] if (problem := kernel.problem()) else []
     if q.device.type != "cpu":
         reasons.append(f"q is on {q.device}; the native kernel runs on the CPU")
     if q.dtype not in kernel.DTYPES:
         reasons.append(f"q has dtype {q.dtype}; the native kernel takes float32 and bfloat16")
-    if q.shape[3] > kernel.MAX_HEAD_SIZE:
-        reasons.append(f"the head size is {q.shape[3]}; the native kernel takes up to {kernel.MAX_HEAD_SIZE}")
+    size = max(q.shape[3], rings.values.shape[2])
+    if size > kernel.MAX_HEAD_SIZE:
+        reasons.append(f"the head size is {size}; the native kernel takes up to {kernel.MAX_HEAD_SIZE}")
     return reasons
 
 
@@ -133,7 +156,7 @@ def _banded(q: Tensor, rings: Rings, rule: Rule, scale: float) -> Attended:
     for head, limit in enumerate(limits):
         g = head // group
         capacity = rings.capacities[g]
-        seen = max(0, min(limit, capacity - shift, int(rings.newest.max()) + 1 - shift))
+        seen = max(0, min(limit, capacity - shift, max(rings.newest.tolist(), default=-1) + 1 - shift))
         d = torch.arange(seen, device=q.device)
         position = newest[:, None] - shift - d  # [B, seen]
         slot = first[g] + position % capacity

@@ -109,6 +109,8 @@ class Rule:
                 _expect(ids.ndim in (1, 2), "documents", ids, "[T] or [B, T]")
                 _expect(not ids.is_floating_point() and ids.dtype != torch.bool, "documents", ids, "integer ids")
         if self.blocks is not None:
+            if not isinstance(self.blocks, BlockIndex):
+                raise ValueError(f"blocks is a {type(self.blocks).__name__}; expected a BlockIndex")
             _expect(
                 self.blocks.offsets.shape[0] in (1, h), "blocks.offsets", self.blocks.offsets, f"[1 or {h}, rows + 1]"
             )
@@ -171,6 +173,8 @@ def _seen(span: float, ramp: float) -> int:
 def _as_reach(reach: Tensor | Sequence[int] | int, heads: int) -> Tensor:
     if isinstance(reach, int):
         reach = [reach] * heads
+    if isinstance(reach, float | str):
+        raise ValueError(f"reach is {reach!r}; expected a whole number of tokens, or [{heads}] of them")
     given = reach if isinstance(reach, Tensor) else torch.tensor(list(reach))
     _expect(given.shape == (heads,), "reach", given, f"[{heads}]")
     if given.is_floating_point() or given.dtype == torch.bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-KIND = "spanformer attention benchmark"
+KIND, FORMAT = "spanformer attention benchmark", 1
 MEANING = {
     "A": "one head sees all, the rest 64 tokens",
     "B": "heads see 32, 48, 64, 96, 160, 256, 1024, all",
@@ -36,10 +36,16 @@ def load(path: Path) -> dict:
         results = json.loads(Path(path).read_text())
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist; expected the result file of an attention benchmark") from None
+    except IsADirectoryError:
+        raise ValueError(f"{path} is a folder; expected the result file of an attention benchmark in it") from None
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise ValueError(f"{path} is not JSON; expected the result file of an attention benchmark") from None
     if not isinstance(results, dict) or results.get("kind") != KIND:
         raise ValueError(f"{path} is JSON of another kind; expected the result file of an attention benchmark")
+    if results.get("format") != FORMAT:
+        raise ValueError(f"{path} has format {results.get('format')}; expected {FORMAT}: measure again")
+    if not all(results.get(name) for name in ("machine", "rows")):
+        raise ValueError(f"{path} holds no machine or no rows; expected a result file as the benchmark wrote it")
     return results
 
 
