@@ -44,7 +44,7 @@ static Pair exact_pair(const Scene& s, long b, long h, long i, long j) {
   if (c.block_offsets && !s.in_blocks(h, s.q_position(b, i), s.k_position(b, j))) return p;
   float bias = 0.f;
   if (const float* kb = s.key_bias(b, h)) bias = kb[j] * LOG2E;
-  if (bias == -std::numeric_limits<float>::infinity()) return p;
+  if (bias <= HIDDEN_AT_MOST) return p;
   float soft = 0.f;
   if (c.dynamic) {
     const double m = ramp_at(s.dynamic_span(b, h, i), c.ramp, p.d);

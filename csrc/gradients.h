@@ -75,6 +75,7 @@ static void sink_gradients(const Call& c) {
     for (long b = 0; b < c.B; b++)
       for (long i = 0; i < c.Tq; i++) {
         const long at = (b * c.H + h) * c.Tq + i;
+        if (c.lse[at] == -std::numeric_limits<float>::infinity()) continue;  // saw nothing, and its sink is −inf too
         const float delta = exact_dot(row<T>(c.out, b, h, i), row<T>(c.g, b, h, i), c.Dv);
         total += std::exp(c.sinks[h] - c.lse[at]) * ((c.g_lse ? c.g_lse[at] : 0.f) - delta);
       }
@@ -107,7 +108,7 @@ static void backward_all(const Call& c) {
             std::memset(row_of<float>(c.dq, b, h, i), 0, sizeof(float) * c.D);
             if (c.d_span && c.dynamic) c.d_span[(b * c.H + h) * c.Tq + i] = 0.f;
           }
-  if (!span.empty()) {
+  if (c.d_span && !c.dynamic) {
     std::vector<double> total(c.H);
     for (long t = 0; t < count; t++)
       for (long g = 0; g < group; g++) total[plan.items[t].kv * group + g] += span[t * group + g];

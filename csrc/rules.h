@@ -11,15 +11,16 @@
 namespace spanformer {
 namespace SPANFORMER_ISA {
 
-constexpr float HIDDEN = -1e38f;          // three of them still add up to a finite number
+constexpr float HIDDEN = -8e37f;          // four of them (key, span, mask, table) still add up to a finite number
 constexpr float HIDDEN_AT_MOST = -1e37f;  // no real score is this low
 constexpr float LOG2E = 1.44269504088896340736f, LN2 = 0.69314718055994530942f;
 constexpr long PAD = PANEL + 16;  // tables may be read this far past either end
 constexpr long FAR = 1L << 40;    // a reach beyond any sequence, as ops/rule.py
+constexpr long LONG_TABLE = 1L << 22;  // longer than this, a table must be worth its memory
 
 static inline long reach_of_span(double z, double ramp) {  // how many distances 0, 1, … have m > 0
   const double n = std::ceil(z + ramp);
-  return n >= (double)FAR ? FAR : (long)n;
+  return n >= (double)FAR ? FAR : n > 0 ? (long)n : 0;  // NaN sees nothing
 }
 static inline double ramp_at(double z, double ramp, long d) {  // m before clipping
   return (ramp + z - (double)d) / ramp;
@@ -40,14 +41,19 @@ struct Head {
   float slope_at(long d) const { return d < table_first || d > table_last ? 0.f : slope[d]; }
 };
 
+// How many distances a head reaches, dynamic spans aside.
+static inline long limit_of(const Call& c, long h) {
+  const long limit = c.reach ? std::min(FAR, (long)c.reach[h]) : FAR;
+  return c.span && !c.dynamic ? std::min(limit, reach_of_span(c.span[h], c.ramp)) : limit;
+}
+
 // `folded` heads know only |d| (positions are given one by one); otherwise the table runs over signed distances.
 static void make_head(const Call& c, long h, bool folded, long least, long most, Head& head) {
   const bool soft = c.span && !c.dynamic;
-  long limit = c.reach ? std::min(FAR, (long)c.reach[h]) : FAR;
   const double z = soft ? c.span[h] : 0;
-  if (soft) limit = std::min(limit, reach_of_span(z, c.ramp));
+  const long limit = limit_of(c, h);
   const bool two_sided = !c.causal && !folded;
-  head.last = std::min(limit - 1, folded ? FAR : most);
+  head.last = std::min(limit - 1, folded ? std::max(most, -least) : most);
   head.first = two_sided ? std::max(1 - limit, least) : 0;
   const long full = soft ? (long)std::min((double)FAR, std::floor(z)) : FAR;  // m = 1 up to here
   head.plain_last = std::min(head.last, full);
@@ -76,7 +82,7 @@ static void make_head(const Call& c, long h, bool folded, long least, long most,
       }
       if (c.distance_bias) {
         const float extra = a < c.bias_length ? c.distance_bias[h * c.bias_length + a] : 0.f;
-        value = extra == -std::numeric_limits<float>::infinity() ? HIDDEN : value + extra * LOG2E;
+        value = std::max(value + extra * LOG2E, HIDDEN);  // in this order NaN stays NaN
         if (value == HIDDEN) inverse = 0.f;
       }
     }
@@ -106,16 +112,39 @@ class Scene {
     for (long b = 0; b < c.B; b++)
       if (!affine(b)) positioned = true;
     long least = 0, most = 0;
-    for (long b = 0; b < c.B; b++) {
-      least = std::min(least, offset[b] - (c.Tk - 1));
-      most = std::max(most, offset[b] + c.Tq - 1);
+    auto extent = [&](long b, long i, long j) {
+      const long d = q_position(b, i) - k_position(b, j) - c.shift;
+      least = std::min(least, d), most = std::max(most, d);
+    };
+    for (long b = 0; b < c.B && c.Tq && c.Tk; b++) {
+      if (!positioned) {
+        extent(b, 0, c.Tk - 1), extent(b, c.Tq - 1, 0);
+        continue;
+      }
+      long q_lo = 0, q_hi = 0, k_lo = 0, k_hi = 0;
+      for (long i = 1; i < c.Tq; i++) {
+        if (q_position(b, i) < q_position(b, q_lo)) q_lo = i;
+        if (q_position(b, i) > q_position(b, q_hi)) q_hi = i;
+      }
+      for (long j = 1; j < c.Tk; j++) {
+        if (k_position(b, j) < k_position(b, k_lo)) k_lo = j;
+        if (k_position(b, j) > k_position(b, k_hi)) k_hi = j;
+      }
+      extent(b, q_lo, k_hi), extent(b, q_hi, k_lo);
     }
+    long widest = 0;
+    for (long h = 0; h < c.H; h++) widest = std::max(widest, limit_of(c, h));
+    // Queries and keys far apart would make a table as long as the way between them.
+    const long table = std::min(most, widest) - (c.causal ? 0 : std::max(least, -widest));
+    if (table > std::max(LONG_TABLE, 4 * (c.Tq + c.Tk))) positioned = true;
     heads.resize(c.H);
     for (long h = 0; h < c.H; h++) make_head(c, h, positioned, least, most, heads[h]);
     if (c.dynamic)
       for (long row = 0; row < c.B * c.H; row++) {
         const float* z = c.span + row * c.Tq;
-        longest_.push_back(reach_of_span(c.Tq ? *std::max_element(z, z + c.Tq) : 0, c.ramp));
+        float most = 0;
+        for (long i = 0; i < c.Tq; i++) most = std::max(most, z[i]);
+        longest_.push_back(reach_of_span(most, c.ramp));
       }
     general = positioned || c.q_documents || c.block_offsets;
     if (c.block_offsets && !positioned) tile = c.block_size;
@@ -224,6 +253,7 @@ class Scene {
   }
 
   bool in_blocks(long h, long qp, long kp) const {
+    if (qp < 0 || kp < 0) return false;  // torch.compile checks no positions
     const long id = block_id(h, qp / c.block_size, kp / c.block_size);
     return id == -1 ||
            (id >= 0 && c.block_masks[(id * c.block_size + qp % c.block_size) * c.block_size + kp % c.block_size]);

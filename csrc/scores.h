@@ -83,17 +83,17 @@ static inline void add_vectors(const Scene& s, const Tile& t, const float* QT, f
 static inline void add_key_bias(const float* bias, const Tile& t) {
   for (long r = 0; r < t.n; r++) {
     const float b = bias[t.ja + r];
-    const vf add = set1(b == -std::numeric_limits<float>::infinity() ? HIDDEN : b * LOG2E);
+    const vf add = set1(std::max(b * LOG2E, HIDDEN));  // in this order NaN stays NaN
     for (int v = 0; v < VECS; v++) store(t.S + r * t.ld + v * W, load(t.S + r * t.ld + v * W) + add);
   }
 }
 
 // m of every lane for the key at row r of the tile (dynamic spans), unclipped.
 SPANFORMER_INLINE vf dynamic_ramp(const Scene& s, const Tile& t, long r, int v) {
-  const float inverse = (float)(1.0 / s.c.ramp);
   vf d = lanes() + set1((float)(t.p.at + v * W - (t.ja + r)));
   d = vmax(d, -d);
-  return (load(t.p.z + v * W) - d) * set1(inverse) + set1(1.f);
+  // Exactly 0 and 1 at the ends of the ramp, which times 1/ramp would not be: a gradient lives strictly between.
+  return (load(t.p.z + v * W) - d + set1((float)s.c.ramp)) / set1((float)s.c.ramp);
 }
 // Rows of the tile that no lane needs to soften are most of a long span's: all |d| ≤ the shortest span.
 SPANFORMER_INLINE bool softened(const Tile& t, long r) {

@@ -212,6 +212,111 @@ def test_refusals_name_every_reason() -> None:
         attend(q, q, q, Rule(1), backend="native")
 
 
+def against_the_oracle(q, k, v, **terms) -> dict[str, torch.Tensor]:
+    """What native gives, held against the float64 oracle: out, lse and the gradients of q and of each learned term."""
+    found = []
+    for backend, dtype in (("native", q.dtype), ("reference", torch.float64)):
+        learned = {n: t.to(dtype).requires_grad_() for n, t in terms.items() if n in LEARNED}
+        rule = Rule(q.shape[1], **(terms | learned))
+        inputs = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+        out, lse = attend(*inputs, rule, backend=backend)
+        loss = (out * torch.arange(1, out.shape[3] + 1)).sum() + torch.where(lse > -torch.inf, lse, 0).sum()
+        grads = torch.autograd.grad(loss, [*inputs, *learned.values()], allow_unused=True)
+        grads = [
+            torch.zeros(t.shape) if g is None else g for t, g in zip([*inputs, *learned.values()], grads, strict=True)
+        ]
+        found.append(dict(zip(["out", "lse", "q", "k", "v", *learned], [out, lse, *grads], strict=True)))
+    for name, true in found[1].items():
+        torch.testing.assert_close(found[0][name].double(), true.double(), atol=1e-4, rtol=1e-3, msg=name)
+    return found[0]
+
+
+@pytest.mark.parametrize("reach", [torch.tensor([5]).expand(2), torch.tensor([5, 9, 30, 9])[::2]])
+def test_a_reach_that_is_not_contiguous(reach: torch.Tensor) -> None:
+    against_the_oracle(*torch.randn(3, 1, 2, 40, 16).unbind(), reach=reach)
+
+
+def test_rows_that_overlap() -> None:
+    windows = torch.randn(1, 2, 60).unfold(2, 32, 1)[:, :, :20]  # 20 rows of 32, each a step after the other
+    against_the_oracle(windows, windows, windows)
+    heads = torch.randn(1, 60).unfold(1, 32, 1)[:, :4, None, :].expand(1, 4, 7, 32)
+    against_the_oracle(heads, heads, heads)
+
+
+def test_a_sink_of_no_weight_where_nothing_is_seen() -> None:
+    padding = torch.zeros(1, 1, 40)
+    padding[..., :10] = -torch.inf
+    against_the_oracle(*torch.randn(3, 1, 2, 40, 16).unbind(), sinks=torch.tensor([-torch.inf, 0.0]), key_bias=padding)
+
+
+@pytest.mark.parametrize(("b", "tk"), [(0, 5), (2, 0)])
+def test_no_rows_or_no_keys_leave_no_gradient_unwritten(b: int, tk: int) -> None:
+    from spanformer.ops.kernel import Fixed, Terms, run_backward, run_forward
+
+    q, k = torch.randn(b, 2, 5, 8), torch.randn(b, 2, tk, 8)
+    terms = Terms(torch.tensor([3.0, 4.0]), None, None, None, None)
+    fixed = Fixed(1.0, 8.0, 0.0, False, 0, *[None] * 6, 0, *[None] * 4)
+    out, lse = run_forward(q, k, k, terms, fixed)
+    empty_like = torch.empty_like
+    try:  # what is not written stays NaN
+        torch.empty_like = lambda *args, **options: empty_like(*args, **options).fill_(torch.nan)
+        grads = run_backward(q, k, k, out, lse, out, None, terms, fixed, (True, False, False, False, False))
+    finally:
+        torch.empty_like = empty_like
+    assert grads.span is not None and torch.equal(grads.span, torch.zeros(2)) and not grads.q.any()
+
+
+@pytest.mark.parametrize("ramp", [25.0, 32.0, 41.0, 49.0])
+def test_whole_dynamic_spans_have_no_gradient_at_the_ends_of_the_ramp(ramp: float) -> None:
+    span = torch.randint(0, 60, (1, 2, 200), generator=torch.Generator().manual_seed(0)).float()
+    against_the_oracle(*torch.randn(3, 1, 2, 200, 16).unbind(), span=span, ramp=ramp)
+
+
+FAR_APART = """
+import resource
+import torch
+from spanformer import Rule, attend
+
+q = torch.randn(2, 2, 40, 16)
+near, k_positions = torch.arange(40), torch.arange(40).repeat(2, 1)
+rules = (Rule(2), Rule(2, causal=False), Rule(2, span=torch.tensor([3.0, 1e12])))
+attend(q, q, q, Rule(2), backend="native")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for rule in rules:
+    q_positions = torch.stack([near, near + 10**8])
+    got, true = (attend(q, q, q, rule, backend=b, q_positions=q_positions, k_positions=k_positions)
+                 for b in ("native", "reference"))
+    torch.testing.assert_close(got, true)
+wide = Rule(2, span=torch.tensor([3.0, 5.0]), ramp=1e8)
+got, true = (attend(q, q, q, wide, backend=b, q_positions=near, k_positions=near.flip(0))
+             for b in ("native", "reference"))
+torch.testing.assert_close(got, true)
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+assert grown < 200_000, f"{grown} KiB"
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is counted in KiB")
+def test_positions_far_apart_take_no_memory() -> None:
+    path = os.pathsep.join(p for p in sys.path if p)
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", FAR_APART], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_bias_too_low_to_matter_hides_as_infinity_does() -> None:
+    """finfo.min is a common way to write −inf."""
+    q, k, v = torch.randn(3, 1, 2, 70, 16).unbind()
+    results = []
+    for low in (torch.finfo(torch.float32).min, -1e38, -torch.inf):
+        padding, table = torch.zeros(1, 1, 70), torch.zeros(2, 70)
+        padding[..., :10], table[:, 20:30] = low, low
+        rule = Rule(2, key_bias=padding, distance_bias=table)
+        results.append(attend(q, k, v, rule, backend="native"))
+    assert torch.equal(results[0].out, results[2].out) and torch.equal(results[1].out, results[2].out)
+    assert torch.equal(results[0].lse, results[2].lse) and torch.equal(results[1].lse, results[2].lse)
+
+
 def _operator_arguments(case: Case) -> tuple:
     from spanformer.ops.call import make_call
     from spanformer.ops.native import _fixed, _learned

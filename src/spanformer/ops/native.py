@@ -112,7 +112,7 @@ def _attend_cpu(*args):
 @torch.library.register_fake("spanformer::attend")
 def _attend_fake(q, k, v, *_rest):
     (b, h, tq, d), dv = q.shape, v.shape[3]
-    q = q if q.stride(3) == 1 else q.contiguous()
+    q = _dense(q)
     out = torch.empty_like(q) if d == dv else q.new_empty((b, h, tq, dv))
     return out, q.new_empty((b, h, tq), dtype=torch.float32)
 
@@ -156,8 +156,9 @@ torch.library.register_autograd("spanformer::attend", _operator_backward, setup_
 
 
 def _dense(t: Tensor) -> Tensor:
-    """Rows of a head must be contiguous; anything else is served in place."""
-    return t if t.stride(3) == 1 else t.contiguous()
+    """Rows of a head must be contiguous; anything else is served in place. Not rows that overlap (unfold): what is
+    made like them may have another axis last."""
+    return t if t.stride(3) == 1 and 1 not in t.stride()[:3] else t.contiguous()
 
 
 def _rows(fixed: Fixed) -> Fixed:

@@ -181,7 +181,7 @@ def _as_reach(reach: Tensor | Sequence[int] | int, heads: int) -> Tensor:
         raise ValueError(f"reach has dtype {given.dtype}; expected whole numbers of tokens")
     if given.is_meta:
         raise ValueError("reach is on meta, which holds no numbers; expected a device that does")
-    tensor = given.detach().to("cpu", torch.int64)
+    tensor = given.detach().to("cpu", torch.int64).contiguous()
     if not torch.compiler.is_compiling() and int(tensor.min()) < 0:
         raise ValueError(f"reach holds {int(tensor.min())}; expected numbers of tokens, 0 or more")
     return tensor
