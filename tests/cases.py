@@ -15,6 +15,10 @@ from torch import Tensor
 
 from spanformer import BlockIndex, Rule, attend
 
+TERMS = (
+    "span", "dynamic", "distance_bias", "distance_vec", "head_vec", "key_bias", "padding", "documents", "sinks",
+    "blocks",
+)  # fmt: skip
 LEARNED = ("span", "distance_bias", "distance_vec", "key_bias", "sinks")
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases import LEARNED, Case, check, make, run
+from cases import LEARNED, TERMS, Case, check, make, run
 from spanformer import BlockIndex, Rule, attend
 from spanformer.ops import flex
 from spanformer.ops.attend import AUTO
@@ -22,18 +22,6 @@ from spanformer.ops.flex_mods import vec_width
 from spanformer.ops.reference import attend_reference, distances, visible_pairs
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
-TERMS = (
-    "span",
-    "dynamic",
-    "distance_bias",
-    "distance_vec",
-    "head_vec",
-    "key_bias",
-    "padding",
-    "documents",
-    "sinks",
-    "blocks",
-)
 BIG = ("span", "distance_bias", "distance_vec", "key_bias", "documents", "sinks", "blocks")
 
 

@@ -13,13 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import LEARNED, Case, check, make, run
+from cases import LEARNED, TERMS, Case, check, make, run
 from spanformer import Rule, attend
 from spanformer.ops import kernel
 
 pytestmark = pytest.mark.skipif(kernel.problem() is not None, reason=f"native: {kernel.problem()}")
 
-TERMS = ("span", "dynamic", "distance_bias", "distance_vec", "head_vec", "key_bias", "padding", "documents", "sinks")
 SIZES = (1, 15, 16, 17, 63, 111, 129)
 
 
@@ -30,14 +29,14 @@ def test_sizes(size: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("term", [*TERMS, "blocks"])
+@pytest.mark.parametrize("term", TERMS)
 def test_each_term(term: str, dtype: torch.dtype) -> None:
     check(Case(b=2, h=4, hkv=2, tq=63, tk=129, d=24, terms=(term,)), "native", dtype)
 
 
 @pytest.mark.parametrize("positions", ["implicit", "shuffled", "rows"])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
-@pytest.mark.parametrize("term", [*TERMS, "blocks"])
+@pytest.mark.parametrize("term", TERMS)
 def test_each_term_at_each_position(term: str, causal: bool, positions: str) -> None:
     check(Case(b=2, h=4, hkv=2, tq=111, tk=129, causal=causal, positions=positions, terms=(term,)), "native")
 
@@ -87,7 +86,7 @@ def any_case(draw) -> Case:
     tq = draw(st.sampled_from((1, 15, 16, 17, 63, 111, 129, 500)))
     group = draw(st.sampled_from((1, 2, 3)))
     hkv = draw(st.sampled_from((1, 2)))
-    terms = draw(st.lists(st.sampled_from((*TERMS, "blocks")), max_size=4, unique=True))
+    terms = draw(st.lists(st.sampled_from(TERMS), max_size=4, unique=True))
     for one, other in (("span", "dynamic"), ("distance_vec", "head_vec"), ("key_bias", "padding")):
         if one in terms and other in terms:
             terms.remove(other)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cases import LEARNED, Case, Made, make
+from cases import LEARNED, TERMS, Case, Made, make
 from spanformer import Attended, BlockIndex, Rule, attend, merge
 
 F64 = torch.float64
@@ -129,18 +129,6 @@ def check_by_loops(case: Case) -> None:
 
 
 SMALL = {"b": 2, "h": 4, "hkv": 2, "tq": 7, "tk": 11, "d": 3, "dv": 2, "ramp": 2.5, "spans": (1.3, 4.0, 0.0, 30.0)}
-TERMS = (
-    "span",
-    "dynamic",
-    "distance_bias",
-    "distance_vec",
-    "head_vec",
-    "key_bias",
-    "padding",
-    "documents",
-    "sinks",
-    "blocks",
-)
 KINDS = ({}, {"causal": False}, {"original": True})
 
 
