@@ -11,6 +11,7 @@ so a head only finds out about distances it can already faintly see.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ class AdaptiveSpan(Attention):
         self.max_span, self.ramp, self.penalty, self.original = max_span, float(ramp), penalty, original
         self.ratio = nn.Parameter(torch.full((self.kv_heads,), float(init)))
         """[heads], or [kv_heads] when tied: z / S"""
+        self._read: tuple[tuple[int, int], list[float]] = ((0, 0), [])
 
     def rule(self, view: View | None = None) -> Rule:
         return Rule(
@@ -61,19 +63,52 @@ class AdaptiveSpan(Attention):
         """[heads] spans in tokens, detached; on the parameter's device, so reading them is the caller's sync."""
         return self._spans().detach()
 
+    def lookback(self) -> list[int]:
+        """[heads] how many earlier tokens each head can see now."""
+        read_spans([self])
+        seen = (math.ceil(z + self.ramp) for z in self._read[1])
+        each = [min(n, self.max_span) if self.original else n - 1 for n in seen]
+        return [n for n in each for _ in range(self.heads // self.kv_heads)]
+
+    def learned(self) -> list[float | None]:
+        read_spans([self])
+        return [z for z in self._read[1] for _ in range(self.heads // self.kv_heads)]
+
     @torch.no_grad()
     def after_step(self) -> None:
         """Clamp the ratios to [0, 1], without waiting for the device."""
         self.ratio.clamp_(0, 1)
 
     def _spans(self) -> Tensor:
+        return self._tokens().repeat_interleave(self.heads // self.kv_heads)
+
+    def _tokens(self) -> Tensor:
+        """[heads], or [kv_heads] when tied."""
         ratio = self.ratio.float() if self.ratio.dtype.itemsize < 4 else self.ratio  # bfloat16 has 8 bits for S tokens
-        return (ratio * self.max_span).repeat_interleave(self.heads // self.kv_heads)
+        return ratio * self.max_span
+
+    def _change(self) -> tuple[int, int]:
+        """Differs whenever the ratios were written in place or replaced."""
+        return id(self.ratio), self.ratio._version
 
     def extra_repr(self) -> str:
         tied = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
         kept = ", original=True" if self.original else ""
         return f"heads={self.heads}{tied}, max_span={self.max_span}, ramp={self.ramp:g}, penalty={self.penalty:g}{kept}"
+
+
+def read_spans(mechanisms: Sequence[AdaptiveSpan]) -> None:
+    """Read the ratios that changed since they were last read, all in one wait for the device; `lookback` then knows.
+
+    Changed means in place, as optimisers and `load_state_dict` do; a write through `.data` goes unnoticed.
+    """
+    stale = [m for m in mechanisms if m._read[0] != m._change()]
+    if not stale:
+        return
+    values = torch.cat([m._tokens().detach().double() for m in stale]).tolist()
+    for m in stale:
+        m._read = (m._change(), values[: m.kv_heads])
+        values = values[m.kv_heads :]
 
 
 def check_options(heads: int, kv_heads: int | None, max_span: int, ramp: float, penalty: float) -> None:

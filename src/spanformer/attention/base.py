@@ -50,10 +50,19 @@ class Attention(nn.Module):
     """which backend `mix` runs on, see `spanformer.attend`"""
     dropout: float = 0.0
     """of attention weights, while training"""
+    heads: int
 
     def rule(self, view: View) -> Rule:
         """What each head may see. A layer adds its position encoding's rule to this one before mixing."""
         raise NotImplementedError(f"{type(self).__name__} does not say what its heads see; override rule or mix")
+
+    def lookback(self) -> list[int]:
+        """[heads] how many earlier tokens each head can see now: what a layer must remember for it."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how far its heads look back")
+
+    def learned(self) -> list[float | None]:
+        """[heads] the span in tokens that each head has learned; None for one that learns none."""
+        return [None] * self.heads
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View) -> Attended:
         """q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] → out [B, H, Tq, Dv] and lse [B, H, Tq].

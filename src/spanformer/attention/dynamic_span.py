@@ -8,6 +8,7 @@ Every token chooses, per head, how far back it looks. Shapes: B batch, H heads, 
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 
 import torch
@@ -47,6 +48,7 @@ class DynamicSpan(Attention):
         """[heads or kv_heads, dim]: v"""
         self.bias = nn.Parameter(torch.full((self.kv_heads,), float(init)))
         """[heads or kv_heads]: b"""
+        self._recent: Tensor | None = None
 
     def rule(self, view: View) -> Rule:
         if not isinstance(view, View):
@@ -56,7 +58,16 @@ class DynamicSpan(Attention):
         if view.x.ndim != 3 or view.x.shape[2] != self.dim:
             raise ValueError(f"view.x has shape {list(view.x.shape)}; expected [B, Tq, {self.dim}]")
         span = self._spans(view.x)
+        self._recent = span.detach().mean((0, 2))
         return Rule(self.heads, span=span, ramp=self.ramp, penalty=self.penalty * span.mean())
+
+    def lookback(self) -> list[int]:
+        """[heads] the most any token may look back; which tokens do is known only when they are there."""
+        return [math.ceil(self.max_span + self.ramp) - 1] * self.heads
+
+    def learned(self) -> list[float | None]:
+        """[heads] the average over the tokens last read."""
+        return [None] * self.heads if self._recent is None else self._recent.tolist()
 
     def _spans(self, x: Tensor) -> Tensor:
         """[B, H, Tq] in tokens. Never in half precision, autocast or not: bfloat16 has 8 bits for S tokens."""

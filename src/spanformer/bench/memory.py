@@ -1,22 +1,21 @@
 """Peak memory of a contender beyond its inputs, measured in a fresh process of its own.
 
-Linux tells the highest resident set since a reset (VmHWM after writing 5 to clear_refs). The C library keeps freed
-memory unless told otherwise, so the process runs with MALLOC_MMAP_THRESHOLD_ low: what is freed is really returned.
+The C library keeps freed memory unless told otherwise, so the process runs with MALLOC_MMAP_THRESHOLD_ low: what is
+freed is really returned.
 
 `python -m spanformer.bench.memory JOB` is that process; JOB is a `Job` as JSON.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from spanformer.cost.peak import peak_of, unsupported
 
 MIB = 2**20
 
@@ -42,31 +41,6 @@ class Peak:
     reason: str = ""
     wrong: str = ""
     errors: dict | None = None
-
-
-def unsupported() -> str | None:
-    """Why peaks cannot be measured here; None if they can."""
-    if not sys.platform.startswith("linux"):
-        return f"peak memory is read from /proc, which {sys.platform} does not have"
-    try:
-        _reset_peak()
-        _status("VmHWM")
-    except (OSError, StopIteration) as error:
-        return f"this system does not tell peak memory: {error}"
-    return None
-
-
-def peak_of(function: Callable[[], object]) -> tuple[float, float]:
-    """Bytes of peak resident memory above what was resident before, and seconds, of one call in this process."""
-    gc.collect()
-    before = _status("VmRSS")
-    _reset_peak()
-    start = time.perf_counter()
-    kept = function()
-    seconds = time.perf_counter() - start
-    peak = _status("VmHWM")
-    del kept
-    return max(0, peak - before), seconds
 
 
 def measure(job: Job, timeout: float = 1800.0) -> Peak:
@@ -117,17 +91,6 @@ def _run_job(job: Job) -> Peak:
         verdict = check(contender.build(inputs), inputs, truth, floor=contender.floor)
         wrong, errors = "; ".join(verdict.wrong), verdict.errors
     return Peak(None if wrong else peak / MIB, None if wrong else seconds, wrong=wrong, errors=errors)
-
-
-def _status(key: str) -> int:
-    """A size in /proc/self/status, in bytes."""
-    with open("/proc/self/status") as lines:
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key + ":"))
-
-
-def _reset_peak() -> None:
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
 
 
 if __name__ == "__main__":

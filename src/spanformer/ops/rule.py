@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -139,6 +139,28 @@ class Rule:
             return [UNLIMITED] * self.heads
         assert isinstance(self.reach, Tensor)  # __post_init__ made it one
         return self.reach.tolist()
+
+    def for_heads(self, heads: Sequence[int], kv_heads: Sequence[int]) -> Rule:
+        """The rule of some of the heads alone, in the order given, with the key/value heads they use."""
+        if self.blocks is not None and self.blocks.offsets.shape[0] > 1:
+            raise ValueError("blocks holds a pattern for each head, which cannot be taken apart")
+
+        def pick(t: Tensor | None, axis: int) -> Tensor | None:
+            if t is None or t.shape[axis] == 1:
+                return t
+            chosen = heads if t.shape[axis] == self.heads else kv_heads
+            return t.index_select(axis, torch.tensor(chosen, device=t.device))
+
+        return replace(
+            self,
+            heads=len(heads),
+            reach=None if self.reach is None else [self.reach_list()[h] for h in heads],
+            span=pick(self.span, 1 if self.dynamic else 0),
+            distance_bias=pick(self.distance_bias, 0),
+            distance_vec=pick(self.distance_vec, 0),
+            key_bias=pick(self.key_bias, 1),
+            sinks=pick(self.sinks, 0),
+        )
 
     def __add__(self, other: Rule) -> Rule:
         if not isinstance(other, Rule):

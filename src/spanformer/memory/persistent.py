@@ -1,0 +1,40 @@
+"""Augmenting Self-attention with Persistent Memory (Sukhbaatar, Grave, Lample, Jegou, Joulin, 2019).
+https://arxiv.org/abs/1907.01470
+
+    a ∝ exp([q·k_context, q·(√D·m_key)] / √D)        out = a · [v_context, √N·m_value]
+
+N learned key/value vectors for each head, seen by every token beside the text; they have no distance, so they are
+attended to apart and merged by lse. With enough of them a layer needs no feed-forward ("all-attention").
+Shapes: B batch, H heads, T queries, D head size, N vectors.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from spanformer.ops import Attended, Rule, attend
+
+
+class Persistent(nn.Module):
+    def __init__(self, heads: int, head_dim: int, vectors: int) -> None:
+        super().__init__()
+        self.key = nn.Parameter(torch.randn(heads, vectors, head_dim) / math.sqrt(head_dim))
+        """[H, N, D], multiplied by √D in use: one learning rate then serves it and the projections"""
+        self.value = nn.Parameter(torch.randn(heads, vectors, head_dim) / math.sqrt(vectors))
+        """[H, N, D], multiplied by √N in use"""
+
+    def attend(self, q: Tensor, *, backend: str = "auto", dropout: float = 0.0) -> Attended:
+        """q [B, H, T, D] → what every query gets from the vectors alone, to be merged with what it gets from the text."""
+        b, h, t, d = q.shape
+        # no distances, so the batch is one long row of queries, and no gradient of the vectors is kept per row
+        row = q.transpose(0, 1).reshape(1, h, b * t, d)
+        keys, values = self.key * math.sqrt(d), self.value * math.sqrt(self.value.shape[1])
+        rule = Rule(h, causal=False)
+        found = attend(row, keys[None], values[None], rule, backend=backend, dropout=dropout)
+        return Attended(
+            found.out.view(h, b, t, d).transpose(0, 1),
+            found.lse.view(h, b, t).transpose(0, 1),
+        )

@@ -1,0 +1,51 @@
+"""One block of a transformer: attention and a feed-forward, each added to the stream, with the norm before or after.
+
+    pre     x + f(norm(x))            post    norm(x + f(x))
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from spanformer.attention import View
+from spanformer.memory import remember
+from spanformer.model.layer import SelfAttention
+from spanformer.position import Position
+
+
+class Block(nn.Module):
+    """What a layer remembers is what its attention projects: with pre-norm the normed states, which then need no norm
+    a second time."""
+
+    def __init__(
+        self,
+        attention: SelfAttention,
+        norm1: nn.Module,
+        feedforward: nn.Module | None,
+        norm2: nn.Module | None,
+        order: Literal["pre", "post"],
+    ) -> None:
+        super().__init__()
+        self.attention, self.norm1, self.feedforward, self.norm2 = attention, norm1, feedforward, norm2
+        self.pre = order == "pre"
+
+    def forward(
+        self, x: Tensor, past: Tensor, view: View, position: Position, keep: int
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x [B, T, dim], past [B, M, dim] → new x, the next memory [B, keep or fewer, dim], what to add to the loss."""
+        h = self.norm1(x) if self.pre else x
+        memory = remember(past, h, keep)
+        found, penalty = self.attention(h, past, view, position)
+        x = x + found if self.pre else self.norm1(x + found)
+        if self.feedforward is not None and self.norm2 is not None:
+            added, auxiliary = self.feedforward(self.norm2(x) if self.pre else x)
+            x = x + added if self.pre else self.norm2(x + added)
+            penalty = _plus(penalty, auxiliary)
+        return x, memory, penalty
+
+
+def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return a if b is None else b if a is None else torch.add(a, b)

@@ -1,0 +1,177 @@
+"""What a language model is made of, as plain data: a run file's [model] section, a checkpoint's description.
+
+No torch here: the command line reads these fields for its help.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+AttentionKind = Literal["adaptive_span", "dynamic_span", "window", "full"]
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    kind: AttentionKind = "adaptive_span"
+    """adaptive_span: each head learns how far it looks; dynamic_span: each token and head chooses; window: a fixed
+    number of tokens; full: everything up to max_span"""
+    max_span: int = 1024
+    """S: no span grows beyond this many tokens"""
+    window: int = 128
+    """how many tokens a head of kind window sees, itself included"""
+    ramp: float = 32.0
+    """R: how many tokens the soft edge of a span takes"""
+    init: float = 0.0
+    """where spans start, as a share of max_span (dynamic spans start at 1.8 % at least)"""
+    penalty: float = 2e-6
+    """what a layer pays in the loss for each token of its heads' average span"""
+    tied: bool = False
+    """one span for each key/value head instead of each query head, so that a grouped cache can forget"""
+    stack: tuple[str, ...] = ()
+    """what each layer is, instead of `kind` for all: a list repeated until every layer has one, of kinds such as
+    "window:128" or mixtures by head such as "6 window:64 + 2 adaptive_span" """
+    dropout: float = 0.0
+    """of attention weights"""
+    backend: str = "auto"
+    """what runs it: auto, native, flex, banded or reference"""
+
+
+@dataclass(frozen=True)
+class PositionConfig:
+    kind: Literal["none", "table", "rotary", "alibi", "distance_bias"] = "rotary"
+    """table: the adaptive-span paper's learned vector for each distance, shared by all layers; rotary; alibi;
+    distance_bias: a learned number for each head and distance"""
+    base: float = 10000.0
+    """of rotary: the longest wavelength is about 6 times this many tokens"""
+
+
+@dataclass(frozen=True)
+class FeedForwardConfig:
+    kind: Literal["relu", "gelu", "swiglu", "none"] = "swiglu"
+    """none: attention only, as with persistent memory vectors"""
+    dim: int = 0
+    """inner size; 0: 4 times the model's (8/3 times for swiglu, the same number of weights)"""
+    bias: bool = False
+    """biases in its two (or three) products"""
+    dropout: float = 0.0
+    """of the inner activations"""
+    experts: int = 0
+    """number of expert feed-forwards a token is routed to some of; 0: one feed-forward for all"""
+    per_token: int = 2
+    """how many experts each token uses"""
+    balance: float = 0.01
+    """weight of the load-balancing loss"""
+
+
+@dataclass(frozen=True)
+class EmbeddingConfig:
+    tied: bool = False
+    """the output uses the input's vectors"""
+    cutoffs: tuple[int, ...] = ()
+    """adaptive embeddings for large vocabularies: ids beyond each cutoff get smaller vectors; empty: plain"""
+    divisor: int = 4
+    """by how much the vectors shrink from one cutoff to the next"""
+    dropout: float = 0.0
+    """of the embedded tokens, and of the last hidden states"""
+    bias: bool = False
+    """a bias for each token of the output"""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    vocab: int = 0
+    """number of tokens; 0: as many as the data has"""
+    dim: int = 256
+    """size of hidden states"""
+    layers: int = 4
+    heads: int = 4
+    """query heads a layer; each has dim / heads numbers"""
+    kv_heads: int = 0
+    """key/value heads a layer, each shared by heads / kv_heads query heads; 0: one for each"""
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    position: PositionConfig = field(default_factory=PositionConfig)
+    feedforward: FeedForwardConfig = field(default_factory=FeedForwardConfig)
+    embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
+    norm: Literal["layer", "rms"] = "rms"
+    order: Literal["pre", "post"] = "pre"
+    """norm before each part, or after its sum (as in the paper)"""
+    persistent: int = 0
+    """learned key/value vectors each head sees beside the text ("all-attention" with feedforward.kind none)"""
+    init: Literal["scaled", "torch"] = "scaled"
+    """how weights start: N(0, 0.02) with residual outputs scaled down by depth, or PyTorch's defaults"""
+    original: bool = False
+    """the conventions of the paper's code: a token does not see itself, memory starts as zeros that are attended to"""
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "layers", "heads"):
+            _at_least(name, getattr(self, name), 1)
+        for name in ("vocab", "kv_heads", "persistent"):
+            _at_least(name, getattr(self, name), 0)
+        if self.dim % self.heads:
+            raise ValueError(f"model.dim is {self.dim}; expected a multiple of model.heads, {self.heads}")
+        if self.heads % self.groups:
+            raise ValueError(f"model.kv_heads is {self.kv_heads}; expected a divisor of model.heads, {self.heads}")
+        if self.original and self.attention.kind == "dynamic_span":
+            raise ValueError("model.original is set, and the paper's code has no dynamic_span; unset one of them")
+        cutoffs = self.embedding.cutoffs
+        if self.vocab and cutoffs and cutoffs[-1] >= self.vocab:
+            raise ValueError(
+                f"model.embedding.cutoffs ends at {cutoffs[-1]}; expected less than the vocabulary, {self.vocab}"
+            )
+        self.stack()
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def groups(self) -> int:
+        """Key/value heads, as a number that is never 0."""
+        return self.kv_heads or self.heads
+
+    def stack(self) -> list[list[HeadKind]]:
+        """What the heads of each layer are: one part for a uniform layer, several for a mixture."""
+        a = self.attention
+        entries = a.stack or (a.kind,)
+        return [parse_layer(entries[n % len(entries)], self) for n in range(self.layers)]
+
+
+@dataclass(frozen=True)
+class HeadKind:
+    """Some heads of a layer, all of one kind."""
+
+    kind: AttentionKind
+    heads: int
+    window: int
+
+
+def parse_layer(text: str, config: ModelConfig) -> list[HeadKind]:
+    """'6 window:64 + 2 adaptive_span' as its parts; a part without a number is all heads."""
+    parts = []
+    for part in text.split("+"):
+        found = re.fullmatch(r"\s*(?:(\d+)\s+)?(\w+)(?::(\d+))?\s*", part)
+        kind = found[2] if found else part.strip()
+        if found is None or kind not in get_args(AttentionKind) or (found[3] and kind != "window"):
+            raise ValueError(
+                f"model.attention.stack holds {text!r}; expected kinds such as 'window:128', 'adaptive_span' or "
+                f"'6 window:64 + 2 adaptive_span' (kinds: {', '.join(get_args(AttentionKind))})"
+            )
+        window = int(found[3]) if found[3] else config.attention.window
+        parts.append(HeadKind(kind, int(found[1] or config.heads), window))
+    if sum(p.heads for p in parts) != config.heads:
+        raise ValueError(
+            f"model.attention.stack holds {text!r}, {sum(p.heads for p in parts)} heads; expected {config.heads}"
+        )
+    shared = config.heads // config.groups
+    if any(p.heads % shared for p in parts):
+        raise ValueError(
+            f"model.attention.stack holds {text!r}; expected multiples of {shared}, the query heads that share keys"
+        )
+    return parts
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"model.{name} is {value}; expected at least {least}")

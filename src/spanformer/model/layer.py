@@ -1,0 +1,135 @@
+"""Self-attention with slots for the mechanism and the position encoding, over new and remembered tokens.
+
+Remembered states are projected anew in every segment, so that gradients reach the projections. That is done only for
+the heads that look back so far: heads are served in groups of similar lookback, and one long head does not make its
+neighbours pay. Shapes: B batch, T new tokens, M remembered ones, H heads, Hkv key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spanformer.attention import Attention, View
+from spanformer.memory import Persistent
+from spanformer.ops import Attended, Rule, merge
+from spanformer.position import Position
+
+GRAIN = 32  # tokens; what a group projects is rounded up to this
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, dim: int, kv_heads: int, mechanism: Attention, persistent: Persistent | None) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = mechanism.heads, kv_heads, dim // mechanism.heads
+        self.mechanism, self.persistent = mechanism, persistent
+        self.query = nn.Linear(dim, dim, bias=False)
+        self.key = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.value = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor, past: Tensor, view: View, position: Position) -> tuple[Tensor, Tensor | None]:
+        """x [B, T, dim]; past [B, M, dim], remembered; view with documents and padding of past and x; the position
+        encoding, which layers may share.
+
+        Returns [B, T, dim], and what the rule asks to be added to the loss.
+        """
+        view = replace(view, x=x)
+        rule = self.mechanism.rule(view)
+        lookback = self._lookback(rule)
+        q = _split(self.query(x), self.heads)
+        fresh = _split(self.key(x), self.kv_heads), _split(self.value(x), self.kv_heads)
+        groups = group_heads(self._shared(lookback), past.shape[1])
+        if rule.blocks is not None:  # patterns stand at fixed positions; trimming would shift them
+            groups = [(list(range(self.kv_heads)), past.shape[1])]
+        length = min(max(lookback), past.shape[1] + x.shape[1] - 1) + 1
+        added = position.rule(view, length)
+        rule = rule if added is None else rule + added
+        if len(groups) == 1:
+            found = self._attend(q, fresh, past, rule, view, position, groups[0][1], None)
+        else:
+            found = self._by_groups(q, fresh, past, rule, view, position, groups)
+        if self.persistent is not None:
+            dropout = self.mechanism.dropout if self.training else 0.0
+            apart = self.persistent.attend(q, backend=self.mechanism.backend, dropout=dropout)
+            found = merge([found, apart])
+        return self.out(found.out.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1)), rule.penalty
+
+    def _lookback(self, rule: Rule) -> list[int]:
+        """[H] how many earlier tokens each head looks back at in this segment."""
+        if rule.dynamic and rule.span is not None and rule.span.device.type == "cpu":
+            return [max(n - 1, 0) for n in rule.limits()]  # elsewhere, reading them would make the host wait
+        return self.mechanism.lookback()
+
+    def _shared(self, lookback: list[int]) -> list[int]:
+        """[Hkv] the longest lookback among the query heads of each key/value head."""
+        shared = self.heads // self.kv_heads
+        return [max(lookback[h : h + shared]) for h in range(0, self.heads, shared)]
+
+    def _by_groups(self, q, fresh, past, rule: Rule, view: View, position: Position, groups) -> Attended:
+        shared = self.heads // self.kv_heads
+        parts, order = [], []
+        for kv_heads, need in groups:
+            heads = [h * shared + n for h in kv_heads for n in range(shared)]
+            index, kv_index = (torch.tensor(i, device=q.device) for i in (heads, kv_heads))
+            some = tuple(t.index_select(1, kv_index) for t in fresh)
+            part = rule.for_heads(heads, kv_heads)
+            parts.append(self._attend(q.index_select(1, index), some, past, part, view, position, need, kv_heads))
+            order += heads
+        back = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=q.device)
+        return Attended(
+            torch.cat([p.out for p in parts], 1).index_select(1, back),
+            torch.cat([p.lse for p in parts], 1).index_select(1, back),
+        )
+
+    def _attend(
+        self, q: Tensor, fresh, past: Tensor, rule: Rule, view: View, position: Position, need: int, kv_heads
+    ) -> Attended:
+        """Attention of some heads over the last `need` remembered tokens and the new ones; kv_heads None: all."""
+        k, v = fresh
+        if need:
+            memory = past[:, past.shape[1] - need :]
+            k = torch.cat([self._project(memory, self.key, kv_heads), k], 2)
+            v = torch.cat([self._project(memory, self.value, kv_heads), v], 2)
+        view = _last(view, k.shape[2], q.shape[2])
+        q, k = position.turn(q, k, view)
+        return self.mechanism.mix(q, k, v, rule, view)
+
+    def _project(self, memory: Tensor, linear: nn.Linear, kv_heads: list[int] | None) -> Tensor:
+        """[B, heads, need, D]"""
+        if kv_heads is None:
+            return _split(linear(memory), self.kv_heads)
+        weight = linear.weight.view(self.kv_heads, self.head_dim, -1)[kv_heads].flatten(0, 1)
+        return _split(F.linear(memory, weight), len(kv_heads))
+
+
+def _split(x: Tensor, heads: int) -> Tensor:
+    """[B, T, heads · D] → [B, heads, T, D], without a copy."""
+    return x.view(x.shape[0], x.shape[1], heads, -1).transpose(1, 2)
+
+
+def _last(view: View, keys: int, queries: int) -> View:
+    """The view of the last `keys` keys."""
+    documents, padding = view.documents, view.padding
+    if isinstance(documents, torch.Tensor):
+        documents = (documents[:, documents.shape[1] - queries :], documents[:, documents.shape[1] - keys :])
+    return replace(view, documents=documents, padding=None if padding is None else padding[:, padding.shape[1] - keys :])
+
+
+def group_heads(lookback: list[int], past: int) -> list[tuple[list[int], int]]:
+    """Heads to be served together, with how many remembered tokens they get: [(heads, need)], the longest first.
+
+    A head joins a group if it needs at least three quarters of what the group's longest head does, or lacks no more
+    than a few grains of it: less than that is saved by a call of its own.
+    """
+    needs = [min(-(-n // GRAIN) * GRAIN, past) for n in lookback]
+    groups: list[tuple[list[int], int]] = []
+    for head in sorted(range(len(needs)), key=lambda h: -needs[h]):
+        if groups and needs[head] >= 0.75 * groups[-1][1] - 2 * GRAIN:
+            groups[-1][0].append(head)
+        else:
+            groups.append(([head], needs[head]))
+    return [(sorted(heads), need) for heads, need in groups]

@@ -1,0 +1,161 @@
+"""The language model: embedding, blocks, output. Reads a long text segment by segment.
+
+Shapes: B batch, T tokens of a segment, M remembered tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from spanformer.attention import AdaptiveSpan, Attention, View, read_spans
+from spanformer.memory import State
+from spanformer.memory.segment import memory_length
+from spanformer.model.block import Block
+from spanformer.model.build import init_weights, make_block, make_position
+from spanformer.model.config import ModelConfig
+from spanformer.model.embedding import Embedding, Head
+from spanformer.model.adaptive_io import AdaptiveEmbedding, AdaptiveHead
+from spanformer.model.norm import make_norm
+
+
+NO_DOCUMENT = -1  # the id of tokens read before documents were numbered
+
+
+class LMOutput(NamedTuple):
+    logits: Tensor | None
+    """[B, T, V], unless targets were given"""
+    nll: Tensor | None
+    """[B, T] negative log-likelihood in nats of each target, if given"""
+    state: State
+    """to be passed with the next segment"""
+    penalty: Tensor
+    """a scalar to add to the mean loss: the price of spans, of unbalanced experts"""
+
+
+class LM(nn.Module):
+    """A causal language model whose heads learn how far to look.
+
+    `lm(x)` reads a segment [B, T] of token ids, `lm(x, state)` continues where the state's segment ended.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        if not config.vocab:
+            raise ValueError("model.vocab is 0; expected the number of tokens of the data")
+        self.config = config
+        e = config.embedding
+        if e.cutoffs:
+            embedding = AdaptiveEmbedding(config.vocab, config.dim, e.cutoffs, e.divisor)
+            head = AdaptiveHead(config.vocab, config.dim, e.cutoffs, e.divisor, tied_to=embedding if e.tied else None)
+        else:
+            embedding = Embedding(config.vocab, config.dim)
+            head = Head(config.vocab, config.dim, bias=e.bias, tied_to=embedding if e.tied else None)
+        self.embedding, self.head = embedding, head
+        self.position = make_position(config)
+        self.blocks = nn.ModuleList(make_block(config, parts) for parts in config.stack())
+        self.norm = make_norm(config.norm, config.dim) if config.order == "pre" else nn.Identity()
+        self.dropout = nn.Dropout(e.dropout)
+        self.checkpointing = False
+        """recompute each block in the backward pass instead of keeping its activations"""
+        if config.init == "scaled":
+            init_weights(self, config.layers)
+
+    def forward(
+        self,
+        x: Tensor,
+        state: State | None = None,
+        *,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        padding: Tensor | None = None,
+    ) -> LMOutput:
+        """x [B, T] ids; targets [B, T] ids: then only their losses are computed, and no logits kept.
+
+        documents [B, T]: ids of packed documents, which do not see each other; numbers must not come back in later
+        segments of the same stream. padding [B, T] bool: True where x is no token; nothing sees it.
+        """
+        self._check(x, targets)
+        state = self.start(x.shape[0]) if state is None else state
+        past = max(h.shape[1] for h in state.hidden)
+        documents = _beside("documents", state.documents, documents, x, past, NO_DOCUMENT)
+        padding = _beside("padding", state.padding, padding, x, past, False)
+        h = self.dropout(self.position.embed(self.embedding(x), state.seen))
+        lengths = self.memory_lengths()
+        hidden, penalty = [], h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
+        for block, past, keep in zip(self.blocks, state.hidden, lengths, strict=True):
+            keys = past.shape[1] + x.shape[1]
+            view = View(documents=_last(documents, keys), padding=_last(padding, keys))
+            arguments = (h, past.to(h.dtype), view, self.position, keep)
+            if self.checkpointing and torch.is_grad_enabled():
+                h, memory, added = checkpoint(block, *arguments, use_reentrant=False)  # pyright: ignore
+            else:
+                h, memory, added = block(*arguments)
+            hidden.append(memory)
+            penalty = penalty if added is None else penalty + added
+        h = self.dropout(self.norm(h))
+        longest = max(lengths)
+        state = State(tuple(hidden), state.seen + x.shape[1], _last(documents, longest), _last(padding, longest))
+        if targets is None:
+            return LMOutput(self.head.logits(h), None, state, penalty)
+        return LMOutput(None, self.head.nll(h, targets), state, penalty)
+
+    def start(self, batch: int) -> State:
+        """The memory of a text that begins: empty, or zeros that are attended to, as in the paper's code."""
+        weight = next(self.blocks.parameters())
+        dtype, dim = weight.dtype, self.config.dim
+        lengths = [n if self.config.original else 0 for n in self.memory_lengths()]
+        return State(tuple(torch.zeros(batch, n, dim, dtype=dtype, device=weight.device) for n in lengths))
+
+    def mechanisms(self) -> list[Attention]:
+        """The attention mechanism of each layer."""
+        return [block.attention.mechanism for block in self.blocks if isinstance(block, Block)]
+
+    def spans_modules(self) -> list[AdaptiveSpan]:
+        """Every part of a layer that learns static spans."""
+        return [m for m in self.blocks.modules() if isinstance(m, AdaptiveSpan)]
+
+    def after_step(self) -> None:
+        """Put spans back into their range; to be called after every optimiser step."""
+        for mechanism in self.mechanisms():
+            mechanism.after_step()
+
+    def spans(self) -> list[list[float | None]]:
+        """[layers][heads] learned spans in tokens (of dynamic ones, the latest average); None where none is learned."""
+        read_spans(self.spans_modules())
+        return [mechanism.learned() for mechanism in self.mechanisms()]
+
+    def lookback(self) -> list[list[int]]:
+        """[layers][heads] how many earlier tokens each head can see now."""
+        read_spans(self.spans_modules())
+        return [mechanism.lookback() for mechanism in self.mechanisms()]
+
+    def memory_lengths(self) -> list[int]:
+        """[layers] how many earlier states each layer keeps now."""
+        return [memory_length(each) for each in self.lookback()]
+
+    def _check(self, x: Tensor, targets: Tensor | None) -> None:
+        if x.ndim != 2 or x.is_floating_point():
+            raise ValueError(f"x has shape {list(x.shape)} and dtype {x.dtype}; expected token ids [B, T]")
+        if targets is not None and targets.shape != x.shape:
+            raise ValueError(f"targets has shape {list(targets.shape)}; expected that of x, {list(x.shape)}")
+
+
+def _beside(name: str, old: Tensor | None, new: Tensor | None, x: Tensor, past: int, unknown: int) -> Tensor | None:
+    """[B, M + T]: what was kept of earlier segments beside what is given for this one."""
+    if new is None:
+        if old is not None:
+            raise ValueError(f"{name} was given with earlier segments and is missing now; expected [B, T] with each")
+        return None
+    if new.shape != x.shape:
+        raise ValueError(f"{name} has shape {list(new.shape)}; expected that of x, {list(x.shape)}")
+    if old is None:
+        old = torch.full((x.shape[0], past), unknown, dtype=new.dtype, device=new.device)
+    return torch.cat([old, new], 1)
+
+
+def _last(ids: Tensor | None, length: int) -> Tensor | None:
+    return None if ids is None else ids[:, max(0, ids.shape[1] - length) :]

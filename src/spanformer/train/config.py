@@ -1,0 +1,109 @@
+"""What a run is, as plain data: the sections of a run file. No torch here, so that the command line's help is quick."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from spanformer.data.config import DataConfig
+from spanformer.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    kind: Literal["adagrad", "adamw", "sgd"] = "adamw"
+    """adagrad is the adaptive-span paper's, which clips each tensor on its own"""
+    lr: float = 2e-3
+    """learning rate after the warm-up"""
+    span_lr: float = 0.0
+    """learning rate of spans; 0: as lr"""
+    momentum: float = 0.0
+    """of sgd"""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """of adamw"""
+    weight_decay: float = 0.1
+    """of matrices, by adamw"""
+    clip: float = 1.0
+    """longest gradient: of all tensors together, or of each alone with adagrad; 0: not clipped"""
+    schedule: Literal["constant", "cosine"] = "cosine"
+    """what follows the warm-up"""
+    warmup: int = 100
+    """steps in which the learning rate rises from 0"""
+    floor: float = 0.1
+    """share of lr that a cosine ends at"""
+
+    def __post_init__(self) -> None:
+        for name in ("span_lr", "momentum", "weight_decay", "clip", "warmup", "floor"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"optim.{name} is {getattr(self, name)}; expected 0 or more")
+        if not self.lr > 0:
+            raise ValueError(f"optim.lr is {self.lr}; expected more than 0")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    batch: int = 16
+    """lanes: streams of text read side by side, over all processes together"""
+    block: int = 256
+    """tokens of a segment; what came before is remembered, not learned through"""
+    micro: int = 1
+    """in how many pieces a batch goes through the model, to save memory"""
+    steps: int = 1000
+    """optimiser steps"""
+    minutes: float = 0.0
+    """stop after so many minutes of training steps; 0: no limit"""
+    eval_every: int = 200
+    """steps between evaluations on the validation split; 0: at the end only"""
+    eval_tokens: int = 100_000
+    """how much of the validation split is read then; 0: all"""
+    patience: int = 0
+    """stop after so many evaluations without improvement; 0: never"""
+    save_every: int = 200
+    """steps between checkpoints; 0: at the end only"""
+    keep: int = 2
+    """how many of the last checkpoints stay, beside the best"""
+    log_every: int = 10
+    """steps between rows of events.jsonl"""
+    spike: float = 3.0
+    """skip a step whose loss is so many times the recent average, as one that is not finite; 0: take them"""
+    max_skips: int = 20
+    """stop after so many skipped steps"""
+    seed: int = 1
+    device: str = "auto"
+    """cpu, cuda, …; auto: a GPU if there is one"""
+    threads: int = 0
+    """of the CPU; 0: as many as PyTorch takes"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: products in bfloat16 (autocast), weights in float32"""
+    compile: bool = False
+    """torch.compile the blocks; worth it on a GPU"""
+    checkpointing: bool = False
+    """recompute activations in the backward pass, to save memory"""
+    engine: Literal["auto", "ddp", "fsdp"] = "auto"
+    """with torchrun: ddp (auto) keeps the model whole in each process, fsdp shards it"""
+    tensorboard: Literal["auto", "on", "off"] = "auto"
+    """write TensorBoard files beside events.jsonl; auto: if the package is there"""
+    measure: bool = True
+    """at the end, measure what a step costs with the learned spans and with full attention"""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "block", "micro", "steps", "keep", "log_every", "max_skips"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"train.{name} is {getattr(self, name)}; expected at least 1")
+        for name in ("minutes", "eval_every", "eval_tokens", "patience", "save_every", "spike", "threads"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"train.{name} is {getattr(self, name)}; expected 0 or more")
+        if self.batch % self.micro:
+            raise ValueError(f"train.micro is {self.micro}; expected a divisor of train.batch, {self.batch}")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    out: str = ""
+    """folder of the run: events, checkpoints, report; empty: out/ and the name of the run file"""
+    resume: bool = False
+    """continue the run in that folder, if there is one"""
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)

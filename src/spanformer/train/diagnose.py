@@ -1,0 +1,54 @@
+"""What the spans of a run say about its settings, in plain sentences: do they move, hit their limit, collapse?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spanformer.train.config import RunConfig
+
+PATIENCE = 300  # steps after the warm-up before spans that stand still are worth a word
+STILL = 1.0  # tokens
+AT_LIMIT = 0.98  # of max_span
+CROWD = 0.25  # share of the heads
+
+
+class Diagnosis:
+    """Each sentence is said once a run."""
+
+    def __init__(self, config: RunConfig, started_at: Sequence[float]) -> None:
+        self.config, self.started_at = config, list(started_at)
+        self.longest_ever = max(started_at, default=0.0)
+        self.said: set[str] = set()
+
+    def look(self, step: int, spans: Sequence[float]) -> list[str]:
+        """Sentences about the learned spans (tokens, all heads of all layers) after this step."""
+        if not spans:
+            return []
+        self.started_at = self.started_at or list(spans)  # dynamic spans show first when a text was read
+        a, o = self.config.model.attention, self.config.optim
+        settled = step >= o.warmup + PATIENCE
+        moved = max(abs(now - then) for now, then in zip(spans, self.started_at, strict=True))
+        at_limit = sum(z >= AT_LIMIT * a.max_span for z in spans)
+        collapsed = max(spans) < STILL and self.longest_ever > 2 * a.ramp
+        self.longest_ever = max(self.longest_ever, *spans)
+        found = []
+        if settled and moved < STILL:
+            found.append(("still", (
+                f"no span has moved by a token in {step:,} steps: raise optim.span_lr (now {o.span_lr or o.lr:g}) or "
+                f"model.attention.ramp (now {a.ramp:g}; only distances on the ramp teach a span), or lower "
+                f"model.attention.penalty (now {a.penalty:g})"
+            )))  # fmt: skip
+        if settled and at_limit >= CROWD * len(spans) and a.init < AT_LIMIT:
+            found.append(("limit", (
+                f"{at_limit} of {len(spans)} heads are at the longest span, {a.max_span:,} tokens: raise "
+                f"model.attention.max_span if longer context helps, or model.attention.penalty (now {a.penalty:g}) if it "
+                "costs too much"
+            )))  # fmt: skip
+        if collapsed:
+            found.append(("collapse", (
+                f"every span has collapsed to less than a token (the longest was {self.longest_ever:,.0f}): lower "
+                f"model.attention.penalty (now {a.penalty:g}) or optim.span_lr (now {o.span_lr or o.lr:g})"
+            )))  # fmt: skip
+        new = [text for kind, text in found if kind not in self.said]
+        self.said |= {kind for kind, _ in found}
+        return new

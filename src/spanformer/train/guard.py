@@ -1,0 +1,46 @@
+"""Steps that would do harm: losses that are not finite, and sudden spikes. They are skipped and counted."""
+
+from __future__ import annotations
+
+import math
+
+MEMORY = 0.98  # of the running average: about the last 50 steps
+SETTLED = 50  # steps before spikes are looked for; until then losses fall too fast to compare
+
+
+class TooManySkips(Exception):
+    """A run that cannot go on; its text says why."""
+
+
+class Guard:
+    def __init__(self, spike: float, max_skips: int) -> None:
+        self.spike, self.max_skips = spike, max_skips
+        self.average, self.steps, self.skips = 0.0, 0, 0
+
+    def refuses(self, loss: float, grad_norm: float) -> str | None:
+        """Why this step must not be taken, or None."""
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if not math.isfinite(grad_norm):
+            return f"the gradient's norm is {grad_norm}"
+        usual = self.average / (1 - MEMORY**self.steps) if self.steps else math.inf
+        if self.spike and self.steps >= SETTLED and loss > self.spike * usual:
+            return f"the loss is {loss:.3f}, {loss / usual:.1f} times its recent average"
+        self.average = MEMORY * self.average + (1 - MEMORY) * loss
+        self.steps += 1
+        return None
+
+    def count(self, reason: str) -> None:
+        """One more skipped step; raises TooManySkips when there were too many."""
+        self.skips += 1
+        if self.skips >= self.max_skips:
+            raise TooManySkips(
+                f"{self.skips} steps had to be skipped, the last because {reason}; lower optim.lr, lengthen "
+                "optim.warmup, or raise train.max_skips or train.spike"
+            )
+
+    def state(self) -> dict[str, float]:
+        return {"average": self.average, "steps": self.steps, "skips": self.skips}
+
+    def load(self, state: dict[str, float]) -> None:
+        self.average, self.steps, self.skips = float(state["average"]), int(state["steps"]), int(state["skips"])

@@ -1,0 +1,58 @@
+"""The first row of a run's events: what it is, on what it runs, and the shape that costs are counted from."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from spanformer.model.fields import as_dict
+
+if TYPE_CHECKING:
+    from spanformer.train.run import Run
+
+EVENTS_FORMAT = 1
+
+
+def start_event(run: Run) -> dict:
+    splits = run.data.splits
+    return {
+        "format": EVENTS_FORMAT,
+        "version": run.version,
+        "time": time.time(),
+        "run": run.out.name,
+        "config": as_dict(run.config),
+        "parameters": sum(p.numel() for p in run.model.parameters()),
+        "unit": run.data.unit,
+        "tokens": {name: s.tokens for name, s in splits.items()},
+        "units": {name: s.units for name, s in splits.items()},
+        "shape": shape_of(run),
+        "machine": {
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "device": str(run.world.device),
+            "torch": torch.__version__,
+            "processes": run.world.size,
+        },
+    }
+
+
+def shape_of(run: Run) -> dict:
+    """The fields of cost.model.Shape."""
+    m, t = run.config.model, run.config.train
+    feedforward = run.model.blocks[0].feedforward
+    return {
+        "layers": m.layers,
+        "dim": m.dim,
+        "heads": m.heads,
+        "kv_heads": m.groups,
+        "head_dim": m.head_dim,
+        "feedforward": feedforward.weights_per_token if feedforward is not None else 0,  # pyright: ignore
+        "persistent": m.persistent,
+        "vocab": m.vocab,
+        "block": t.block,
+        "batch": t.batch,
+        "max_span": m.attention.max_span,
+    }

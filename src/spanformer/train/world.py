@@ -1,0 +1,128 @@
+"""The processes a run is made of, through PyTorch's own engines. One process is a world of its own.
+
+    torchrun --nproc-per-node 2 -m spanformer train runs/demo.toml
+
+Each process reads its share of the lanes. DDP averages gradients; FSDP2 (`fully_shard`) also shards parameters,
+gradients and optimiser state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spanformer.model import LM
+
+
+@dataclass(frozen=True)
+class World:
+    rank: int
+    size: int
+    device: torch.device
+    engine: Literal["one", "ddp", "fsdp"]
+
+    @property
+    def first(self) -> bool:
+        """This process writes files and shows progress."""
+        return self.rank == 0
+
+    def rows(self, lanes: int) -> slice:
+        """The lanes this process reads."""
+        if lanes % self.size:
+            raise ValueError(f"train.batch is {lanes}; expected a multiple of the number of processes, {self.size}")
+        share = lanes // self.size
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean over all processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+            values /= self.size
+        return values
+
+    def gather_rows(self, rows: Tensor) -> Tensor | None:
+        """Rows [B, …] of all processes, one below the other, on the first; None elsewhere."""
+        if self.size == 1:
+            return rows
+        into = [torch.empty_like(rows) for _ in range(self.size)] if self.first else None
+        dist.gather(rows.contiguous(), into)
+        return None if into is None else torch.cat(into)
+
+    def wait(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+
+@contextlib.contextmanager
+def join_world(device: str, engine: str) -> Iterator[World]:
+    """The world that torchrun's environment names, or one process alone."""
+    size, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    where = _device(device, local)
+    if size == 1:
+        if engine == "fsdp":
+            raise ValueError("train.engine is fsdp with one process; start it by torchrun, or leave engine at auto")
+        yield World(0, 1, where, "one")
+        return
+    dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
+    try:
+        yield World(dist.get_rank(), size, where, "fsdp" if engine == "fsdp" else "ddp")
+    finally:
+        dist.destroy_process_group()
+
+
+def _device(name: str, local: int) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"train.device is {name}, and PyTorch finds no GPU here; expected cpu or auto")
+        device = torch.device("cuda", local)
+        torch.cuda.set_device(device)
+    return device
+
+
+def wrap(model: LM, world: World) -> nn.Module:
+    """The model as the engine runs it. Its parameters are then the optimiser's: call this before making one."""
+    if world.engine == "one":
+        return model
+    if world.engine == "fsdp":
+        return shard(model, world)
+    sparse = bool(model.config.embedding.cutoffs or model.config.feedforward.experts)  # not every weight in every step
+    on = [world.device] if world.device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(model, device_ids=on, find_unused_parameters=sparse)
+
+
+def shard(model: LM, world: World) -> LM:
+    """FSDP2: every block a unit of its own. Spans stay whole in every process, since memory lengths depend on them;
+    `reduce_spans` averages their gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    whole = set(span_parameters(model))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, ignored_params={p for p in block.parameters() if p in whole})
+    return fully_shard(model, mesh=mesh, ignored_params=whole)
+
+
+def span_parameters(model: LM) -> list[nn.Parameter]:
+    return [m.ratio for m in model.spans_modules()]
+
+
+def reduce_spans(model: LM, world: World) -> None:
+    """Average the gradients of what fully_shard leaves alone."""
+    if world.engine != "fsdp":
+        return
+    grads = [p.grad for p in span_parameters(model) if p.grad is not None]
+    if grads:
+        flat = world.mean(torch.cat([g.flatten() for g in grads]))
+        for grad, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            grad.copy_(part.view_as(grad))

@@ -1,0 +1,181 @@
+"""The language model as a whole: reading in pieces, causality, memory that follows spans, hybrid stacks, documents."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from spanformer.model import LM, ModelConfig, State
+from spanformer.model.config import AttentionConfig, EmbeddingConfig, FeedForwardConfig, PositionConfig
+from spanformer.model.layer import group_heads
+
+SMALL = ModelConfig(
+    vocab=37,
+    dim=32,
+    layers=3,
+    heads=4,
+    attention=AttentionConfig(max_span=40, ramp=5.0, init=0.3),
+    feedforward=FeedForwardConfig(dim=48),
+)
+
+
+def with_attention(config: ModelConfig, **changes) -> ModelConfig:
+    return replace(config, attention=replace(config.attention, **changes))
+
+
+POSITIONS = {kind: replace(SMALL, position=PositionConfig(kind=kind)) for kind in
+             ("none", "table", "rotary", "alibi", "distance_bias")}  # fmt: skip
+CONFIGS = POSITIONS | {
+    "paper": replace(
+        SMALL, norm="layer", order="post", init="torch", position=PositionConfig(kind="table"),
+        feedforward=FeedForwardConfig(kind="relu", bias=True), embedding=EmbeddingConfig(bias=True),
+    ),
+    "grouped": replace(SMALL, kv_heads=2),
+    "grouped, tied spans": with_attention(replace(SMALL, kv_heads=2), tied=True),
+    "dynamic": with_attention(SMALL, kind="dynamic_span"),
+    "window": with_attention(SMALL, kind="window", window=9),
+    "full": with_attention(SMALL, kind="full"),
+    "hybrid layers": with_attention(SMALL, stack=("window:7", "adaptive_span")),
+    "hybrid heads": with_attention(SMALL, stack=("3 window:7 + 1 adaptive_span", "2 adaptive_span + 2 dynamic_span")),
+    "experts": replace(SMALL, feedforward=FeedForwardConfig(dim=24, experts=5, per_token=2)),
+    "persistent": replace(SMALL, persistent=11, feedforward=FeedForwardConfig(kind="none")),
+    "adaptive embedding": replace(SMALL, embedding=EmbeddingConfig(cutoffs=(10, 20), divisor=2, tied=True)),
+    "tied": replace(SMALL, embedding=EmbeddingConfig(tied=True)),
+}  # fmt: skip
+
+
+def make(config: ModelConfig) -> LM:
+    """In float64, with spans of every length, so that heads fall into several groups."""
+    torch.manual_seed(5)
+    lm = LM(config).double().eval()
+    with torch.no_grad():
+        for module in lm.spans_modules():
+            module.ratio.copy_(torch.linspace(0, 1, module.kv_heads))
+    return lm
+
+
+def text(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(0, 37, (batch, length), generator=torch.Generator().manual_seed(3))
+
+
+def read(lm: LM, x: torch.Tensor, pieces: list[int]) -> tuple[torch.Tensor, State]:
+    state, logits = None, []
+    for piece in x.split(pieces, 1):
+        found = lm(piece, state)
+        state = found.state
+        logits.append(found.logits)
+    assert state is not None
+    return torch.cat(logits, 1), state
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("pieces", [[64, 63], [1, 30, 96], [100, 1, 26]], ids=str)
+def test_reading_in_pieces_equals_reading_at_once(name: str, pieces: list[int]) -> None:
+    lm, x = make(CONFIGS[name]), text(2, 127)
+    whole = lm(x).logits
+    streamed, _ = read(lm, x, pieces)
+    assert torch.allclose(streamed, whole, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_future_is_not_seen(name: str) -> None:
+    lm, x = make(CONFIGS[name]), text(2, 50)
+    other = x.clone()
+    other[:, 31:] = (other[:, 31:] + 1) % 37
+    before, after = lm(x).logits, lm(other).logits
+    assert torch.equal(before[:, :31], after[:, :31])
+    assert not torch.allclose(before[:, 31:], after[:, 31:])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_losses_are_those_of_the_logits_and_reach_every_parameter(name: str) -> None:
+    config = CONFIGS[name]
+    lm, x = make(config), text(3, 64)
+    first = lm(x[:, :30])
+    found = lm(x[:, 30:-1], first.state, targets=x[:, 31:])
+    logits = lm(x[:, 30:-1], first.state).logits
+    expected = -logits.log_softmax(-1).gather(2, x[:, 31:, None])[..., 0]
+    assert found.logits is None and torch.allclose(found.nll, expected)
+    (found.nll.mean() + found.penalty).backward()
+    # a bias over distances that every token sees alike, and clusters no token fell into, may stay without
+    silent = [n for n, p in lm.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    assert silent == [], silent
+
+
+def test_memory_follows_the_longest_span_of_each_layer() -> None:
+    lm = make(with_attention(SMALL, max_span=1000))
+    with torch.no_grad():
+        for module, ratio in zip(lm.spans_modules(), (0.0, 0.1, 0.5), strict=True):
+            module.ratio.fill_(0)
+            module.ratio[2] = ratio
+    _, state = read(lm, text(1, 900), [100] * 9)
+    assert [h.shape[1] for h in state.hidden] == [128, 192, 576]
+    assert all(not h.requires_grad for h in state.hidden)
+    with torch.no_grad():
+        lm.spans_modules()[2].ratio.fill_(0)  # shrinks at once, and grows as the text goes on
+        lm.spans_modules()[0].ratio.fill_(0.3)
+    state = lm(text(1, 100), state).state
+    assert [h.shape[1] for h in state.hidden] == [228, 192, 128]
+    state = lm(text(1, 100), state).state
+    assert [h.shape[1] for h in state.hidden] == [328, 192, 128]
+
+
+def test_heads_are_grouped_by_what_they_need() -> None:
+    assert group_heads([31, 31, 31, 31], 128) == [([0, 1, 2, 3], 32)]
+    assert group_heads([31, 8000, 40, 31], 8192) == [([1], 8000), ([0, 2, 3], 64)]
+    assert group_heads([1000, 8000, 7000, 31], 8192) == [([1, 2], 8000), ([0], 1024), ([3], 32)]
+    assert group_heads([31, 8000], 0) == [([0, 1], 0)]
+
+
+def test_packed_documents_do_not_see_each_other() -> None:
+    lm, x = make(SMALL), text(1, 60)
+    documents = torch.tensor([[0] * 25 + [1] * 35])
+    alone = lm(x[:, 25:]).logits
+    packed = lm(x, documents=documents).logits
+    assert torch.allclose(packed[:, 25:], alone, rtol=1e-9, atol=1e-9)
+    first = lm(x[:, :40], documents=documents[:, :40])
+    second = lm(x[:, 40:], first.state, documents=documents[:, 40:])
+    assert torch.allclose(second.logits, alone[:, 15:], rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match="documents was given with earlier segments and is missing now"):
+        lm(x[:, 40:], first.state)
+
+
+def test_padding_is_not_seen() -> None:
+    lm, x = make(SMALL), text(2, 40)
+    padding = torch.zeros(2, 40, dtype=torch.bool)
+    padding[0, :13] = True
+    alone = lm(x[:1, 13:]).logits
+    padded = lm(x, padding=padding).logits
+    assert torch.allclose(padded[:1, 13:], alone, rtol=1e-9, atol=1e-9)
+
+
+def test_activation_checkpointing_changes_nothing() -> None:
+    grads = []
+    for checkpointing in (False, True):
+        lm = make(SMALL).train()
+        lm.checkpointing = checkpointing
+        found = lm(text(2, 50), targets=text(2, 50))
+        (found.nll.mean() + found.penalty).backward()
+        grads.append([p.grad for p in lm.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+REFUSED = {
+    "dim is 30": lambda: ModelConfig(dim=30, heads=4),
+    "kv_heads is 3": lambda: ModelConfig(heads=4, kv_heads=3),
+    "expected kinds such as": lambda: with_attention(SMALL, stack=("windows:3",)),
+    "5 heads; expected 4": lambda: with_attention(SMALL, stack=("3 window:3 + 2 full",)),
+    "expected multiples of 2": lambda: with_attention(replace(SMALL, kv_heads=2), stack=("3 window:3 + 1 full",)),
+    "outside the vocabulary of 37": lambda: make(SMALL)(torch.tensor([[40]])),
+    "expected token ids": lambda: make(SMALL)(torch.tensor([1, 2])),
+    "targets has shape": lambda: make(SMALL)(text(1, 5), targets=text(1, 4)),
+    "vocab is 0": lambda: LM(ModelConfig()),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_bad_input_is_named(message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        REFUSED[message]()
