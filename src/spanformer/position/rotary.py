@@ -56,7 +56,7 @@ class Rotary(Position):
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions [...] → cos and sin [..., D] in float32 or wider; the first half of sin is negative."""
-        # Angles in float64: in float32 those of position 10 million are off by half a radian.
+        # Angles in float64: in float32 those of position 10 million are off by up to half a radian.
         component = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float64)
         angle = positions[..., None] * self.base ** (-component / self.head_dim)
         wide = torch.promote_types(dtype, torch.float32)
