@@ -1,0 +1,49 @@
+"""The feed-forward part of a layer, for each token on its own.
+
+relu, gelu:  y = down(drop(f(up(x))))                 Attention Is All You Need, https://arxiv.org/abs/1706.03762
+swiglu:      y = down(drop(silu(gate(x)) · up(x)))    GLU Variants, https://arxiv.org/abs/2002.05202
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Kind = Literal["relu", "gelu", "swiglu"]
+
+
+class FeedForward(nn.Module):
+    """One hidden layer; `swiglu` has a third matrix, `gate`.
+
+    `gate` and `up` are two matrices: one joint matrix was measured on a CPU and was no faster.
+    """
+
+    def __init__(self, dim: int, hidden: int, *, kind: Kind, bias: bool, dropout: float) -> None:
+        super().__init__()
+        if kind not in get_args(Kind):
+            raise ValueError(f"kind is {kind!r}; expected one of {', '.join(get_args(Kind))}")
+        if dim < 1 or hidden < 1:
+            raise ValueError(f"dim is {dim} and hidden {hidden}; expected at least 1 each")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout is {dropout}; expected a share of the inner activations, 0 … 1 without 1")
+        self.kind: Kind = kind
+        self.up = nn.Linear(dim, hidden, bias=bias)
+        self.gate = nn.Linear(dim, hidden, bias=bias) if kind == "swiglu" else None
+        self.down = nn.Linear(hidden, dim, bias=bias)
+        self.dropout = nn.Dropout(dropout)
+
+    @property
+    def weights_per_token(self) -> int:
+        """How many entries of matrices each token is multiplied with."""
+        return sum(m.weight.numel() for m in (self.up, self.gate, self.down) if m is not None)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """x [..., dim] → (y [..., dim], None): no loss of its own, unlike `Experts`."""
+        inner = self.up(x)
+        if self.gate is not None:
+            inner = F.silu(self.gate(x)) * inner
+        else:
+            inner = F.relu(inner) if self.kind == "relu" else F.gelu(inner)
+        return self.down(self.dropout(inner)), None

@@ -1,0 +1,45 @@
+"""What a position encoding is: it may add to the hidden states, turn queries and keys, or say a Rule.
+
+Shapes: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from spanformer.ops import Rule
+
+
+class Places(Protocol):
+    """The part of a view that says where queries and keys stand."""
+
+    @property
+    def q_positions(self) -> Tensor | None:
+        """[Tq] or [B, Tq] integers, given with k_positions."""
+        ...
+
+    @property
+    def k_positions(self) -> Tensor | None:
+        """[Tk] or [B, Tk] integers. Without positions, queries are the last Tq of the keys."""
+        ...
+
+
+class Position(nn.Module):
+    """The base of every encoding, and itself the one that tells nothing. Each overrides the one method it needs."""
+
+    def embed(self, x: Tensor, start: int) -> Tensor:
+        """x [B, T, dim], the embedded tokens at positions start, start + 1, …; absolute encodings add to them."""
+        return x
+
+    def turn(self, q: Tensor, k: Tensor, view: Places) -> tuple[Tensor, Tensor]:
+        """q [B, H, Tq, D] and k [B, Hkv, Tk, D], each made to know where it stands."""
+        return q, k
+
+    def rule(self, view: Places, length: int) -> Rule | None:
+        """What to add to the attention's rule, for distances 0 … length − 1.
+
+        It is not causal, that is, it says nothing about the future: a sum of rules is causal if one of them is.
+        """
+        return None

@@ -1,0 +1,35 @@
+"""The positions of Adaptive Attention Span in Transformers (Sukhbaatar et al., 2019), https://arxiv.org/abs/1905.07799,
+after Self-Attention with Relative Position Representations (Shaw et al., 2018), https://arxiv.org/abs/1803.02155.
+
+    s_ij = (q_i·k_j + q_i·r[d]) / sqrt(D)        d = i − j, or i − j − 1 under a rule with `original`
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from spanformer.ops import Rule
+from spanformer.position.base import Places, Position
+
+
+class Table(Position):
+    """One vector for each distance, shared by all heads, and by all layers that are given the same object.
+
+    The table ends: attention that reaches farther than `length` is refused by `attend`. It starts from N(0, 1), as the
+    paper's.
+    """
+
+    def __init__(self, heads: int, head_dim: int, length: int) -> None:
+        super().__init__()
+        if heads < 1 or head_dim < 1 or length < 1:
+            raise ValueError(f"heads is {heads}, head_dim {head_dim} and length {length}; expected at least 1 each")
+        self.heads = heads
+        self.weight = nn.Parameter(torch.randn(length, head_dim))
+        """[L, D]: row d belongs to distance d"""
+
+    def rule(self, view: Places, length: int) -> Rule:
+        return Rule(self.heads, causal=False, distance_vec=self.weight[None])
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, head_dim={self.weight.shape[1]}, length={self.weight.shape[0]}"
