@@ -17,8 +17,7 @@ from spanformer.memory.segment import memory_length
 from spanformer.model.block import Block
 from spanformer.model.build import init_weights, make_block, make_position
 from spanformer.model.config import ModelConfig
-from spanformer.model.embedding import Embedding, Head
-from spanformer.model.adaptive_io import AdaptiveEmbedding, AdaptiveHead
+from spanformer.model.embedding import AdaptiveEmbedding, AdaptiveHead, Embedding, Head
 from spanformer.model.norm import make_norm
 
 

@@ -29,7 +29,7 @@ class Table(Position):
         """[L, D]: row d belongs to distance d"""
 
     def rule(self, view: Places, length: int) -> Rule:
-        return Rule(self.heads, causal=False, distance_vec=self.weight[None])
+        return Rule(self.heads, causal=False, distance_vec=self.weight[None, :length])
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, head_dim={self.weight.shape[1]}, length={self.weight.shape[0]}"
