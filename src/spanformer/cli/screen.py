@@ -1,0 +1,88 @@
+"""What a run shows while it goes on: one live line, and a line for everything worth keeping."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from spanformer.train.config import RunConfig
+
+QUIET_SECONDS = 10.0  # between lines where there is no terminal to redraw one on
+
+
+class Screen:
+    """Shows events (rows of events.jsonl) on standard error."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.first = os.environ.get("RANK", "0") == "0"
+        self.console = Console(stderr=True, highlight=False)
+        columns = (
+            TextColumn("{task.description}"), BarColumn(bar_width=20), TaskProgressColumn(), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(elapsed_when_finished=False),
+        )  # fmt: skip
+        self.progress = Progress(*columns, console=self.console, disable=not (self.first and self.console.is_terminal))
+        self.task = self.progress.add_task("starting", total=None)
+        self.unit, self.said = "token", 0.0
+
+    def __enter__(self) -> Screen:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        self.progress.stop()
+
+    def show(self, row: dict) -> None:
+        handler = getattr(self, "_" + row["event"], None)
+        if handler is not None:
+            handler(row)
+
+    def _say(self, text: str) -> None:
+        self.console.print(escape(text))
+
+    def _prepare(self, row: dict) -> None:
+        self.progress.update(self.task, description=escape(row["title"]), completed=row["done"], total=row["total"])
+
+    def _start(self, row: dict) -> None:
+        self.unit = row["unit"]
+        tokens, model, machine = row["tokens"], row["config"]["model"], row["machine"]
+        self._say(
+            f"{row['run']}: {row['parameters'] / 1e6:.2f} M parameters, {model['layers']} layers of {model['heads']} heads, "
+            f"spans up to {model['attention']['max_span']:,}; {row['config']['data']['source']}, "
+            f"{tokens['train']:,} {self.unit}s to train on; {machine['device']}, {machine['threads']} threads"
+        )
+
+    def _resume(self, row: dict) -> None:
+        self._say(f"continued from step {row['step']:,} ({row['path']})")
+
+    def _step(self, row: dict) -> None:
+        train, step = self.config.train, row["step"]
+        spans = [z for layer in row["spans"] for z in layer if z is not None]
+        span = f" · span {sum(spans) / len(spans):.0f} on average, {max(spans):.0f} longest" if spans else ""
+        text = (
+            f"step {step:,} · {row['bits'] or float('nan'):.3f} bits per {self.unit} · "
+            f"{row['tokens_per_second'] or 0:,.0f} tokens/s{span}"
+        )
+        budget = train.minutes * 60
+        done = max(step / train.steps, row["seconds"] / budget if budget else 0.0)
+        self.progress.update(self.task, description=text, completed=done, total=1.0)
+        if self.progress.disable and time.monotonic() - self.said > QUIET_SECONDS:
+            self.said = time.monotonic()
+            left = row["seconds"] * (1 - done) / done if done else 0.0
+            self._say(f"{text} · {row['seconds']:.0f} s, {max(0.0, left):.0f} s left")
+
+    def _eval(self, row: dict) -> None:
+        self._say(f"step {row['step']:,}: {row['bits']:.3f} bits per {self.unit} on {row['split']}")
+
+    def _note(self, row: dict) -> None:
+        self._say(f"note: {row['text']}")
+
+    def _skip(self, row: dict) -> None:
+        self._say(f"step {row['step']:,} skipped: {row['reason']}")
+
+    def _stop(self, row: dict) -> None:
+        self._say(f"ended: {row['reason']}, {row['step']:,} steps in {row['seconds']:.0f} s of training")
