@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+import spanformer
 
 HEAVY = ("transformers", "matplotlib", "torch.nn.attention.flex_attention", "spanformer.ops.native")
 
@@ -37,8 +43,66 @@ def loaded_by(statements: str, extra_path: Path | None = None) -> list[str]:
     return [name for name in HEAVY if name in seen["modules"]] + [p for p in seen["opened"] if "_kernel" in p]
 
 
-def test_importing_spanformer_loads_nothing_heavy() -> None:
-    assert loaded_by("import spanformer") == []
+def test_importing_spanformer_loads_no_torch() -> None:
+    probe = "import sys, spanformer; print({'torch', 'numpy', 'spanformer.ops'} & set(sys.modules), dir(spanformer))"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert done.stdout.startswith("set()") and "'attend'" in done.stdout, done.stdout + done.stderr
+
+
+def test_using_spanformer_loads_nothing_heavy() -> None:
+    assert loaded_by("from spanformer import *\nassert attend and AdaptiveSpan") == []
+
+
+def test_every_public_name_is_found_where_it_lives() -> None:
+    for name, module in spanformer._HOME.items():
+        assert getattr(spanformer, name) is getattr(importlib.import_module(module), name)
+        assert vars(spanformer)[name] is getattr(spanformer, name)  # found once
+
+
+def test_a_star_imports_every_public_name_and_no_other() -> None:
+    names: dict[str, object] = {}
+    exec("from spanformer import *", names)
+    names.pop("__builtins__")
+    assert set(names) == set(spanformer.__all__) == set(spanformer._HOME)
+
+
+def test_dir_names_what_is_there() -> None:
+    assert {*spanformer.__all__, "__version__", "__doc__", "__path__"} <= set(dir(spanformer))
+    assert dir(spanformer) == sorted(set(dir(spanformer)))
+
+
+def test_what_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'spanformer' has no attribute 'nonsense'$"):
+        spanformer.nonsense  # noqa: B018
+    with pytest.raises(ImportError, match="nonsense"):
+        exec("from spanformer import nonsense")
+
+
+def test_type_checkers_are_told_the_same_names() -> None:
+    tree = ast.parse(Path(spanformer.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    told = {(alias.asname, node.module) for node in block.body for alias in node.names}  # type: ignore[attr-defined]
+    assert told == set(spanformer._HOME.items())
+
+
+def test_no_public_name_is_also_a_modules() -> None:
+    """Importing spanformer.x would put the module where the name x was."""
+    inside = {path.stem for path in Path(spanformer.__file__).parent.iterdir()}
+    assert not inside & set(spanformer._HOME)
+
+
+def test_the_version_is_a_literal() -> None:
+    """setuptools reads it without importing anything."""
+    tree = ast.parse(Path(spanformer.__file__).read_text(encoding="utf-8"))
+    values = [
+        node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and node.targets[0].id == "__version__"
+        and isinstance(node.value, ast.Constant)
+    ]
+    assert values == [spanformer.__version__]
 
 
 def test_the_probe_would_notice(tmp_path: Path) -> None:

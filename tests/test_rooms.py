@@ -35,6 +35,7 @@ DOORS: dict[str, set[str]] = {
 }
 DOORS[TOP] = set(DOORS)
 DOORS["cli"] = set(DOORS)
+DOORS["__main__"] = {"cli"}  # python -m spanformer
 BACKENDS = {"native", "flex", "banded", "reference"}
 MAX_LINES = 400
 
@@ -141,6 +142,7 @@ ALLOWED = {
     ),
     "downwards": ("spanformer.hf.modeling", "from spanformer.attention import base\nimport transformers"),
     "the command line": ("spanformer.cli.main", "import spanformer\nfrom spanformer.bench import run"),
+    "python -m spanformer": ("spanformer.__main__", "from spanformer.cli.main import main"),
     "a logger's name": ("spanformer.data.lanes", "logging.getLogger('spanformer')\nlog('spanformer.lanes.read')"),
 }
 

@@ -1,19 +1,50 @@
-"""spanformer: attention heads that learn how far to look, and cost only that much."""
+"""spanformer: attention heads that learn how far to look, and cost only that much.
 
-from spanformer.attention import AdaptiveSpan, DynamicSpan
-from spanformer.ops import Attended, BlockIndex, Rings, Rule, attend, attend_rings, backends, choose_backend, merge
+A public name is imported when it is first used (PEP 562), so `import spanformer` and the command line's help do not
+wait for torch. A new one takes a line in the table, and one below TYPE_CHECKING for editors and type checkers.
+"""
 
-__version__ = "0.1.0"
-__all__ = [
-    "AdaptiveSpan",
-    "Attended",
-    "BlockIndex",
-    "DynamicSpan",
-    "Rings",
-    "Rule",
-    "attend",
-    "attend_rings",
-    "backends",
-    "choose_backend",
-    "merge",
-]
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from spanformer.attention import AdaptiveSpan as AdaptiveSpan
+    from spanformer.attention import DynamicSpan as DynamicSpan
+    from spanformer.ops import Attended as Attended
+    from spanformer.ops import BlockIndex as BlockIndex
+    from spanformer.ops import Rings as Rings
+    from spanformer.ops import Rule as Rule
+    from spanformer.ops import attend as attend
+    from spanformer.ops import attend_rings as attend_rings
+    from spanformer.ops import backends as backends
+    from spanformer.ops import choose_backend as choose_backend
+    from spanformer.ops import merge as merge
+
+__version__ = "0.2.0"
+
+_HOME = {
+    "AdaptiveSpan": "spanformer.attention",
+    "Attended": "spanformer.ops",
+    "BlockIndex": "spanformer.ops",
+    "DynamicSpan": "spanformer.attention",
+    "Rings": "spanformer.ops",
+    "Rule": "spanformer.ops",
+    "attend": "spanformer.ops",
+    "attend_rings": "spanformer.ops",
+    "backends": "spanformer.ops",
+    "choose_backend": "spanformer.ops",
+    "merge": "spanformer.ops",
+}
+
+__all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'spanformer' has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -40,14 +40,17 @@ def test_every_option_is_explained(capsys):
     [
         (("fly",), "there is no command 'fly'"),
         (("bench", "models"), "there is no command 'bench models'"),
-        (("bench", "attention", "--nope"), "Unrecognized options: --nope"),
+        (("bench", "attention", "--nope"), "there is no option --nope (see spanformer bench attention --help)"),
+        (("bench", "attention", "--profile", "A"), "there is no option --profile; did you mean --profiles?"),
         (("bench", "attention", "--batch", "0"), "batch is 0; expected at least 1"),
-        (("bench", "attention", "--batch", "many"), "--batch"),
+        (("bench", "attention", "--batch", "many"), "--batch is 'many'; expected a whole number"),
+        (("bench", "attention", "--lengths", "64", "x"), "--lengths is '64 x'; expected whole numbers"),
         (("bench", "attention", "--profiles", "Q"), "profile is 'Q'; expected A, B, S, M, F or a number"),
-        (("bench", "attention", "--dtype", "int8"), "int8"),
+        (("bench", "attention", "--dtype", "int8"), "--dtype is 'int8'; expected one of float32,"),
         (("bench", "attention", "--contenders", "nobody"), "contender is 'nobody'"),
-        (("bench", "attention", "--original", "/nowhere"), "original is /nowhere"),
+        (("bench", "attention", "--original", "/nowhere" * 20), f"original is {'/nowhere' * 20}; expected"),
         (("bench", "attention", "--lengths", "1"), "lengths holds 1"),
+        (("report", "attention"), "PATH is missing; expected a path"),
         (("report", "attention", "/nowhere.json"), "/nowhere.json does not exist"),
     ],
 )
@@ -71,6 +74,17 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(cap
         capsys, "bench", "attention", "--quick", "--parts", "overhead", "--out", str(tmp_path / "taken")
     )
     assert code == 2 and "taken" in err and "Traceback" not in err
+
+
+def test_an_interrupted_run_says_where_its_results_are(capsys, tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("spanformer.cli.bench.bench_attention", stop)
+    code, _, err = ended(capsys, "bench", "attention", "--quick", "--out", str(tmp_path))
+    assert code == 130 and err.endswith(
+        f"spanformer: stopped; what was measured until now is in {tmp_path}/attention.json, if anything\n"
+    )
 
 
 def test_a_tiny_run_leaves_results_and_pictures(capsys, tmp_path):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -142,5 +141,4 @@ def _others_seconds() -> float:
     except OSError:
         return 0.0
     busy = (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")  # neither idle nor waiting for a disk
-    mine = resource.getrusage(resource.RUSAGE_SELF)
-    return busy - mine.ru_utime - mine.ru_stime
+    return busy - time.process_time()

@@ -27,7 +27,7 @@ def run_attention(config: AttentionBench) -> None:
         try:
             bench_attention(config, on_step=on_step)
         except KeyboardInterrupt:
-            raise SystemExit(f"spanformer: stopped; what was measured until now is in {path}, if anything") from None
+            raise KeyboardInterrupt(f"stopped; what was measured until now is in {path}, if anything") from None
     show_attention(path)
 
 

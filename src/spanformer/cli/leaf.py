@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+HELP = frozenset({"-h", "--help"})
+"""how a command, or all of it, is asked to explain itself"""
+
 
 @dataclass(frozen=True)
 class Leaf:
@@ -12,3 +15,5 @@ class Leaf:
     """a dataclass; the text below each field is the option's help"""
     run: Callable
     """takes an instance of it"""
+    parse: Callable[[str, list[str]], object] | None = None
+    """(program, arguments) to such an instance, or a ValueError; None: every field is an option"""

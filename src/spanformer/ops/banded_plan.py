@@ -73,9 +73,6 @@ def make_plan(call: Call) -> Plan:
     are given: windows are sizes of tensors, and the host has to know those."""
     rule, batch = call.rule, call.q.shape[0]
     offset, blocks = _regular_offset(call), rule.blocks
-    if blocks is not None and blocks.offsets.device != call.q.device:
-        parts = (blocks.offsets, blocks.columns, blocks.mask_ids, blocks.masks)
-        blocks = BlockIndex(blocks.size, *(t.to(call.q.device) for t in parts))
     room = ROOM.get(call.q.device.type, ROOM_ELSEWHERE) // (4 if call.dropout else 1)  # dropout hashes in int64
     steps: list[Step] = []
     for (size, limit, *_), heads in _groups(call, offset).items():

@@ -1,0 +1,45 @@
+"""A run: a TOML file, or the defaults, and options of the command line over it."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any, TypeVar
+
+from spanformer.cli.options import parse_options
+from spanformer.model.fields import build
+
+T = TypeVar("T")
+
+
+def read_run(cls: type[T], program: str, arguments: list[str], known: Collection[str] = ()) -> T:
+    """`runs/demo.toml --optim.lr 0.05`: the file's values over the defaults of the dataclass, the options over both.
+
+    known: the run files that are shipped, as they are written on the command line; one of them may have been meant.
+    `--help` lists every field with the value it has after the file is read.
+    """
+    path = arguments[0] if arguments and not arguments[0].startswith("-") else None
+    if path is None:
+        return parse_options(cls, f"{program} [RUN.toml]", arguments, cls())
+    loaded = build(cls, _toml(path, known), path)
+    return parse_options(cls, f"{program} {path}", arguments[1:], loaded)
+
+
+def _toml(path: str, known: Collection[str]) -> dict[str, Any]:
+    if not Path(path).exists():
+        by_stem = {Path(name).stem: name for name in known}
+        near = difflib.get_close_matches(Path(path).stem, by_stem, 1)
+        meant = f" did you mean {by_stem[near[0]]}?" if near else f" expected a TOML file{_such_as(known)}"
+        raise ValueError(f"{path} does not exist;{meant}")
+    if Path(path).is_dir():
+        raise ValueError(f"{path} is a folder; expected a TOML file{_such_as(known)}")
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:  # TOMLDecodeError says line and column; UnicodeDecodeError is one too
+        raise ValueError(f"{path} is not TOML: {error}") from None
+
+
+def _such_as(known: Collection[str]) -> str:
+    return f", such as {', '.join(known)}" if known else ""
