@@ -187,3 +187,18 @@ def test_a_wrong_key_in_the_file(tmp_path: Path) -> None:
     assert refusal(str(file)) == f"optim.lr in {file} is 'fast'; expected a number"
     file.write_text("[optim]\nlr = -1\n")
     assert refusal(str(file)) == f"lr is -1.0; expected more than 0 (optim in {file})"
+
+
+def test_a_file_over_its_base(tmp_path) -> None:
+    (tmp_path / "small").mkdir()
+    (tmp_path / "whole.toml").write_text('[optim]\nlr = 0.5\n[train]\nsteps = 7\n')
+    (tmp_path / "small" / "less.toml").write_text('base = "../whole.toml"\n[train]\nsteps = 3\n')
+    from spanformer.cli.runfile import _read
+
+    assert _read(str(tmp_path / "small" / "less.toml"), ()) == {"optim": {"lr": 0.5}, "train": {"steps": 3}}
+    (tmp_path / "loop.toml").write_text('base = "loop.toml"\n')
+    with pytest.raises(ValueError, match="is its own base"):
+        _read(str(tmp_path / "loop.toml"), ())
+    (tmp_path / "lost.toml").write_text('base = "nowhere.toml"\n')
+    with pytest.raises(ValueError, match=r"nowhere\.toml does not exist"):
+        _read(str(tmp_path / "lost.toml"), ())

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spanformer.model import LM, ModelConfig, State
-from spanformer.model.config import AttentionConfig, EmbeddingConfig, FeedForwardConfig, PositionConfig
+from spanformer.model.lm import LM, State
+from spanformer.model.config import AttentionConfig, EmbeddingConfig, FeedForwardConfig, ModelConfig, PositionConfig
 from spanformer.model.layer import group_heads
 
 SMALL = ModelConfig(

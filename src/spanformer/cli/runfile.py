@@ -16,6 +16,7 @@ T = TypeVar("T")
 
 def read_run(cls: type[T], program: str, arguments: list[str], known: Collection[str] = ()) -> T:
     """`runs/demo.toml --optim.lr 0.05`: the file's values over the defaults of the dataclass, the options over both.
+    A file may begin with `base = "other.toml"`, a path beside its own, and then says only what differs.
 
     known: the run files that are shipped, as they are written on the command line; one of them may have been meant.
     `--help` lists every field with the value it has after the file is read.
@@ -23,8 +24,27 @@ def read_run(cls: type[T], program: str, arguments: list[str], known: Collection
     path = arguments[0] if arguments and not arguments[0].startswith("-") else None
     if path is None:
         return parse_options(cls, f"{program} [RUN.toml]", arguments, cls())
-    loaded = build(cls, _toml(path, known), path)
+    loaded = build(cls, _read(path, known), path)
     return parse_options(cls, f"{program} {path}", arguments[1:], loaded)
+
+
+def _read(path: str, known: Collection[str], below: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A file's values, over those of the file it names as its `base`, if it names one."""
+    if path in below:
+        raise ValueError(f"{path} is its own base, by way of {', '.join(below)}")
+    values = _toml(path, known)
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise ValueError(f"base in {path} is {base!r}; expected the path of another run file")
+    return _over(_read(str(Path(path).parent / base), known, (*below, path)), values)
+
+
+def _over(under: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    both = {key: _over(under[key], value) for key, value in values.items()
+            if isinstance(value, dict) and isinstance(under.get(key), dict)}  # fmt: skip
+    return under | values | both
 
 
 def _toml(path: str, known: Collection[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from spanformer.data import every_token
-from spanformer.model import LM
+from spanformer.model.lm import LM
 from spanformer.train.step import autocast
 
 

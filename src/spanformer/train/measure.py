@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from spanformer.cost.peak import peak_of, unsupported
-from spanformer.model import LM, State
+from spanformer.model.lm import LM, State
 
 ROUNDS = 3
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from spanformer.model import State
+from spanformer.model.lm import State
 from spanformer.model.fields import as_dict
 from spanformer.train.checkpoint import pack_optimizer, unpack_optimizer
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from spanformer.data import Lanes, Prepared, prepare
-from spanformer.model import LM, State
+from spanformer.model.lm import LM, State
 from spanformer.train.checkpoint import Checkpoints
 from spanformer.train.config import RunConfig
 from spanformer.train.diagnose import Diagnosis

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from spanformer.model import LM, State
+from spanformer.model.lm import LM, State
 from spanformer.train.world import World, reduce_spans
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spanformer.model import LM
+from spanformer.model.lm import LM
 
 
 @dataclass(frozen=True)
