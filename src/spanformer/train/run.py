@@ -204,11 +204,13 @@ class Run:
         return "all steps done" if p.step >= t.steps else ""
 
     def _log_step(self, grad_norm: float) -> None:
-        p = self.progress
+        p, spans = self.progress, self._flat_spans()
         row = p.row() | {
             "lr": self.optimizer.param_groups[0]["lr"],
             "grad_norm": grad_norm,
             "bits": p.mean_loss * self._tokens_per_unit("train") / math.log(2),
+            "span_average": sum(spans) / len(spans) if spans else None,
+            "span_longest": max(spans, default=None),
             "spans": self.model.spans(),
             "reach": self.model.lookback(),
             "memory": [h.shape[1] for h in self.state.hidden] if self.state else [],
@@ -216,7 +218,7 @@ class Run:
         }
         self.tell("step", row)
         p.clear()
-        for text in self.diagnosis.look(p.step, self._flat_spans()):
+        for text in self.diagnosis.look(p.step, spans):
             self.tell("note", {"text": text})
 
     def _evaluate(self) -> str:
