@@ -17,6 +17,7 @@ from spanformer.model.lm import LM, State
 from spanformer.train.checkpoint import Checkpoints
 from spanformer.train.config import RunConfig
 from spanformer.train.diagnose import Diagnosis
+from spanformer.train.dynamic import dynamic_event
 from spanformer.train.evaluate import Score, evaluate
 from spanformer.train.events import EventLog
 from spanformer.train.guard import Guard, TooManySkips
@@ -254,6 +255,10 @@ class Run:
         if self.config.train.measure and not self.signal and self.world.device.type == "cpu" and self.world.size == 1:
             batch = next(self.lanes)
             self.tell("cost", measure_cost(self.model, torch.from_numpy(batch.x), torch.from_numpy(batch.y)))
+        if not self.signal and self.world.size == 1:
+            found = dynamic_event(self.model, self.data.splits["valid"].ids[: 4 * self.config.train.block], self.data.vocab)
+            if found is not None:
+                self.tell("dynamic", found)
         self.tell("stop", {"reason": reason, "seconds": p.seconds})
         return Result(self.out, reason, p.step, p.latest, self.signal)
 
