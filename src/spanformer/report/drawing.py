@@ -128,7 +128,10 @@ def log_ticks(along, values: list[float], show) -> None:
     values = [value for value in values if value > 0] or [1.0]
     low, high = min(values), max(values)
     decades = range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 1)
-    steps = (1,) if high > 300 * low else (1, 2, 5) if high > 10 * low else (1, 1.5, 2, 3, 4, 5, 6, 8)
+    near = (
+        (1, 1.5, 2, 3, 4, 5, 6, 8) if high > 3 * low else (1, 1.2, 1.4, 1.6, 1.8, 2, 2.25, 2.5, 3, 3.5, 4, 5, 6, 7, 8)
+    )
+    steps = (1,) if high > 300 * low else (1, 2, 5) if high > 10 * low else near
     ticks = [step * 10.0**decade for decade in decades for step in steps]
     if high < 1.6 * low:  # too narrow for round numbers of a whole decade
         size = 10.0 ** math.floor(math.log10(max(high - low, low / 1e3) / 2))

@@ -39,7 +39,7 @@ def heads_picture(run: Run) -> Picture | None:
         axis.scatter(place[some], looks[some], s=34, color=GREEN if filled else "white", edgecolor=GREEN, zorder=3,
                      linewidth=1.0, alpha=0.9)  # fmt: skip
     means = looks.mean(axis=1)
-    axis.plot(np.arange(layers) + 1, means, color=RED, linewidth=1.8, zorder=2)
+    axis.plot(np.arange(layers) + 1, means, color=RED, linewidth=1.8, zorder=2, marker="_", markersize=16)
     axis.axhline(limit, color=GREY, linestyle="--", linewidth=1.0)
     span_axis(axis, max(limit, last.reach.max()))
     axis.set_xticks(np.arange(layers) + 1)
