@@ -20,7 +20,6 @@ from spanformer.model.config import ModelConfig
 from spanformer.model.embedding import AdaptiveEmbedding, AdaptiveHead, Embedding, Head
 from spanformer.model.norm import make_norm
 
-
 NO_DOCUMENT = -1  # the id of tokens read before documents were numbered
 
 
@@ -136,6 +135,11 @@ class LM(nn.Module):
         """[layers][heads] how many earlier tokens each head can see now."""
         read_spans(self.spans_modules())
         return [mechanism.lookback() for mechanism in self.mechanisms()]
+
+    def distances(self) -> list[list[int]]:
+        """[layers][heads] how many distances each head looks at now; a token's distance to itself is one of them,
+        unless `original` leaves it out."""
+        return [[n + (not self.config.original) for n in layer] for layer in self.lookback()]
 
     def memory_lengths(self) -> list[int]:
         """[layers] how many earlier states each layer keeps now."""

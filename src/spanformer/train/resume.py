@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from spanformer.model.lm import State
 from spanformer.model.fields import as_dict
+from spanformer.model.lm import State
 from spanformer.train.checkpoint import pack_optimizer, unpack_optimizer
 
 if TYPE_CHECKING:
@@ -101,7 +101,9 @@ def _check_fits(run: Run, meta: dict, path: Path) -> None:
     """Model, data and lanes must be those of the checkpoint; how to train on may change."""
     now, then = as_dict(run.config), meta["config"]
     for section in ("model", "data"):
-        _same(f"{section}.", now[section], then[section], path, ignore=("cache", "from", "backend", "penalty", "dropout"))
+        _same(
+            f"{section}.", now[section], then[section], path, ignore=("cache", "from", "backend", "penalty", "dropout")
+        )
     lanes = {name: now["train"][name] for name in ("batch", "block")}
     _same("train.", lanes, {name: then["train"][name] for name in lanes}, path, ignore=())
 

@@ -107,7 +107,9 @@ class Run:
         train_ids = data.splits["train"].ids
         self.lanes = Lanes(train_ids, t.batch, t.block, seed=t.seed, rows=world.rows(t.batch))
         if (t.batch // world.size) % t.micro:
-            raise ValueError(f"train.micro is {t.micro}; expected a divisor of a process's lanes, {t.batch // world.size}")
+            raise ValueError(
+                f"train.micro is {t.micro}; expected a divisor of a process's lanes, {t.batch // world.size}"
+            )
         self.state: State | None = None
         self.progress = Progress()
         self.guard = Guard(t.spike, t.max_skips)
@@ -213,7 +215,7 @@ class Run:
             "span_average": sum(spans) / len(spans) if spans else None,
             "span_longest": max(spans, default=None),
             "spans": self.model.spans(),
-            "reach": self.model.lookback(),
+            "reach": self.model.distances(),
             "memory": [h.shape[1] for h in self.state.hidden] if self.state else [],
             "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
@@ -256,7 +258,9 @@ class Run:
             batch = next(self.lanes)
             self.tell("cost", measure_cost(self.model, torch.from_numpy(batch.x), torch.from_numpy(batch.y)))
         if not self.signal and self.world.size == 1:
-            found = dynamic_event(self.model, self.data.splits["valid"].ids[: 4 * self.config.train.block], self.data.vocab)
+            found = dynamic_event(
+                self.model, self.data.splits["valid"].ids[: 4 * self.config.train.block], self.data.vocab
+            )
             if found is not None:
                 self.tell("dynamic", found)
         self.tell("stop", {"reason": reason, "seconds": p.seconds})
@@ -272,4 +276,4 @@ class Run:
     def _catch(self, number: int, _frame: object) -> None:
         """The step under way ends first; a second signal of the kind ends the process at once."""
         self.signal = number
-        signal.signal(number, self._handlers[number])
+        signal.signal(number, self._handlers[signal.Signals(number)])
