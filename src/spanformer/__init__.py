@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from spanformer.attention import AdaptiveSpan as AdaptiveSpan
     from spanformer.attention import DynamicSpan as DynamicSpan
+    from spanformer.model.load import load as load
     from spanformer.ops import Attended as Attended
     from spanformer.ops import BlockIndex as BlockIndex
     from spanformer.ops import Rings as Rings
@@ -33,6 +34,7 @@ _HOME = {
     "attend_rings": "spanformer.ops",
     "backends": "spanformer.ops",
     "choose_backend": "spanformer.ops",
+    "load": "spanformer.model.load",
     "merge": "spanformer.ops",
 }
 
