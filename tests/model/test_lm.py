@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spanformer.model.lm import LM, State
 from spanformer.model.config import AttentionConfig, EmbeddingConfig, FeedForwardConfig, ModelConfig, PositionConfig
 from spanformer.model.layer import group_heads
+from spanformer.model.lm import LM, State
 
 SMALL = ModelConfig(
     vocab=37,

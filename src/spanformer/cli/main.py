@@ -24,12 +24,19 @@ class Command:
 
 
 COMMANDS = {
+    "train": Command("spanformer.cli.train", "TRAIN", "train a language model from a run file"),
+    "eval": Command("spanformer.cli.eval", "EVAL", "bits per character or perplexity of a text"),
+    "spans": Command("spanformer.cli.spans", "SPANS", "what every head has learned, as a table and bars"),
+    "report": Command("spanformer.cli.report", "RUNS", "one page of pictures of one run or several"),
+    "sweep": Command("spanformer.cli.sweep", "SWEEP", "train at several span limits and compare"),
+    "data": Command("spanformer.cli.data", "DATA", "prepare a corpus and say what is in it"),
+    "import-original": Command("spanformer.cli.original", "IMPORT", "a checkpoint of the paper's code as our model"),
     "bench attention": Command("spanformer.cli.bench", "ATTENTION", "time attention against everything comparable"),
     "report attention": Command("spanformer.cli.report", "ATTENTION", "tables and pictures of an attention benchmark"),
 }
 """Two words are looked up before one: `report attention FILE` and `report RUN` can both be commands."""
 ABOUT = "spanformer: attention heads that learn how far to look, and cost only that much."
-FIRST = "Begin with:  spanformer bench attention --quick      (how fast is it here, against what exists? a minute)"
+FIRST = "Begin with:  spanformer train runs/demo.toml      (three minutes; ends with a report to look at)"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

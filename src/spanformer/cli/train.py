@@ -1,4 +1,4 @@
-"""`spanformer train [RUN.toml] --section.option value …`: train with a live line of progress, then show what came out."""
+"""`spanformer train [RUN.toml] --section.option value …`: train with a line of progress, then show what came out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def parse(program: str, arguments: list[str]) -> RunConfig:
 
 def run(config: RunConfig) -> None:
     from spanformer.cli.outcome import show_outcome
-    from spanformer.train import train
+    from spanformer.train.run import train
 
     with Screen(config) as screen:
         result = train(config, watch=screen.show)

@@ -116,7 +116,9 @@ def _last(view: View, keys: int, queries: int) -> View:
     documents, padding = view.documents, view.padding
     if isinstance(documents, torch.Tensor):
         documents = (documents[:, documents.shape[1] - queries :], documents[:, documents.shape[1] - keys :])
-    return replace(view, documents=documents, padding=None if padding is None else padding[:, padding.shape[1] - keys :])
+    return replace(
+        view, documents=documents, padding=None if padding is None else padding[:, padding.shape[1] - keys :]
+    )
 
 
 def group_heads(lookback: list[int], past: int) -> list[tuple[list[int], int]]:

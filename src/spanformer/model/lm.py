@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spanformer.attention import AdaptiveSpan, Attention, View, read_spans
+from spanformer.attention import AdaptiveSpan, Attention, DynamicSpan, View, read_spans
 from spanformer.memory import State
 from spanformer.memory.segment import memory_length
 from spanformer.model.block import Block
@@ -19,7 +19,6 @@ from spanformer.model.build import init_weights, make_block, make_position
 from spanformer.model.config import ModelConfig
 from spanformer.model.embedding import AdaptiveEmbedding, AdaptiveHead, Embedding, Head
 from spanformer.model.norm import make_norm
-
 
 NO_DOCUMENT = -1  # the id of tokens read before documents were numbered
 
@@ -117,6 +116,11 @@ class LM(nn.Module):
         """Every part of a layer that learns static spans."""
         return [m for m in self.blocks.modules() if isinstance(m, AdaptiveSpan)]
 
+    def dynamic_parts(self) -> dict[str, DynamicSpan]:
+        """Every part of a layer whose tokens choose their spans, by the layer's name."""
+        found = ((f"layer {n + 1}", m) for n, block in enumerate(self.blocks) for m in block.modules())
+        return {name: m for name, m in found if isinstance(m, DynamicSpan)}
+
     def after_step(self) -> None:
         """Put spans back into their range; to be called after every optimiser step."""
         for mechanism in self.mechanisms():
@@ -131,6 +135,11 @@ class LM(nn.Module):
         """[layers][heads] how many earlier tokens each head can see now."""
         read_spans(self.spans_modules())
         return [mechanism.lookback() for mechanism in self.mechanisms()]
+
+    def distances(self) -> list[list[int]]:
+        """[layers][heads] how many distances each head looks at now; a token's distance to itself is one of them,
+        unless `original` leaves it out."""
+        return [[n + (not self.config.original) for n in layer] for layer in self.lookback()]
 
     def memory_lengths(self) -> list[int]:
         """[layers] how many earlier states each layer keeps now."""

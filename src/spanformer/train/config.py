@@ -7,37 +7,7 @@ from typing import Literal
 
 from spanformer.data.config import DataConfig
 from spanformer.model.config import ModelConfig
-
-
-@dataclass(frozen=True)
-class OptimConfig:
-    kind: Literal["adagrad", "adamw", "sgd"] = "adamw"
-    """adagrad is the adaptive-span paper's, which clips each tensor on its own"""
-    lr: float = 2e-3
-    """learning rate after the warm-up"""
-    span_lr: float = 0.0
-    """learning rate of spans; 0: as lr"""
-    momentum: float = 0.0
-    """of sgd"""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """of adamw"""
-    weight_decay: float = 0.1
-    """of matrices, by adamw"""
-    clip: float = 1.0
-    """longest gradient: of all tensors together, or of each alone with adagrad; 0: not clipped"""
-    schedule: Literal["constant", "cosine"] = "cosine"
-    """what follows the warm-up"""
-    warmup: int = 100
-    """steps in which the learning rate rises from 0"""
-    floor: float = 0.1
-    """share of lr that a cosine ends at"""
-
-    def __post_init__(self) -> None:
-        for name in ("span_lr", "momentum", "weight_decay", "clip", "warmup", "floor"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"optim.{name} is {getattr(self, name)}; expected 0 or more")
-        if not self.lr > 0:
-            raise ValueError(f"optim.lr is {self.lr}; expected more than 0")
+from spanformer.train.optim import OptimConfig
 
 
 @dataclass(frozen=True)

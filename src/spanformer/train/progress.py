@@ -69,7 +69,7 @@ class Progress:
 
 
 def schedule_factor(config: RunConfig, step: int, seconds: float) -> float:
-    """What the learning rate is multiplied with in this step (from 1). With a time budget the schedule ends when it is
+    """What the learning rate is multiplied with after `step` steps. With a time budget the schedule ends when it is
     used up, by the steps that the pace until now lets expect."""
     budget = config.train.minutes * 60
     total = config.train.steps

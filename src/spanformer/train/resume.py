@@ -12,27 +12,25 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from spanformer.model.lm import State
 from spanformer.model.fields import as_dict
+from spanformer.model.lm import State
 from spanformer.train.checkpoint import pack_optimizer, unpack_optimizer
 
 if TYPE_CHECKING:
     from spanformer.train.run import Run
 
 Parts = dict[str, dict[str, Tensor]]
-KIND = "spanformer checkpoint"
 
 
 def snapshot(run: Run) -> tuple[Parts, dict]:
     """The tensors and plain values of a checkpoint; every process takes part, the first gets them."""
-    moments, hyper = pack_optimizer(run.optimizer, run.named)
+    moments, hyper = pack_optimizer(run.optimizer, run.named.items())
     parts = {
         "model": {name: whole(t) for name, t in run.model.state_dict().items()},
         "optimizer": {name: whole(t) for name, t in moments.items()},
         "memory": _gather_memory(run),
     }
     meta = {
-        "kind": KIND,
         "config": as_dict(run.config),
         "model": as_dict(run.config.model),
         "vocab": run.data.vocab.to_json(),
@@ -53,7 +51,10 @@ def restore(run: Run, path: Path) -> None:
     _check_fits(run, meta, path)
     load_model(run, parts["model"], path)
     moments = {name: t.to(run.world.device) for name, t in parts["optimizer"].items()}
-    unpack_optimizer(run.optimizer, run.named, moments, meta["optimizer"])
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in run.optimizer.param_groups]
+    unpack_optimizer(run.optimizer, run.named.items(), moments, meta["optimizer"])
+    for group, now in zip(run.optimizer.param_groups, settings, strict=True):
+        group.update(now)  # a run may go on with another learning rate
     run.progress.load(meta["progress"])
     run.guard.load(meta["guard"])
     run.lanes.load(meta["lanes"])
@@ -100,7 +101,9 @@ def _check_fits(run: Run, meta: dict, path: Path) -> None:
     """Model, data and lanes must be those of the checkpoint; how to train on may change."""
     now, then = as_dict(run.config), meta["config"]
     for section in ("model", "data"):
-        _same(f"{section}.", now[section], then[section], path, ignore=("cache", "from", "backend", "penalty", "dropout"))
+        _same(
+            f"{section}.", now[section], then[section], path, ignore=("cache", "from", "backend", "penalty", "dropout")
+        )
     lanes = {name: now["train"][name] for name in ("batch", "block")}
     _same("train.", lanes, {name: then["train"][name] for name in lanes}, path, ignore=())
 

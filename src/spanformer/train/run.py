@@ -17,11 +17,12 @@ from spanformer.model.lm import LM, State
 from spanformer.train.checkpoint import Checkpoints
 from spanformer.train.config import RunConfig
 from spanformer.train.diagnose import Diagnosis
+from spanformer.train.dynamic import dynamic_event
 from spanformer.train.evaluate import Score, evaluate
 from spanformer.train.events import EventLog
 from spanformer.train.guard import Guard, TooManySkips
-from spanformer.train.measure import cost_event
-from spanformer.train.optim import gradient_norm, make_optimizer, set_lr
+from spanformer.train.measure import measure_cost
+from spanformer.train.optim import clip_global, make_optimizer, set_lr
 from spanformer.train.progress import Progress, schedule_factor
 from spanformer.train.resume import restore, snapshot
 from spanformer.train.start import start_event
@@ -106,7 +107,9 @@ class Run:
         train_ids = data.splits["train"].ids
         self.lanes = Lanes(train_ids, t.batch, t.block, seed=t.seed, rows=world.rows(t.batch))
         if (t.batch // world.size) % t.micro:
-            raise ValueError(f"train.micro is {t.micro}; expected a divisor of a process's lanes, {t.batch // world.size}")
+            raise ValueError(
+                f"train.micro is {t.micro}; expected a divisor of a process's lanes, {t.batch // world.size}"
+            )
         self.state: State | None = None
         self.progress = Progress()
         self.guard = Guard(t.spike, t.max_skips)
@@ -116,8 +119,8 @@ class Run:
 
     def __enter__(self) -> Run:
         t = self.config.train
-        board = None if t.tensorboard == "off" else self.out / "tensorboard"
-        self.log = EventLog(self.out / EVENTS, board, required=t.tensorboard == "on") if self.world.first else None
+        board = {"auto": "auto", "on": self.out / "tensorboard", "off": None}[t.tensorboard]
+        self.log = EventLog(self.out / EVENTS, board) if self.world.first else None
         self._handlers = {s: signal.signal(s, self._catch) for s in (signal.SIGTERM, signal.SIGINT)}
         return self
 
@@ -143,11 +146,11 @@ class Run:
 
     def tell(self, event: str, row: dict) -> None:
         """One row, written by the first process and shown to whoever watches it."""
-        row = {"event": event, "step": self.progress.step} | row
+        row = {"step": self.progress.step} | row
         if self.log is not None:
-            self.log.write(row)
+            self.log.write(event, row)
         if self.watch is not None and self.world.first:
-            self.watch(row)
+            self.watch({"event": event} | row)
 
     def _begin(self) -> None:
         found = self.checkpoints.newest(lambda text: self.tell("note", {"text": text})) if self.config.resume else None
@@ -156,13 +159,13 @@ class Run:
             self._evaluate()
         else:
             restore(self, found)
-            self.tell("resume", {"time": time.time(), "path": str(found)})
+            self.tell("resume", {"path": str(found)})
 
     def _one_step(self) -> str:
         """Take or skip one step; returns why the run ends with it, or ''."""
         t, p, world = self.config.train, self.progress, self.world
         began = time.perf_counter()
-        batch = self.lanes.next()
+        batch = next(self.lanes)
         x, y = (torch.from_numpy(a).to(world.device) for a in (batch.x, batch.y))
         # dropout is a function of seed, step and process: nothing about it needs to be saved
         torch.manual_seed((t.seed * 1_000_003 + p.step) * 4096 + world.rank)
@@ -170,7 +173,7 @@ class Run:
         losses, state = backward(
             self.engine, self.model, world, x, y, None if batch.reset else self.state, micro=t.micro, dtype=t.dtype
         )
-        norm = gradient_norm(self.named.values(), self.config.optim)
+        norm = clip_global(self.named.values(), self.config.optim.global_clip)
         clock = p.seconds + time.perf_counter() - began
         ends = self.signal > 0 or 0 < t.minutes * 60 <= clock
         numbers = torch.stack([losses.loss, losses.penalty, norm]).double()
@@ -180,7 +183,7 @@ class Run:
         p.tokens += t.batch * t.block
         reason = self.guard.refuses(loss, grad_norm)
         if reason is None:
-            set_lr(self.optimizer, schedule_factor(self.config, p.step, clock))
+            set_lr(self.optimizer, schedule_factor(self.config, p.step - 1, clock))
             self.optimizer.step()
             self.model.after_step()
             self.state = state
@@ -204,19 +207,21 @@ class Run:
         return "all steps done" if p.step >= t.steps else ""
 
     def _log_step(self, grad_norm: float) -> None:
-        p = self.progress
+        p, spans = self.progress, self._flat_spans()
         row = p.row() | {
             "lr": self.optimizer.param_groups[0]["lr"],
             "grad_norm": grad_norm,
             "bits": p.mean_loss * self._tokens_per_unit("train") / math.log(2),
+            "span_average": sum(spans) / len(spans) if spans else None,
+            "span_longest": max(spans, default=None),
             "spans": self.model.spans(),
-            "reach": self.model.lookback(),
+            "reach": self.model.distances(),
             "memory": [h.shape[1] for h in self.state.hidden] if self.state else [],
             "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         self.tell("step", row)
         p.clear()
-        for text in self.diagnosis.look(p.step, self._flat_spans()):
+        for text in self.diagnosis.look(p.step, spans):
             self.tell("note", {"text": text})
 
     def _evaluate(self) -> str:
@@ -249,8 +254,15 @@ class Run:
         if not self.signal and p.scored_at != p.step:
             self._evaluate()
         self._save()
-        if self.config.train.measure and not self.signal and self.world.size == 1:
-            self.tell("cost", cost_event(self))
+        if self.config.train.measure and not self.signal and self.world.device.type == "cpu" and self.world.size == 1:
+            batch = next(self.lanes)
+            self.tell("cost", measure_cost(self.model, torch.from_numpy(batch.x), torch.from_numpy(batch.y)))
+        if not self.signal and self.world.size == 1:
+            found = dynamic_event(
+                self.model, self.data.splits["valid"].ids[: 4 * self.config.train.block], self.data.vocab
+            )
+            if found is not None:
+                self.tell("dynamic", found)
         self.tell("stop", {"reason": reason, "seconds": p.seconds})
         return Result(self.out, reason, p.step, p.latest, self.signal)
 
@@ -264,4 +276,4 @@ class Run:
     def _catch(self, number: int, _frame: object) -> None:
         """The step under way ends first; a second signal of the kind ends the process at once."""
         self.signal = number
-        signal.signal(number, self._handlers[number])
+        signal.signal(number, self._handlers[signal.Signals(number)])

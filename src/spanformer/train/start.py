@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import TYPE_CHECKING
 
 import torch
 
 from spanformer.model.fields import as_dict
+from spanformer.model.folder import version
 
 if TYPE_CHECKING:
     from spanformer.train.run import Run
@@ -20,8 +20,7 @@ def start_event(run: Run) -> dict:
     splits = run.data.splits
     return {
         "format": EVENTS_FORMAT,
-        "version": run.version,
-        "time": time.time(),
+        "version": version(),
         "run": run.out.name,
         "config": as_dict(run.config),
         "parameters": sum(p.numel() for p in run.model.parameters()),

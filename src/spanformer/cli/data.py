@@ -1,0 +1,27 @@
+"""`spanformer data [SOURCE]`: prepare a corpus once, and say what is in it."""
+
+from __future__ import annotations
+
+from spanformer.cli.leaf import Leaf
+from spanformer.cli.options import parse_options
+from spanformer.cli.waiting import waiting
+from spanformer.data.config import DataConfig
+
+
+def parse(program: str, arguments: list[str]) -> DataConfig:
+    named = arguments and not arguments[0].startswith("-")
+    default = DataConfig(source=arguments[0]) if named else DataConfig()
+    return parse_options(DataConfig, f"{program} [SOURCE]", arguments[1:] if named else arguments, default)
+
+
+def run(config: DataConfig) -> None:
+    from spanformer.data import prepare
+
+    with waiting() as tell:
+        data = prepare(config, on_progress=tell)
+    print(f"{config.source}: {data.vocab.size:,} different tokens, in {data.folder}")
+    for name, split in data.splits.items():
+        print(f"  {name:<6}{split.tokens:>14,} tokens{split.units:>14,} {data.unit}s")
+
+
+DATA = Leaf(DataConfig, run, parse)

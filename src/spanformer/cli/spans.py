@@ -1,0 +1,28 @@
+"""`spanformer spans CHECKPOINT`: what every head has learned, in tokens, as a table and a picture of bars."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tyro
+
+from spanformer.cli.leaf import Leaf
+
+
+@dataclass(frozen=True)
+class SpansOptions:
+    checkpoint: tyro.conf.Positional[str]
+    """a run's folder (its best checkpoint), a checkpoint, or an imported model"""
+    ascii: bool = False
+    """bars of plain characters"""
+
+
+def run(options: SpansOptions) -> None:
+    from spanformer.model.load import load
+    from spanformer.report.spans_text import spans_table
+
+    lm = load(options.checkpoint)
+    print(spans_table(lm.spans(), lm.distances(), lm.config.attention.max_span, ascii_only=options.ascii))
+
+
+SPANS = Leaf(SpansOptions, run)

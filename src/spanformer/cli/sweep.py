@@ -1,0 +1,60 @@
+"""`spanformer sweep RUN.toml --limits 64 256 1024`: quality, average span and cost against the span limit, the
+adaptive-span paper's Figure 3."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from spanformer.cli.leaf import Leaf
+from spanformer.cli.runfile import read_run
+from spanformer.cli.screen import Screen
+from spanformer.model.config import AttentionKind
+from spanformer.train.config import RunConfig
+
+
+@dataclass(frozen=True)
+class SweepConfig(RunConfig):
+    limits: tuple[int, ...] = (64, 256, 1024)
+    """span limits to train with, in tokens"""
+    kinds: tuple[AttentionKind, ...] = ("adaptive_span", "full")
+    """kinds of attention to train at each limit"""
+
+
+def parse(program: str, arguments: list[str]) -> SweepConfig:
+    config = read_run(SweepConfig, program, arguments, sorted(str(path) for path in Path("runs").glob("*.toml")))
+    if not config.limits or not config.kinds:
+        raise ValueError("limits or kinds is empty; expected at least one of each")
+    named = arguments and not arguments[0].startswith("-")
+    out = config.out or str(Path("out") / f"sweep-{Path(arguments[0]).stem if named else 'run'}")
+    return dataclasses.replace(config, out=out)
+
+
+def run(config: SweepConfig) -> None:
+    from spanformer.report.page import write_report
+    from spanformer.train.run import train
+
+    runs = [one_run(config, kind, limit) for limit in config.limits for kind in config.kinds]
+    for number, each in enumerate(runs, 1):
+        print(f"{number} of {len(runs)}: {Path(each.out).name}")
+        with Screen(each) as screen:
+            result = train(each, watch=screen.show)
+        if result.signal:
+            raise KeyboardInterrupt(f"stopped in {each.out}; go on with the same command and --resume")
+    print(f"report: {write_report([Path(each.out) for each in runs], Path(config.out) / 'report')}")
+
+
+def one_run(config: SweepConfig, kind: AttentionKind, limit: int) -> RunConfig:
+    attention = dataclasses.replace(config.model.attention, kind=kind, max_span=limit, stack=())
+    return RunConfig(
+        out=str(Path(config.out) / f"{kind}-{limit}"),
+        resume=config.resume,
+        data=config.data,
+        model=dataclasses.replace(config.model, attention=attention),
+        optim=config.optim,
+        train=config.train,
+    )
+
+
+SWEEP = Leaf(SweepConfig, run, parse)

@@ -1,0 +1,24 @@
+"""A progress bar for work that tells how far it is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+Tell = Callable[[str, float, float], None]
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[Tell]:
+    """Yields tell(title, done, total), which moves the bar."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("left"),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("starting", total=None)
+        yield lambda title, done, total: progress.update(task, description=escape(title), completed=done, total=total)

@@ -1,0 +1,27 @@
+"""Text to tokens on disk, and tokens to streams."""
+
+from spanformer.data.bpe import BPE
+from spanformer.data.config import DataConfig
+from spanformer.data.lanes import Batch, Lanes, Scored, every_token
+from spanformer.data.prepare import Prepared, Split, load, prepare
+from spanformer.data.sources import SOURCES
+from spanformer.data.vocab import Bytes, Chars, Vocab, Words, from_json
+
+__all__ = [
+    "BPE",
+    "SOURCES",
+    "Batch",
+    "Bytes",
+    "Chars",
+    "DataConfig",
+    "Lanes",
+    "Prepared",
+    "Scored",
+    "Split",
+    "Vocab",
+    "Words",
+    "every_token",
+    "from_json",
+    "load",
+    "prepare",
+]

@@ -1,0 +1,86 @@
+"""Byte-pair encoding, by the package tokenizers, which is loaded when it is first needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from spanformer.data.vocab import Vocab, whole_words
+
+if TYPE_CHECKING:
+    import tokenizers
+
+DEFAULT_SIZE = 8192
+BATCH_TEXT = 1 << 14  # characters: small enough to share a part among the cores
+
+
+class PackageMissing(ValueError):
+    """The package tokenizers is not installed."""
+
+
+class BPE(Vocab):
+    """A token is a piece of a word, learned from the training text (GPT-2's way: over bytes, so nothing is unknown),
+    or whatever a given tokenizer makes of it. Its losses are reported per byte, which needs no tokenizer to compare.
+
+    Long texts are encoded in parts that end where a word ends. For what `learn` makes, the parts do not change the
+    ids; a tokenizer from elsewhere that treats the start of a text specially does so at the start of each part.
+    """
+
+    kind, unit = "bpe", "byte"
+
+    def __init__(self, saved: dict[str, Any]) -> None:
+        lib = package()
+        try:
+            self._tokenizer: tokenizers.Tokenizer = lib.Tokenizer.from_str(json.dumps(saved))
+        except Exception as error:  # the package raises nothing narrower
+            raise ValueError(f"the package tokenizers does not know this tokenizer: {error}") from error
+        ids = self._tokenizer.get_vocab().values()
+        self.size = max(ids, default=-1) + 1  # not their number: a file may leave ids out
+
+    @classmethod
+    def load(cls, path: Path) -> BPE:
+        try:
+            return cls(json.loads(path.read_text(encoding="utf-8")))
+        except OSError as error:
+            raise ValueError(f"tokenizer {path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise ValueError(f"tokenizer {path} cannot be used: {error}") from error
+
+    @classmethod
+    def learn(cls, documents: Iterable[Iterable[str]], size: int = 0) -> BPE:
+        lib = package()
+        tokenizer = lib.Tokenizer(lib.models.BPE())
+        tokenizer.pre_tokenizer = lib.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = lib.decoders.ByteLevel()
+        trainer = lib.trainers.BpeTrainer(
+            vocab_size=size or DEFAULT_SIZE,
+            min_frequency=2,
+            show_progress=False,
+            initial_alphabet=sorted(lib.pre_tokenizers.ByteLevel.alphabet()),
+        )
+        tokenizer.train_from_iterator((text for document in documents for text in whole_words(document)), trainer)
+        return cls(json.loads(tokenizer.to_str()))
+
+    def stream(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
+        for text in whole_words(parts):
+            batch = list(whole_words(text[i : i + BATCH_TEXT] for i in range(0, len(text), BATCH_TEXT)))
+            for encoded in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+                yield np.array(encoded.ids, self.dtype)
+
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "tokenizer": json.loads(self._tokenizer.to_str())}
+
+
+def package():
+    try:
+        import tokenizers
+    except ImportError:
+        raise PackageMissing("tokens 'bpe' needs the package tokenizers; pip install 'spanformer[bpe]'") from None
+    return tokenizers

@@ -1,0 +1,59 @@
+"""Which text, in which tokens."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+import tyro
+
+Tokens = Literal["byte", "char", "word", "bpe"]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    source: str = "stdlib"
+    """a named corpus (stdlib, enwik8, text8, wikitext-2, wikitext-103), or a file, a folder or a glob of your own;
+    stdlib is the source of Python's own standard library"""
+    tokens: Tokens = "byte"
+    """what a token is"""
+    copy: Annotated[str, tyro.conf.arg(name="from")] = ""
+    """a copy of the named corpus that is already on disk (plain, .gz, .zip, .tar.gz or a folder), instead of a
+    download"""
+    vocab: int = 0
+    """how many different tokens: the most frequent, the rest become <unk>; 0 keeps all (for bpe: 8192)"""
+    tokenizer: str = ""
+    """bpe only: a JSON file of the package tokenizers to use, instead of training one"""
+    valid: float = 0.05
+    """share of the text for validation, where the source has no splits of its own"""
+    test: float = 0.05
+    """share of the text for testing, where the source has no splits of its own"""
+    limit: int = 0
+    """use only the first this many bytes for training, and at most a tenth as many for valid and test; 0 uses all"""
+    cache: str = ""
+    """folder for downloads and prepared tokens; by default $SPANFORMER_CACHE, or ~/.cache/spanformer"""
+
+    def __post_init__(self) -> None:
+        if self.tokens not in get_args(Tokens):
+            raise ValueError(f"tokens is {self.tokens!r}; expected one of {', '.join(get_args(Tokens))}")
+        for name in ("valid", "test"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a share of the text, between 0 and 1")
+        if self.valid + self.test >= 1:
+            raise ValueError(f"valid + test is {self.valid + self.test:g}, which leaves no text to train on")
+        if self.limit < 0:
+            raise ValueError(f"limit is {self.limit}; expected a number of bytes, or 0 for all")
+        least = {"byte": 0, "char": 2, "word": 2, "bpe": 256}[self.tokens]
+        if self.vocab and self.tokens == "byte":
+            raise ValueError(f"vocab is {self.vocab}; byte tokens are always 256, so leave it 0")
+        if self.vocab and self.vocab < least:
+            raise ValueError(f"vocab is {self.vocab}; expected at least {least} for {self.tokens} tokens, or 0")
+        if self.tokenizer and self.tokens != "bpe":
+            raise ValueError(f"tokenizer is {self.tokenizer!r}, but tokens is {self.tokens!r}; expected tokens 'bpe'")
+        if self.tokenizer and self.vocab:
+            raise ValueError(f"vocab is {self.vocab}, but the tokenizer brings its own; leave one of them out")
+
+    def cache_folder(self) -> Path:
+        return Path(self.cache or os.environ.get("SPANFORMER_CACHE") or "~/.cache/spanformer").expanduser()

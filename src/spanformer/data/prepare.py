@@ -1,0 +1,222 @@
+"""Text to memory-mapped ids, once: the result lies in the cache, under a name that says what it was made of.
+
+A prepared folder holds train.bin, valid.bin and test.bin (ids, little-endian), vocab.json and meta.json. It is written
+beside its place and renamed, so it is there whole or not at all; of two processes that make the same one, the second
+takes the first one's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from spanformer.data.bpe import BPE, PackageMissing
+from spanformer.data.config import DataConfig
+from spanformer.data.corpora import SPLITS
+from spanformer.data.pieces import Piece, limited, texts
+from spanformer.data.progress import Meter, OnProgress, silent
+from spanformer.data.sources import Corpus, find
+from spanformer.data.vocab import Bytes, Chars, Unit, Vocab, Words, from_json
+
+FORMAT = 1  # part of every prepared folder's name: raise it when the same text would give other files
+
+
+class Damaged(ValueError):
+    """A prepared folder is not as it was made."""
+
+
+@dataclass(frozen=True)
+class Split:
+    ids: np.ndarray
+    """[tokens] of the vocabulary's dtype, read-only, mapped from the file"""
+    tokens: int
+    units: int
+    """bytes (of byte and bpe tokens), characters or words (<eos> is one): bits per unit are
+    nats per token · tokens / units / ln 2"""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    folder: Path
+    vocab: Vocab
+    unit: Unit
+    splits: dict[str, Split]
+    """train, valid and test"""
+
+
+def prepare(config: DataConfig, on_progress: OnProgress | None = None) -> Prepared:
+    """The tokens of a source, from the cache where they are already there."""
+    corpus = find(config)
+    made_of = _made_of(config, corpus)
+    key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
+    name = re.sub(r"[^\w.-]+", "-", f"{corpus.name}-{config.tokens}-{key}")
+    folder = config.cache_folder() / "tokens" / name
+    if folder.exists():
+        try:
+            return load(folder)
+        except Damaged as error:
+            warnings.warn(f"{error}; preparing it again", stacklevel=2)
+            _remove(folder)
+    with _writing(config.cache_folder()):
+        new = folder.with_name(f".{name}-{secrets.token_hex(4)}")
+        new.mkdir(parents=True)
+        try:
+            _write(new, config, corpus, on_progress or silent)
+            _put_in_place(new, folder)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+    return load(folder)
+
+
+def load(folder: Path) -> Prepared:
+    """A folder that `prepare` has made. One that is damaged is refused, with what is wrong."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        vocab = from_json(json.loads((folder / "vocab.json").read_text(encoding="utf-8")))
+        splits = {split: _map(folder / f"{split}.bin", vocab.dtype, **meta["splits"][split]) for split in SPLITS}
+    except PackageMissing:
+        raise  # which says nothing against the folder
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"the prepared folder {folder} is damaged ({error})") from error
+    return Prepared(folder, vocab, vocab.unit, splits)
+
+
+def _map(path: Path, dtype: np.dtype, tokens: int, units: int) -> Split:
+    size = path.stat().st_size
+    if size != tokens * dtype.itemsize or not tokens:
+        raise ValueError(f"{path.name} has {size} bytes, expected {tokens * dtype.itemsize}")
+    return Split(np.memmap(path, dtype, "r"), tokens, units)
+
+
+def _made_of(config: DataConfig, corpus: Corpus) -> dict[str, Any]:
+    """All that the result depends on, as plain JSON."""
+    tokenizer = Path(config.tokenizer).expanduser() if config.tokenizer else None
+    if tokenizer and not tokenizer.is_file():
+        raise ValueError(f"tokenizer {config.tokenizer!r} does not exist; expected a JSON file of package tokenizers")
+    return {
+        "format": FORMAT,
+        "corpus": corpus.identity,
+        "tokens": config.tokens,
+        "vocab": config.vocab,
+        "tokenizer": hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer else "",
+        "limit": config.limit,
+    }
+
+
+def _write(new: Path, config: DataConfig, corpus: Corpus, on_progress: OnProgress) -> None:
+    splits = corpus.splits(on_progress)
+    if config.limit:
+        limits = {"train": config.limit, "valid": config.limit // 10, "test": config.limit // 10}
+        splits = {split: limited(pieces, limits[split]) for split, pieces in splits.items()}
+    vocab = _vocab(config, splits["train"], on_progress)
+    counts = {}
+    for split, pieces in splits.items():
+        meter = Meter(f"encoding {split}", sum(map(len, pieces)), on_progress)
+        counts[split] = _encode(new / f"{split}.bin", vocab, pieces, meter)
+        if not counts[split]["tokens"]:
+            raise ValueError(f"source {config.source!r} leaves no tokens for the split {split!r}; expected more text")
+    meta = {
+        "format": FORMAT,
+        "source": config.source,
+        "tokens": config.tokens,
+        "vocab": vocab.size,
+        "dtype": vocab.dtype.name,
+        "unit": vocab.unit,
+        "limit": config.limit,
+        "splits": counts,
+    }
+    for name, content in (("vocab.json", vocab.to_json()), ("meta.json", meta)):
+        with (new / name).open("w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1 if content is meta else None)
+            _flush(file)
+
+
+def _vocab(config: DataConfig, train: Sequence[Piece], on_progress: OnProgress) -> Vocab:
+    if config.tokens == "byte":
+        return Bytes()
+    if config.tokenizer:
+        return BPE.load(Path(config.tokenizer).expanduser())
+    meter = Meter("learning the vocabulary", sum(map(len, train)), on_progress)
+    kind = {"char": Chars, "word": Words, "bpe": BPE}[config.tokens]
+    return kind.learn((texts(piece, meter.watch(piece.chunks())) for piece in train), config.vocab)
+
+
+def _encode(path: Path, vocab: Vocab, pieces: Sequence[Piece], meter: Meter) -> dict[str, int]:
+    """Write the ids, and count tokens and units."""
+    tokens = text_bytes = 0
+
+    def measured(parts: Iterator[str]) -> Iterator[str]:
+        nonlocal text_bytes
+        for part in parts:
+            text_bytes += len(part.encode("utf-8"))
+            yield part
+
+    with path.open("wb") as file:
+        for piece in pieces:
+            parts: Any = meter.watch(piece.chunks())
+            if not isinstance(vocab, Bytes):
+                parts = texts(piece, parts)
+            if isinstance(vocab, BPE):
+                parts = measured(parts)
+            for ids in vocab.stream(parts):
+                file.write(np.ascontiguousarray(ids, vocab.dtype).data)
+                tokens += len(ids)
+        _flush(file)
+    return {"tokens": tokens, "units": text_bytes if isinstance(vocab, BPE) else tokens}
+
+
+def _flush(file: IO[Any]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _put_in_place(new: Path, folder: Path) -> None:
+    _sync_folder(new)
+    try:
+        new.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+        return  # another process was first, and its result is the same
+    _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """So that a name survives a power cut, where a folder can be opened at all (not on Windows)."""
+    with contextlib.suppress(PermissionError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _remove(folder: Path) -> None:
+    """Out of the way at once, by a rename, so that nobody sees half of it."""
+    away = folder.with_name(f".damaged-{secrets.token_hex(4)}")
+    with _writing(folder), contextlib.suppress(FileNotFoundError):  # or somebody else has just done it
+        folder.rename(away)
+        shutil.rmtree(away, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _writing(cache: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"the cache {cache} cannot be written ({error.strerror or error}); "
+            "choose another with --data.cache or SPANFORMER_CACHE"
+        ) from error

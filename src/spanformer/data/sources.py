@@ -1,0 +1,179 @@
+"""From the name of a source to its splits: a named corpus, the standard library, or files of your own."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from spanformer.data.config import DataConfig
+from spanformer.data.corpora import NAMED, SPLITS, pieces_of
+from spanformer.data.pieces import Piece, is_archive, reading, whole
+from spanformer.data.progress import OnProgress
+
+SOURCES = ("stdlib", *NAMED)
+OWN_SPLITS = {"train": {"train"}, "valid": {"valid", "validation", "val", "dev"}, "test": {"test"}}
+NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    name: str
+    """short, for file names"""
+    identity: Any
+    """plain JSON that changes whenever the text may have changed; cheap, nothing is read or downloaded for it"""
+    splits: Callable[[OnProgress], dict[str, list[Piece]]]
+    """finds (and if need be downloads) the text; every split is there, and none is empty"""
+
+
+def find(config: DataConfig) -> Corpus:
+    source = config.source
+    if config.copy and source not in NAMED:
+        raise ValueError(
+            f"from is {config.copy!r}, but {source!r} is not a corpus to have a copy of; "
+            f"expected one of {', '.join(NAMED)} as the source"
+        )
+    if source in NAMED:
+        return _named(config)
+    if source == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        files = [path for path in _walk(root, NOT_STDLIB) if path.suffix == ".py"]
+        return _own("stdlib", root, files, config, keep=_is_text)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return _own(path.resolve().name, path, _walk(path), config)
+    if path.is_file():
+        if is_archive(path):
+            raise ValueError(f"source {source} is an archive; unpack it and give the folder")
+        return _own(path.stem, path.parent, [path], config)
+    if glob.has_magic(source):
+        files = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
+        if not files:
+            raise ValueError(f"source {source!r} matches no file")
+        return _own("glob", Path(os.path.commonpath([p.parent.absolute() for p in files])), files, config)
+    close = difflib.get_close_matches(source.lower(), SOURCES, 1)
+    hint = f"did you mean {close[0]!r}?" if close else f"expected a path, or one of {', '.join(SOURCES)}"
+    raise ValueError(f"source {source!r} does not exist; {hint}")
+
+
+def _named(config: DataConfig) -> Corpus:
+    copy = Path(config.copy).expanduser() if config.copy else None
+    if copy and not copy.exists():
+        raise ValueError(f"from is {config.copy!r}, which does not exist; expected a copy of {config.source}")
+    # A download is what its url and digest say; a copy is whatever lies there now.
+    identity = [config.source, NAMED[config.source].url if not copy else _stamps(copy.parent, _files_in(copy))]
+
+    def splits(on_progress: OnProgress) -> dict[str, list[Piece]]:
+        return _none_empty(config, pieces_of(config.source, copy, config.cache_folder() / "downloads", on_progress))
+
+    return Corpus(config.source, identity, splits)
+
+
+def _own(
+    name: str, root: Path, files: Sequence[Path], config: DataConfig, keep: Callable[[Path], bool] = lambda _: True
+) -> Corpus:
+    """Files below a root, split as they are named, or else by the shares."""
+
+    def splits(_on_progress: OnProgress) -> dict[str, list[Piece]]:
+        pieces = [piece for piece in map(whole, filter(keep, files)) if len(piece)]
+        if not pieces:
+            raise ValueError(f"source {config.source!r} is empty; expected some text")
+        return _none_empty(config, _split(root, pieces, config))
+
+    return Corpus(name, [_stamps(root, files), config.valid, config.test], splits)
+
+
+def _split(root: Path, pieces: list[Piece], config: DataConfig) -> dict[str, list[Piece]]:
+    if len(pieces) == 1:
+        return _cut(pieces[0], config.valid, config.test)
+    named: dict[str, list[Piece]] = {split: [] for split in (*SPLITS, "")}
+    for piece in pieces:
+        named[_split_name(root, piece.path)].append(piece)
+    del named[""]
+    if all(named.values()):
+        return named
+    return _deal(root, pieces, config.valid, config.test)
+
+
+def _split_name(root: Path, path: Path) -> str:
+    """The split that a file or folder directly below the root is named for: train.txt, wiki.valid.tokens, test/…"""
+    parts = set(_relative(root, path).lower().split("/")[0].split("."))
+    return next((split for split, names in OWN_SPLITS.items() if names & parts), "")
+
+
+def _cut(piece: Piece, valid: float, test: float) -> dict[str, list[Piece]]:
+    """One file: the end of it is for testing, and what stands before that for validation."""
+    to_test = piece.stop - round(piece.size * test)
+    to_valid = to_test - round(piece.size * valid)
+    bounds = {"train": (0, to_valid), "valid": (to_valid, to_test), "test": (to_test, piece.stop)}
+    return {split: [replace(piece, start=start, stop=stop)] for split, (start, stop) in bounds.items()}
+
+
+def _deal(root: Path, pieces: list[Piece], valid: float, test: float) -> dict[str, list[Piece]]:
+    """Whole files, drawn in the order of a hash of their names while they fit a split's share of the bytes.
+
+    The order does not depend on the other files, nor on where the folder is. A split that no file fits into gets the
+    smallest one left.
+    """
+    total = sum(map(len, pieces))
+    drawn = sorted(pieces, key=lambda p: hashlib.sha256(_relative(root, p.path).encode()).digest())
+    split_of: dict[Path, str] = {}
+    for split, share in (("valid", valid), ("test", test)):
+        left = [piece for piece in drawn if piece.path not in split_of]
+        room, fitting = share * total, []
+        for piece in left:
+            if len(piece) <= room:
+                room -= len(piece)
+                fitting.append(piece)
+        for piece in fitting or sorted(left, key=len)[:1]:
+            split_of[piece.path] = split
+    return {split: [p for p in pieces if split_of.get(p.path, "train") == split] for split in SPLITS}
+
+
+def _none_empty(config: DataConfig, splits: dict[str, list[Piece]]) -> dict[str, list[Piece]]:
+    for split in SPLITS:
+        if not sum(map(len, splits[split])):
+            raise ValueError(
+                f"source {config.source!r} leaves nothing for the split {split!r}; "
+                "expected more text, a larger share, or three files or more"
+            )
+    return splits
+
+
+def _walk(root: Path, without: Set[str] = frozenset()) -> list[Path]:
+    """The files below a folder, by name; hidden ones are left out, and folders of these names."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted((p for p in found if p.is_file()), key=lambda p: p.relative_to(root).as_posix())
+
+
+def _files_in(path: Path) -> list[Path]:
+    return _walk(path) if path.is_dir() else [path]
+
+
+def _stamps(root: Path, files: Sequence[Path]) -> list[Any]:
+    stats = [(_relative(root, path), path.stat()) for path in files]
+    return [str(root.resolve()), [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]]
+
+
+def _relative(root: Path, path: Path) -> str:
+    return Path(os.path.relpath(path, root)).as_posix()
+
+
+def _is_text(path: Path) -> bool:
+    """Some of the standard library's tests are deliberately not."""
+    with reading(str(path)):
+        data = path.read_bytes()
+    try:
+        data.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return 0 not in data

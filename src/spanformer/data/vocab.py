@@ -1,0 +1,193 @@
+"""From text to ids and back: bytes, characters and words. (BPE has a file of its own.)
+
+Encoding streams: a text may come in parts of any size, and the ids do not depend on how it was cut.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+Unit = Literal["byte", "char", "word"]
+UNKNOWN, END = "<unk>", "<eos>"
+
+
+class Vocab(ABC):
+    kind: ClassVar[str]
+    """as in DataConfig.tokens"""
+    unit: ClassVar[Unit]
+    """what a loss is reported per: bits per byte (or character), or perplexity per word"""
+    size: int
+    """V: ids are 0 … V − 1"""
+
+    @abstractmethod
+    def stream(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
+        """The ids of one document that comes in parts. (Of bytes, the parts are bytes.)"""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str: ...
+
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """A dict of plain JSON from which `from_json` makes an equal vocabulary."""
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        """[T] int64 ids of a whole document."""
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+        return np.concatenate([np.empty(0, np.int64), *self.stream([text] if text else [])])
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The smallest that holds every id; little-endian wherever it is written."""
+        return np.dtype("u1" if self.size <= 1 << 8 else "<u2" if self.size <= 1 << 16 else "<i4")
+
+
+class Bytes(Vocab):
+    """A token is a byte, whatever the text is."""
+
+    kind, unit, size = "byte", "byte", 256
+
+    def stream(self, parts: Iterable[bytes]) -> Iterator[np.ndarray]:
+        for part in parts:
+            yield np.frombuffer(part, np.uint8)
+
+    def encode(self, text: str | bytes) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8") if isinstance(text, str) else text, np.uint8).astype(np.int64)
+
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind}
+
+
+class Chars(Vocab):
+    """A token is a character. Ids follow code points; the last one stands for every character not in `chars`."""
+
+    kind, unit = "char", "char"
+
+    def __init__(self, chars: str) -> None:
+        self.chars = chars
+        self.size = len(chars) + 1
+        self._ids = np.full(0x110000, self.size - 1, self.dtype)  # of every code point
+        self._ids[_code_points(chars)] = np.arange(len(chars))
+
+    @classmethod
+    def learn(cls, documents: Iterable[Iterable[str]], size: int = 0) -> Chars:
+        """The characters of the documents; with a size, only the most frequent (ties by code point)."""
+        counts = np.zeros(0x110000, np.int64)
+        for document in documents:
+            for part in document:
+                seen = np.bincount(_code_points(part))
+                counts[: len(seen)] += seen
+        kept = np.flatnonzero(counts)
+        if size:
+            kept = np.sort(kept[np.argsort(-counts[kept], kind="stable")[: size - 1]])
+        return cls("".join(map(chr, kept.tolist())))
+
+    def stream(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
+        for part in parts:
+            yield self._ids[_code_points(part)]
+
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        return "".join(self.chars[i] if i < len(self.chars) else "\ufffd" for i in map(int, ids))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "chars": self.chars}
+
+
+class Words(Vocab):
+    """A token is a word: `line.split() + ["<eos>"]` for every line, as WikiText is prepared.
+
+    Ids follow falling frequency. `<unk>` stands for every other word; where the text itself has it, they are one.
+    """
+
+    kind, unit = "word", "word"
+
+    def __init__(self, words: list[str]) -> None:
+        self.words = words
+        self.size = len(words)
+        self._ids = {word: i for i, word in enumerate(words)}
+
+    @classmethod
+    def learn(cls, documents: Iterable[Iterable[str]], size: int = 0) -> Words:
+        """The words of the documents; with a size, only the most frequent. Ties go by first appearance."""
+        counts: Counter[str] = Counter()
+        for document in documents:
+            for words in split_words(document):
+                counts.update(words)
+        ranked = [word for word, _ in counts.most_common()]  # a stable sort of words in the order they appeared
+        if UNKNOWN not in ranked[: size or None]:
+            ranked = [*ranked[: size - 1 if size else None], UNKNOWN]
+        return cls(ranked[: size or None])
+
+    def stream(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
+        unknown = self._ids[UNKNOWN]
+        for words in split_words(parts):
+            yield np.fromiter((self._ids.get(word, unknown) for word in words), self.dtype, len(words))
+
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        words = (self.words[int(i)] for i in ids)
+        text = " ".join("\n" if word == END else word for word in words)
+        return text.replace(" \n", "\n").replace("\n ", "\n")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "words": self.words}
+
+
+def from_json(saved: dict[str, Any]) -> Vocab:
+    """The vocabulary that `to_json` described."""
+    from spanformer.data.bpe import BPE  # which imports this module
+
+    match saved:
+        case {"kind": "byte"}:
+            return Bytes()
+        case {"kind": "char", "chars": str(chars)} if _all_differ(chars):
+            return Chars(chars)
+        case {"kind": "word", "words": list(words)} if _all_differ(words) and UNKNOWN in words:
+            return Words(words)
+        case {"kind": "bpe", "tokenizer": dict(tokenizer)}:
+            return BPE(tokenizer)
+    shown = json.dumps(saved)
+    raise ValueError(f"{shown[:40]}{'…' * (len(shown) > 40)} is no saved vocabulary; expected what to_json gives")
+
+
+def _all_differ(tokens: str | list[str]) -> bool:
+    return all(isinstance(token, str) for token in tokens) and len(set(tokens)) == len(tokens)
+
+
+def _code_points(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+
+
+# White space that every definition of it agrees on, after something that none takes for white space.
+_LAST_WORD_END = re.compile(r".*\S(?=[ \t\n\v\f\r])", re.DOTALL)
+
+
+def whole_words(parts: Iterable[str]) -> Iterator[str]:
+    """The same text, cut only where a word ends: after it, and before all the white space that follows."""
+    held = ""
+    for part in parts:
+        held += part
+        if cut := _LAST_WORD_END.match(held):
+            yield cut[0]
+            held = held[cut.end() :]
+    if held:
+        yield held
+
+
+def split_words(parts: Iterable[str]) -> Iterator[list[str]]:
+    """The words of one document, with an END for each line, the last one included if nothing ends it."""
+    last = "\n"
+    for text in whole_words(parts):
+        last = text[-1]
+        yield text.replace("\n", f" {END} ").split()
+    if last != "\n":
+        yield [END]

@@ -1,0 +1,298 @@
+"""A folder of safetensors files and one JSON file: what a model or a checkpoint is saved as.
+
+    PATH/meta.json           what the caller says, the format, the version, and the size and SHA-256 of every other file
+    PATH/NAME.safetensors    one for every part: tensors by name
+
+Written whole or not at all: the files are made in a hidden folder beside PATH and reach the disk before one rename
+gives them their place. Read as untrusted: nothing in it is executed, and what does not fit is told in one sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+KIND = "spanformer folder"
+FORMAT = 1
+META = "meta.json"
+OURS = ("kind", "format", "version", "files", "sha256")
+"""The keys of meta.json that are not the caller's."""
+
+_PART = re.compile(r"[A-Za-z0-9_-]+")
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.spanformer-(?P<state>new|old)")
+_LONGEST_META = 256 << 20  # bytes; a longer one is not ours
+
+
+class NewerFormat(ValueError):
+    """It may be whole, but only a newer spanformer can tell."""
+
+
+def write_folder(path: Path, parts: dict[str, dict[str, Tensor]], meta: dict, *, replace: bool = False) -> None:
+    """Save the parts and the caller's meta (JSON values) as the folder `path`, whole or not at all.
+
+    With `replace`, a folder already there makes way once the new one is complete on the disk.
+    """
+    assert not set(OURS) & set(meta), "these keys are the folder's own"
+    assert all(_PART.fullmatch(name) for name in parts), "a part is named by letters, digits, _ and -"
+    if path.exists():
+        _check_replaceable(path, replace)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sweep(path.parent, re.escape(path.name))
+        new = _hidden(path, "new")
+        try:
+            new.mkdir()
+            with _held(new):
+                _fill(new, parts, meta)
+                _take_place(new, path)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+    except (OSError, SafetensorError) as error:
+        raise OSError(
+            f"{path} could not be saved ({_reason(error)}); nothing saved before was touched, "
+            "so make room or choose another folder"
+        ) from error
+
+
+def read_meta(path: Path) -> dict:
+    """What meta.json holds: the caller's keys beside `OURS`."""
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder; expected one that spanformer saved")
+    if not (path / META).is_file():
+        raise ValueError(f"{path} has no {META}; expected a folder that spanformer saved")
+    try:
+        if (size := (path / META).stat().st_size) > _LONGEST_META:
+            raise ValueError(f"{size} bytes are too many")
+        meta = json.loads((path / META).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path / META} cannot be read ({_reason(error)}); the file is damaged") from error
+    if not isinstance(meta, dict) or meta.get("kind") != KIND or not isinstance(meta.get("format"), int):
+        raise ValueError(f"{path / META} is of another kind; expected a folder that spanformer saved")
+    if meta["format"] > FORMAT:
+        raise NewerFormat(
+            f"{path} was written by a newer spanformer (format {meta['format']}; this one reads up to {FORMAT}); "
+            "upgrade spanformer"
+        )
+    if not _is_list_of_files(meta.get("files")):
+        raise ValueError(f"{path / META} does not list its files with size and sha256; the file is damaged")
+    return meta
+
+
+def parts_of(meta: dict) -> list[str]:
+    """The names of the parts that a folder's meta lists."""
+    return [file.removesuffix(".safetensors") for file in meta["files"]]
+
+
+def read_part(path: Path, name: str, device: str = "cpu") -> dict[str, Tensor]:
+    """The tensors of one part. Only the file's structure is checked here; `faults` also checks its content."""
+    present = parts_of(read_meta(path))
+    if name not in present:
+        raise ValueError(f"{path} has no part {name!r}; expected one of {', '.join(present)}")
+    file = _file(path, name)
+    if not file.is_file():
+        raise ValueError(f"{file} is missing; the folder is not whole")
+    try:
+        return load_file(file, device=device)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} cannot be read ({_reason(error)}); the file is damaged") from error
+
+
+def faults(path: Path) -> list[str]:
+    """Every reason why the folder is not whole, each naming a file; none if it is as it was written."""
+    try:
+        meta = read_meta(path)
+    except NewerFormat:
+        raise
+    except ValueError as error:
+        return [str(error)]
+    found = [] if meta.get("sha256") == _digest_of_meta(meta) else [f"{path / META} has another content than written"]
+    for name in parts_of(meta):
+        file = _file(path, name)
+        said = meta["files"][file.name]
+        try:
+            if not file.is_file():
+                found.append(f"{file} is missing")
+            elif (size := file.stat().st_size) != said["size"]:
+                found.append(f"{file} has {size} bytes; expected {said['size']}")
+            elif _digest(file) != said["sha256"]:
+                found.append(f"{file} has another content than written")
+        except OSError as error:
+            found.append(f"{file} cannot be read ({_reason(error)})")
+    return found
+
+
+def remove(path: Path) -> None:
+    """Take a folder away such that, even half removed, it is never taken for a damaged one."""
+    hidden = _hidden(path, "new")
+    path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def sweep(parent: Path, names: str) -> None:
+    """Tidy up after writers that were killed: undo what they left in `parent` of folders whose name is like `names`,
+    a regular expression."""
+    for left in list(parent.iterdir()):
+        found = _HIDDEN.fullmatch(left.name)
+        if not found or not re.fullmatch(names, found["name"]) or _is_held(left):
+            continue
+        if found["state"] == "old" and not (parent / found["name"]).exists():
+            left.rename(parent / found["name"])  # killed between the two renames of a replacement
+        else:
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _check_replaceable(path: Path, replace: bool) -> None:
+    if not replace:
+        raise ValueError(f"{path} already exists; choose another name or remove it first")
+    if not path.is_dir():
+        raise ValueError(f"{path} is a file; expected a folder that spanformer saved, or nothing yet")
+    foreign = sorted(file.name for file in path.iterdir() if file.name != META and file.suffix != ".safetensors")
+    if foreign:
+        raise ValueError(f"{path} holds {foreign[0]}, which spanformer did not save; choose another folder")
+
+
+def _fill(new: Path, parts: dict[str, dict[str, Tensor]], meta: dict) -> None:
+    """Write every file and wait until the disk has them."""
+    readable = new.stat().st_mode & 0o666  # safetensors makes files for the owner alone; the umask made the folder
+    files = {}
+    for name, tensors in parts.items():
+        file = _file(new, name)
+        save_file(_apart(tensors), file)
+        file.chmod(readable)
+        _sync(file)
+        files[file.name] = {"size": file.stat().st_size, "sha256": _digest(file)}
+    whole = _as_json({"kind": KIND, "format": FORMAT, "version": version(), "files": files, **meta})
+    whole["sha256"] = _digest_of_meta(whole)
+    (new / META).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    _sync(new / META)
+    _sync(new)
+
+
+def _take_place(new: Path, path: Path) -> None:
+    if not path.exists():
+        new.rename(path)
+        _sync(path.parent)
+        return
+    old = _hidden(path, "old")
+    with _held(path):
+        path.rename(old)
+        try:
+            new.rename(path)
+        except BaseException:
+            old.rename(path)
+            raise
+        _sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors that share no memory, which is what safetensors takes; tied ones are written twice."""
+    apart, storages = {}, set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()
+        if type(tensor) is not Tensor:
+            raise ValueError(f"{name} is a {type(tensor).__name__}; expected a plain tensor, so gather it first")
+        storage = tensor.untyped_storage().data_ptr()
+        shared = storage in storages
+        apart[name] = tensor.clone(memory_format=torch.contiguous_format) if shared else tensor.contiguous()
+        storages.add(storage)
+    return apart
+
+
+def _is_list_of_files(files: object) -> bool:
+    return isinstance(files, dict) and all(
+        file.endswith(".safetensors")
+        and _PART.fullmatch(file.removesuffix(".safetensors"))  # so that no name leads out of the folder
+        and isinstance(said, dict)
+        and {"size", "sha256"} <= set(said)
+        for file, said in files.items()
+    )
+
+
+def _file(path: Path, name: str) -> Path:
+    return path / f"{name}.safetensors"
+
+
+def _hidden(path: Path, state: str) -> Path:
+    return path.parent / f".{path.name}.{secrets.token_hex(4)}.spanformer-{state}"
+
+
+def _digest(file: Path) -> str:
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _digest_of_meta(meta: dict) -> str:
+    """Of everything but itself."""
+    rest = {key: value for key, value in meta.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _as_json(meta: dict) -> dict:
+    """What a reader will find: tuples as lists, keys as texts."""
+    try:
+        return json.loads(json.dumps(meta, allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"meta cannot be written as JSON ({error}); expected texts, finite numbers and lists"
+        ) from None
+
+
+def version() -> str:
+    try:
+        return importlib.metadata.version("spanformer")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return "unknown"
+
+
+def _reason(error: BaseException) -> str:
+    """In a few words; safetensors wraps what the system said."""
+    said = re.search(r"I/O error: (.*) \(os error \d+\)", str(error))
+    return said[1] if said else (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def _sync(path: Path) -> None:
+    with _opened(path) as descriptor:
+        os.fsync(descriptor)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """A lock that ends with the process, however it ends: what nobody holds, `sweep` may take."""
+    with _opened(folder) as descriptor:
+        with contextlib.suppress(OSError):  # some network file systems have no locks; saving goes on without
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+def _is_held(folder: Path) -> bool:
+    try:
+        with _opened(folder) as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True  # or nobody can tell
+    return False
