@@ -103,11 +103,10 @@ def _embeddings(shape: Shape, draw) -> dict[str, Tensor]:
 
 
 class Dense:
-    """Reads one segment after another. `kinks`: whether a span has a gradient through weights m of exactly 1 and 0, as
-    torch's clamp gives it, or strictly on the ramp between them; it matters to spans of a whole number of tokens."""
+    """Reads one segment after another."""
 
-    def __init__(self, shape: Shape, state: dict[str, Tensor], kinks: bool = False) -> None:
-        self.shape, self.w, self.kinks = shape, state, kinks
+    def __init__(self, shape: Shape, state: dict[str, Tensor]) -> None:
+        self.shape, self.w = shape, state
         self.caches: list[Tensor] | None = None
 
     def read(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -166,7 +165,7 @@ class Dense:
         z = self.w[at + CURRENT][:, 0] * s.span
         d = torch.arange(s.span, 0, -1)
         m = (s.ramp + z - (d - 1)) / s.ramp
-        return m.clamp(0, 1) if self.kinks else torch.where(m >= 1, 1.0, torch.where(m <= 0, 0.0, m))
+        return m.clamp(0, 1)  # which has a gradient at exactly 0 and 1 too: of spans of a whole number of tokens
 
     def _norm(self, name: str, h: Tensor) -> Tensor:
         return F.layer_norm(h, h.shape[-1:], self.w[name + ".weight"], self.w[name + ".bias"])

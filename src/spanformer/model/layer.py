@@ -18,7 +18,8 @@ from spanformer.memory import Persistent
 from spanformer.ops import Attended, Rule, merge
 from spanformer.position import Position
 
-GRAIN = 32  # tokens; what a group projects is rounded up to this
+GRAIN = 8  # tokens; what a group projects is rounded up to this
+SLACK = 64  # tokens; heads that differ by less are served together
 
 
 class SelfAttention(nn.Module):
@@ -125,12 +126,12 @@ def group_heads(lookback: list[int], past: int) -> list[tuple[list[int], int]]:
     """Heads to be served together, with how many remembered tokens they get: [(heads, need)], the longest first.
 
     A head joins a group if it needs at least three quarters of what the group's longest head does, or lacks no more
-    than a few grains of it: less than that is saved by a call of its own.
+    than a few tokens of it: less than that is saved by a call of its own.
     """
     needs = [min(-(-n // GRAIN) * GRAIN, past) for n in lookback]
     groups: list[tuple[list[int], int]] = []
     for head in sorted(range(len(needs)), key=lambda h: -needs[h]):
-        if groups and needs[head] >= 0.75 * groups[-1][1] - 2 * GRAIN:
+        if groups and needs[head] >= 0.75 * groups[-1][1] - SLACK:
             groups[-1][0].append(head)
         else:
             groups.append(([head], needs[head]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -85,6 +86,8 @@ class LM(nn.Module):
         lengths = self.memory_lengths()
         hidden, penalty = [], h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
         for block, past, keep in zip(self.blocks, state.hidden, lengths, strict=True):
+            if self.config.original and past.shape[1] < keep:  # a span outgrew its memory: zeros, as at the start
+                past = F.pad(past, (0, 0, keep - past.shape[1], 0))
             keys = past.shape[1] + x.shape[1]
             view = View(documents=_last(documents, keys), padding=_last(padding, keys))
             arguments = (h, past.to(h.dtype), view, self.position, keep)
