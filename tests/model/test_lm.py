@@ -51,6 +51,8 @@ def make(config: ModelConfig) -> LM:
     torch.manual_seed(5)
     lm = LM(config).double().eval()
     with torch.no_grad():
+        for p in lm.parameters():  # what starts at zero would hide what is behind it
+            p.add_(torch.randn_like(p), alpha=0.05)
         for module in lm.spans_modules():
             module.ratio.copy_(torch.linspace(0, 1, module.kv_heads))
     return lm

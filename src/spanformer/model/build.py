@@ -17,7 +17,6 @@ from spanformer.model.norm import make_norm
 from spanformer.position import Alibi, DistanceBias, Position, Rotary, Table
 
 LEAST_DYNAMIC = 0.018  # a dynamic span is a sigmoid: it starts above zero, or it would never move
-STD = 0.02
 
 
 def make_block(config: ModelConfig, parts: list[HeadKind]) -> Block:
@@ -81,11 +80,17 @@ def make_feedforward(config: ModelConfig) -> nn.Module | None:
     return FeedForward(config.dim, inner, kind=f.kind, bias=f.bias, dropout=f.dropout)
 
 
-def init_weights(model: nn.Module, layers: int) -> None:
-    """N(0, 0.02) for every matrix; what writes into the residual stream starts smaller by √(2 · layers), so that the
-    stream's size does not grow with depth. Vectors keep their own beginnings."""
+def init_weights(model: nn.Module, config: ModelConfig) -> None:
+    """Matrices start at N(0, 1 / inputs), embeddings at N(0, 1), or N(0, 1 / dim) where they are also the output; what writes into the residual stream or out of the
+    model starts at 0, so that every block begins as the identity and every prediction as a uniform one. Vectors and
+    tables of positions keep their own beginnings."""
+    plain = not config.embedding.tied and not config.embedding.cutoffs
     for name, p in model.named_parameters():
-        if p.ndim < 2 or ".mechanism." in name or name.startswith("position."):
+        if p.ndim < 2 or ".mechanism." in name or name.startswith("position.") or ".persistent." in name:
             continue
+        embeds = name.startswith("embedding.") and "projections" not in name
         writes = ".attention.out." in name or (".feedforward." in name and "down" in name)
-        nn.init.normal_(p, std=STD / math.sqrt(2 * layers) if writes else STD)
+        if writes or name == "head.weight":
+            nn.init.zeros_(p)
+        else:
+            nn.init.normal_(p, std=1.0 if embeds and plain else config.dim**-0.5 if embeds else p.shape[1] ** -0.5)

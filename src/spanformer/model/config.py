@@ -100,7 +100,7 @@ class ModelConfig:
     persistent: int = 0
     """learned key/value vectors each head sees beside the text ("all-attention" with feedforward.kind none)"""
     init: Literal["scaled", "torch"] = "scaled"
-    """how weights start: N(0, 0.02) with residual outputs scaled down by depth, or PyTorch's defaults"""
+    """how weights start: scaled by their inputs, every block as the identity; or PyTorch's defaults, as the paper's"""
     original: bool = False
     """the conventions of the paper's code: a token does not see itself, memory starts as zeros that are attended to"""
 

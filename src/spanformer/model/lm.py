@@ -61,7 +61,7 @@ class LM(nn.Module):
         self.checkpointing = False
         """recompute each block in the backward pass instead of keeping its activations"""
         if config.init == "scaled":
-            init_weights(self, config.layers)
+            init_weights(self, config)
 
     def forward(
         self,
