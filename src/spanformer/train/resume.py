@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spanformer.model.lm import State
-from spanformer.model.fields import as_dict
+from spanformer.model.fields import as_dict, build
 from spanformer.train.checkpoint import pack_optimizer, unpack_optimizer
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def snapshot(run: Run) -> tuple[Parts, dict]:
         "unit": run.data.unit,
         "progress": run.progress.state(),
         "guard": run.guard.state(),
+        "diagnosis": run.diagnosis.state(),
         "lanes": run.lanes.state(),
         "seen": run.state.seen if run.state else 0,
         "optimizer": hyper,
@@ -57,11 +58,13 @@ def restore(run: Run, path: Path) -> None:
         group.update(now)  # a run may go on with another learning rate
     run.progress.load(meta["progress"])
     run.guard.load(meta["guard"])
+    run.diagnosis.load(meta["diagnosis"])
     run.lanes.load(meta["lanes"])
     rows = run.world.rows(run.config.train.batch)
     memory = parts["memory"]
     if memory:
-        hidden = tuple(memory[f"hidden.{n}"][rows].to(run.world.device) for n in range(len(memory)))
+        # copies: what safetensors reads lies in the mapped file, aligned otherwise, and sums may then round otherwise
+        hidden = tuple(memory[f"hidden.{n}"][rows].to(run.world.device, copy=True) for n in range(len(memory)))
         run.state = State(hidden, meta["seen"])
 
 
@@ -99,11 +102,18 @@ def _gather_memory(run: Run) -> dict[str, Tensor]:
 
 def _check_fits(run: Run, meta: dict, path: Path) -> None:
     """Model, data and lanes must be those of the checkpoint; how to train on may change."""
-    now, then = as_dict(run.config), meta["config"]
+    # built, so that a key of a newer version is refused and one an older version did not have yet has its default
+    now, then = as_dict(run.config), as_dict(build(type(run.config), meta["config"], str(path)))
     for section in ("model", "data"):
         _same(f"{section}.", now[section], then[section], path, ignore=("cache", "from", "backend", "penalty", "dropout"))
-    lanes = {name: now["train"][name] for name in ("batch", "block")}
-    _same("train.", lanes, {name: then["train"][name] for name in lanes}, path, ignore=())
+    _same("optim.", {"kind": now["optim"]["kind"]}, then["optim"], path, ignore=())
+    lanes = {name: now["train"][name] for name in ("batch", "block", "seed")}
+    _same("train.", lanes, then["train"], path, ignore=())
+    if meta["vocab"] != run.data.vocab.to_json():
+        raise ValueError(
+            f"{path} was made with another vocabulary than {run.config.data.source} has now; give it the same text, or "
+            "begin another run with another --out"
+        )
 
 
 def _same(where: str, now: dict, then: dict, path: Path, ignore: tuple[str, ...]) -> None:
