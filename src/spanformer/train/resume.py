@@ -63,7 +63,7 @@ def restore(run: Run, path: Path) -> None:
     rows = run.world.rows(run.config.train.batch)
     memory = parts["memory"]
     if memory:
-        # copies: what safetensors reads lies in the mapped file, aligned otherwise, and sums may then round otherwise
+        # copies: what safetensors reads is mapped from files that the run will remove
         hidden = tuple(memory[f"hidden.{n}"][rows].to(run.world.device, copy=True) for n in range(len(memory)))
         run.state = State(hidden, meta["seen"])
 
