@@ -10,6 +10,7 @@ from rich.console import Console
 
 from spanformer.report import attention as report
 from spanformer.report import attention_pictures as pictures
+from spanformer.report import drawing
 
 
 def row(**changes):
@@ -75,9 +76,9 @@ def test_only_the_yardstick_makes_no_speed_picture(results, tmp_path):
 
 
 def test_labels_are_moved_apart_as_little_as_possible():
-    assert pictures._apart([0, 100], 10) == [0, 100]
-    assert pictures._apart([50, 50], 10) == [45, 55]
-    places = pictures._apart([0, 1, 2, 40, 41], 10)
+    assert drawing.apart([0, 100], 10) == [0, 100]
+    assert drawing.apart([50, 50], 10) == [45, 55]
+    places = drawing.apart([0, 1, 2, 40, 41], 10)
     assert all(b - a >= 10 - 1e-9 for a, b in pairwise(places))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from spanformer.report.attention import groups, machine_line, meaning, mostly_disturbed
+from spanformer.report.drawing import frame, label_ends, subplots
 
 YARDSTICK = "sdpa"
 COLOURS = {
@@ -72,7 +73,7 @@ def _cost_picture(rows: list[dict], mode: str, terms: str, results: dict):
     note = "Solid lines compute soft spans and their gradients; dashed lines compute something simpler."
     _frame(figure, f"Attention cost, {_work(mode, terms, rows)}", results, note, beside=1.85)
     for axis in axes:
-        _label_ends(axis, axis.ends)
+        label_ends(axis, axis.ends)
     return figure
 
 
@@ -111,62 +112,24 @@ def _speed_picture(rows: list[dict], mode: str, terms: str, results: dict):
 
 
 def _panels(count: int, *, width: float, height: float, sharey: bool):
-    """A figure drawn without a screen, whatever matplotlib is set to."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+    """A figure of this many panels, three in a line."""
     columns = min(count, 3)
     lines = -(-count // columns)
-    figure = Figure(figsize=(max(width * columns, 6.5), (height + 0.5) * lines + 0.9))
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(lines, columns, squeeze=False, sharey=sharey).ravel()
+    figure, axes = subplots(
+        lines, columns, width=max(width * columns, 6.5), height=(height + 0.5) * lines + 0.9, sharey=sharey
+    )
+    axes = axes.ravel()
     for axis in axes[count:]:
         axis.remove()
-    for axis in axes[:count]:
-        axis.spines[["top", "right"]].set_visible(False)
     return figure, list(axes[:count])
 
 
 def _frame(figure, title: str, results: dict, note: str, *, beside: float = 0.0) -> None:
     """Title above, what the lines mean and where it was measured below; `beside`: inches kept free right of a panel."""
-    inches = figure.get_size_inches()[1]
-    right = 1 - beside / figure.get_size_inches()[0]
-    figure.tight_layout(rect=(0, 0.5 / inches, right, 1 - 0.45 / inches), w_pad=1.5 + beside * 72 / 10, h_pad=2.0)
-    figure.suptitle(title, x=0.012, y=1 - 0.1 / inches, ha="left", va="top", fontsize=13, fontweight="bold")
     below = f"{note} Every speed shown equalled a float64 oracle on that shape.\n{machine_line(results)}"
     if mostly_disturbed(results):
         below += "  ·  OTHER PROCESSES DISTURBED THIS RUN: measure again on a quiet machine"
-    figure.text(0.012, 0.08 / inches, below, fontsize=8, color="#555555", va="bottom")
-
-
-def _label_ends(axis, ends: list[tuple[float, float, str, str]], gap: float = 11.5) -> None:
-    """Write each line's name beside its end; ends that lie close together get their names moved apart."""
-    last, scale = max(x for x, *_ in ends), axis.figure.dpi / 72
-    height = lambda y: axis.transData.transform((last, y))[1] / scale  # noqa: E731
-    beside = sorted((end for end in ends if end[0] == last), key=lambda end: end[1])
-    at = _apart([height(y) for _, y, *_ in beside], gap)
-    for (x, y, label, colour), points in zip(beside, at, strict=True):
-        axis.annotate(label, (x, y), xytext=(9, points - height(y)), textcoords="offset points", va="center",
-                      fontsize=8, color=colour, fontweight="bold", annotation_clip=False)  # fmt: skip
-    for x, y, label, colour in ends:
-        if x < last:  # a line that stops early is named above its last point
-            axis.annotate(label, (x, y), xytext=(4, 7), textcoords="offset points", ha="right", fontsize=8,
-                          color=colour, fontweight="bold", annotation_clip=False)  # fmt: skip
-
-
-def _apart(wanted: list[float], gap: float) -> list[float]:
-    """Ascending places as close as possible to the wanted ones, at least `gap` apart: neighbours share the shift."""
-    runs: list[list[float]] = []  # each a run of touching labels, as wanted places
-    for place in wanted:
-        runs.append([place])
-        while len(runs) > 1 and _start(runs[-1], gap) - _start(runs[-2], gap) < gap * len(runs[-2]):
-            last = runs.pop()
-            runs[-1] += last
-    return [_start(run, gap) + gap * n for run in runs for n in range(len(run))]
-
-
-def _start(run: list[float], gap: float) -> float:
-    return sum(run) / len(run) - gap * (len(run) - 1) / 2
+    frame(figure, title, below, beside=beside)
 
 
 def _ticks(axis, lengths: list[int]) -> None:

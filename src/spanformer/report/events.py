@@ -1,0 +1,127 @@
+"""A training run, read back from its event file: one JSON object a line, in the order things happened.
+
+A run that was killed and resumed wrote some steps twice. What came after the checkpoint it resumed from was undone, so
+those rows are dropped, and of two rows of the same step the later one counts. A kill may also leave a line half
+written, the last one before the end or before the resumption: it is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from spanformer.report.rows import (
+    Checkpoint,
+    Cost,
+    Dynamic,
+    Eval,
+    Line,
+    Note,
+    Resume,
+    Row,
+    Skip,
+    Start,
+    Step,
+    Stop,
+    row,
+    start,
+)
+
+NAME = "events.jsonl"
+Kind = TypeVar("Kind")
+
+
+@dataclass(frozen=True)
+class Run:
+    """All rows of a run that still count, each kind in the order of its steps."""
+
+    path: Path
+    start: Start
+    steps: list[Step]
+    evals: list[Eval]
+    costs: list[Cost]
+    notes: list[Note]
+    skips: list[Skip]
+    checkpoints: list[Checkpoint]
+    dynamics: list[Dynamic]
+    resumes: list[Resume]
+    stop: Stop | None
+
+    @property
+    def name(self) -> str:
+        return self.start.run
+
+
+def read_run(path: Path) -> Run:
+    """A run from its folder or its event file; refused with one sentence if it is something else."""
+    file = Path(path) / NAME if Path(path).is_dir() else Path(path)
+    lines = _lines(file)
+    first = next(lines, None)
+    if first is None or first.record.get("event") != "start":
+        raise ValueError(f"{file} does not begin with a start event; expected the {NAME} of a training run")
+    begun, rows = start(first), {}
+    for line in lines:
+        if line.record.get("event") == "start":
+            raise ValueError(f"{line.where} starts a second run; expected one run in a file")
+        found = row(line, begun.shape)
+        if isinstance(found, Resume):
+            rows = {key: old for key, old in rows.items() if old.step <= found.step and not isinstance(old, Stop)}
+        if found is not None:
+            key = _key(found)
+            rows.pop(key, None)
+            rows[key] = found
+    kept = sorted(rows.values(), key=lambda each: each.step)
+    return Run(
+        file, begun, _of(Step, kept), _of(Eval, kept), _of(Cost, kept), _of(Note, kept), _of(Skip, kept),
+        _of(Checkpoint, kept), _of(Dynamic, kept), _of(Resume, kept), next(iter(_of(Stop, kept)), None),
+    )  # fmt: skip
+
+
+def _key(found: Row) -> tuple:
+    """What two rows must share for the later one to take the earlier one's place."""
+    if isinstance(found, Stop):
+        return (Stop,)
+    more = found.split if isinstance(found, Eval) else found.text if isinstance(found, Note) else ""
+    return type(found), found.step, more
+
+
+def _of(kind: type[Kind], rows: list) -> list[Kind]:
+    return [each for each in rows if isinstance(each, kind)]
+
+
+def _lines(file: Path) -> Iterator[Line]:
+    """Every whole line of the file as an object."""
+    try:
+        content = file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{file} does not exist; expected a training run's folder or its {NAME}") from None
+    except IsADirectoryError:
+        raise ValueError(f"{file} is a folder; expected the {NAME} of a training run") from None
+    if not content.strip():
+        raise ValueError(f"{file} is empty; expected the {NAME} of a training run")
+    raw = content.split(b"\n")
+    broken = None  # a line that is no JSON, forgiven if nothing but a resumption follows it
+    for number, text in enumerate(raw, start=1):
+        if not text.strip():
+            continue
+        try:
+            record = json.loads(text)
+        except (ValueError, RecursionError):
+            if broken is None and number == len(raw):
+                return
+            if broken is not None:
+                break
+            broken = f"{file}, line {number}"
+            continue
+        line = Line(record, f"{file}, line {number}")
+        if not isinstance(record, dict):
+            raise ValueError(f"{line.where} is JSON but no object; expected one event")
+        if broken is not None and record.get("event") != "resume":
+            break
+        broken = None
+        yield line
+    if broken is not None:
+        raise ValueError(f"{broken} is not JSON; expected one event a line")

@@ -1,0 +1,144 @@
+"""What a run's rows say, as numbers and in words: bits per unit, spans, predicted cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from spanformer.cost.model import StepCost, full, step_cost
+from spanformer.report.attention import duration
+from spanformer.report.events import Run
+from spanformer.report.rows import Eval, Step
+
+NOTHING = "–"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Bits per unit as training went on."""
+
+    steps: np.ndarray
+    seconds: np.ndarray
+    bits: np.ndarray
+
+
+def bits_per_unit(run: Run, loss: float | np.ndarray) -> float | np.ndarray:
+    """Nats per token of the training text as bits per byte, character or word of it."""
+    tokens, units = run.start.tokens.get("train", 0), run.start.units.get("train", 0)
+    return loss / math.log(2) * (tokens / units if tokens and units else 1.0)
+
+
+def training(run: Run) -> Curve:
+    rows = [row for row in run.steps if _usable(row.loss)]
+    return _curve(rows, [bits_per_unit(run, row.loss) for row in rows])
+
+
+def evaluated(run: Run, split: str) -> Curve:
+    rows = evals(run, split)
+    return _curve(rows, [row.bits for row in rows])
+
+
+def evals(run: Run, split: str) -> list[Eval]:
+    return [row for row in run.evals if row.split == split and _usable(row.bits)]
+
+
+def _usable(loss: float) -> bool:
+    """Whether a loss is a number that can stand on a logarithmic axis: training that diverged leaves others."""
+    return 0 < loss < 1e9
+
+
+def _curve(rows: list, bits: list) -> Curve:
+    columns = ([row.step for row in rows], [row.seconds for row in rows], bits)
+    return Curve(*(np.array(column, dtype=np.float64) for column in columns))
+
+
+def smooth(values: np.ndarray) -> tuple[np.ndarray, int]:
+    """A running mean, and over how many rows it is taken; near the ends over as many as there are on either side."""
+    half = len(values) // 60
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    at = np.arange(len(values))
+    side = np.minimum(half, np.minimum(at, len(values) - 1 - at))
+    return (sums[at + side + 1] - sums[at - side]) / (2 * side + 1), 2 * half + 1
+
+
+def quality(run: Run) -> Curve:
+    """Validation bits, or the smoothed training bits of a run that was never validated."""
+    valid = evaluated(run, "valid")
+    if len(valid.bits):
+        return valid
+    train = training(run)
+    return Curve(train.steps, train.seconds, smooth(train.bits)[0])
+
+
+def looks_back(row: Step) -> np.ndarray:
+    """[layers, heads] a head's span in tokens; where none is learned, all it looks at."""
+    return np.where(np.isnan(row.spans), row.reach, row.spans)
+
+
+def predicted(run: Run, row: Step | None = None) -> tuple[StepCost, StepCost] | None:
+    """A step's least cost with the spans of this row (the last one), and with full attention; memories filled."""
+    if not run.steps:
+        return None
+    row = row or run.steps[-1]
+    shape = run.start.shape
+    return step_cost(shape, row.reach.tolist()), step_cost(shape, full(shape))
+
+
+def share(learned: float, whole: float) -> float:
+    """How much of full attention's cost is left; NaN when full attention costs nothing."""
+    return learned / whole if whole else math.nan
+
+
+def seconds_per_step(run: Run) -> float:
+    """Measured on one batch, or else the median between the rows of the last half; NaN when unknown."""
+    measured = [row.step_seconds["learned"] for row in run.costs if row.step_seconds]
+    if measured:
+        return measured[-1]
+    late = run.steps[len(run.steps) // 2 :]
+    steps, seconds = np.diff([row.step for row in late]), np.diff([row.seconds for row in late])
+    return float(np.median(seconds[steps > 0] / steps[steps > 0])) if (steps > 0).any() else math.nan
+
+
+def amount(value: float) -> str:
+    """A count, in a unit that reads well."""
+    if not math.isfinite(value):
+        return NOTHING
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e4)):
+        if abs(value) >= size:
+            return f"{_digits(value / (1e3 if unit == 'k' else size))} {unit}"
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else _digits(value)
+
+
+def size(count: float) -> str:
+    """Bytes, in a unit that reads well."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= scale:
+            return f"{_digits(count / scale)} {unit}"
+    return f"{count:,.0f} bytes"
+
+
+def lasting(seconds: float) -> str:
+    """A time, in a unit that reads well."""
+    if not math.isfinite(seconds):
+        return NOTHING
+    if seconds < 120:
+        return duration(1e3 * seconds) if seconds < 1 else f"{seconds:.3g} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def tokens(value: float) -> str:
+    """A span or a reach, in tokens."""
+    if not math.isfinite(value):
+        return NOTHING
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.0f} %" if value >= 0.1 else f"{100 * value:.2g} %" if math.isfinite(value) else NOTHING
+
+
+def _digits(value: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{value:.0f}" if abs(value) >= 99.5 else f"{value:.3g}"

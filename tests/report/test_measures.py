@@ -1,0 +1,85 @@
+"""Numbers and words from a run's rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+import synthetic_runs as synthetic
+from spanformer.cost.model import full, step_cost
+from spanformer.report import measures
+from spanformer.report.events import read_run
+
+
+@pytest.fixture
+def run(tmp_path):
+    return read_run(synthetic.write(tmp_path, synthetic.events(layers=2, heads=3, steps=20)))
+
+
+def test_nats_per_token_become_bits_per_unit(run):
+    assert measures.bits_per_unit(run, math.log(2)) == pytest.approx(1.0)
+    start = dataclasses.replace(run.start, unit="word", tokens={"train": 300}, units={"train": 200})
+    run = dataclasses.replace(run, start=start)
+    assert measures.bits_per_unit(run, math.log(2)) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 59, 60, 121, 200])
+def test_smoothing_is_a_mean_over_equally_many_on_either_side(count):
+    values = np.random.default_rng(0).random(count)
+    smoothed, window = measures.smooth(values)
+    expected = []
+    for at in range(count):
+        side = min(count // 60, at, count - 1 - at)
+        expected.append(values[at - side : at + side + 1].mean())
+    np.testing.assert_allclose(smoothed, expected, rtol=1e-12)
+    assert window == 2 * (count // 60) + 1
+
+
+def test_cost_is_predicted_with_the_last_reach_beside_full_attention(run):
+    costs = measures.predicted(run)
+    shape = run.start.shape
+    assert costs == (step_cost(shape, run.steps[-1].reach.tolist()), step_cost(shape, full(shape)))
+    assert measures.predicted(dataclasses.replace(run, steps=[])) is None
+
+
+def test_time_of_a_step_is_measured_or_taken_from_the_rows(run):
+    assert measures.seconds_per_step(run) == pytest.approx(0.4)
+    assert measures.seconds_per_step(dataclasses.replace(run, costs=[])) == pytest.approx(0.4)
+    assert math.isnan(measures.seconds_per_step(dataclasses.replace(run, costs=[], steps=run.steps[:1])))
+
+
+def test_quality_is_validation_or_else_training(run):
+    assert measures.quality(run).bits[-1] == pytest.approx(run.evals[-2].bits)
+    unseen = dataclasses.replace(run, evals=[])
+    np.testing.assert_allclose(measures.quality(unseen).bits, [row.loss / math.log(2) for row in run.steps])
+
+
+@pytest.mark.parametrize(
+    "said, expected",
+    [
+        (measures.amount(0), "0"),
+        (measures.amount(950), "950"),
+        (measures.amount(9_999), "9,999"),
+        (measures.amount(12_345), "12.3 k"),
+        (measures.amount(4_912_384), "4.91 M"),
+        (measures.amount(193e9), "193 G"),
+        (measures.amount(math.nan), "–"),
+        (measures.size(512), "512 bytes"),
+        (measures.size(1.3e9), "1.21 GiB"),
+        (measures.lasting(0.08), "80 ms"),
+        (measures.lasting(1.04), "1.04 s"),
+        (measures.lasting(800), "13.3 min"),
+        (measures.lasting(9000), "2.5 h"),
+        (measures.lasting(math.nan), "–"),
+        (measures.tokens(12.345), "12.3"),
+        (measures.tokens(1024.4), "1,024"),
+        (measures.percent(0.131), "13 %"),
+        (measures.percent(0.0131), "1.3 %"),
+        (measures.percent(math.nan), "–"),
+    ],
+)
+def test_numbers_read_well(said, expected):
+    assert said == expected
