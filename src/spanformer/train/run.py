@@ -24,13 +24,14 @@ from spanformer.train.guard import Guard, TooManySkips
 from spanformer.train.measure import measure_cost
 from spanformer.train.optim import clip_global, make_optimizer, set_lr
 from spanformer.train.progress import Progress, schedule_factor
-from spanformer.train.resume import restore, snapshot
+from spanformer.train.resume import restore, save
 from spanformer.train.start import start_event
 from spanformer.train.step import backward
 from spanformer.train.world import World, join_world, wrap
 
 Watch = Callable[[dict], None]
 EVENTS = "events.jsonl"
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,14 @@ class Run:
         self.checkpoints = Checkpoints(out / "checkpoints", keep=t.keep)
         self.diagnosis = Diagnosis(config, self._flat_spans())
         self.signal = 0
+        """the signal that ends the run, once all processes know of it"""
+        self._caught = 0
 
     def __enter__(self) -> Run:
         t = self.config.train
         board = {"auto": "auto", "on": self.out / "tensorboard", "off": None}[t.tensorboard]
         self.log = EventLog(self.out / EVENTS, board) if self.world.first else None
-        self._handlers = {s: signal.signal(s, self._catch) for s in (signal.SIGTERM, signal.SIGINT)}
+        self._handlers = {s: signal.signal(s, self._catch) for s in SIGNALS}
         return self
 
     def __exit__(self, *_exception) -> None:
@@ -151,13 +154,17 @@ class Run:
             self.watch({"event": event} | row)
 
     def _begin(self) -> None:
-        found = self.checkpoints.newest(lambda text: self.tell("note", {"text": text})) if self.config.resume else None
-        if found is None:
+        found = self.world.told(str(self._newest() or "")) if self.config.resume else ""
+        if not found:
             self.tell("start", start_event(self))
             self._evaluate()
         else:
-            restore(self, found)
-            self.tell("resume", {"path": str(found)})
+            restore(self, Path(found))
+            self.tell("resume", {"path": found})
+
+    def _newest(self) -> Path | None:
+        """For the first process alone to look for: it also tidies up."""
+        return self.checkpoints.newest(lambda text: self.tell("note", {"text": text})) if self.world.first else None
 
     def _one_step(self) -> str:
         """Take or skip one step; returns why the run ends with it, or ''."""
@@ -173,10 +180,12 @@ class Run:
         )
         norm = clip_global(self.named.values(), self.config.optim.global_clip)
         clock = p.seconds + time.perf_counter() - began
-        ends = self.signal > 0 or 0 < t.minutes * 60 <= clock
+        over = [0 < t.minutes * 60 <= clock, *(self._caught == s for s in SIGNALS)]
         numbers = torch.stack([losses.loss, losses.penalty, norm]).double()
-        numbers = torch.cat([numbers, torch.tensor([clock, ends], dtype=torch.float64, device=world.device)])
-        loss, penalty, grad_norm, clock, ends = world.mean(numbers).tolist()  # the one wait for the device
+        numbers = torch.cat([numbers, torch.tensor([clock, *over], dtype=torch.float64, device=world.device)])
+        loss, penalty, grad_norm, clock, *over = world.mean(numbers).tolist()  # the one wait for the device
+        self.signal = next((s for s, caught in zip(SIGNALS, over[1:], strict=True) if caught), 0)
+        ends = any(over)  # for one process, and so for all
         p.step += 1
         p.tokens += t.batch * t.block
         reason = self.guard.refuses(loss, grad_norm)
@@ -238,13 +247,13 @@ class Run:
         ids = s.ids[:most] if most else s.ids
         lanes = max(1, min(t.batch, len(ids) // (8 * t.block)))
         units = s.units * len(ids) / s.tokens
-        return evaluate(self.model, ids, units=units, lanes=lanes, block=t.block, dtype=t.dtype)
+        score = evaluate(self.model, ids, units=units, lanes=lanes, block=t.block, dtype=t.dtype)
+        nats = torch.tensor(score.nats, dtype=torch.float64, device=self.world.device)
+        return score._replace(nats=float(self.world.mean(nats)))  # the same in all processes, which decide by it
 
     def _save(self) -> None:
-        parts, meta = snapshot(self)
-        if self.world.first:
-            path = self.checkpoints.save(self.progress.step, parts, meta, score=self.progress.latest)
-            self.tell("checkpoint", {"path": str(path)})
+        path = save(self)
+        self.tell("checkpoint", {"path": str(path)})
         self.world.wait()
 
     def _end(self, reason: str) -> Result:
@@ -271,5 +280,5 @@ class Run:
 
     def _catch(self, number: int, _frame: object) -> None:
         """The step under way ends first; a second signal of the kind ends the process at once."""
-        self.signal = number
+        self._caught = number
         signal.signal(number, self._handlers[number])
