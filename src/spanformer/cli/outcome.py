@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from spanformer.report.events import read_run
 from spanformer.report.page import write_report
 from spanformer.report.spans_text import spans_table, summary
@@ -15,7 +17,7 @@ def show_outcome(out: Path) -> None:
     print()
     print(summary(run))
     last = run.steps[-1] if run.steps else None
-    if last is not None and any(z is not None for layer in last.spans for z in layer):
+    if last is not None and np.isfinite(last.spans).any():
         print()
         print(spans_table(last.spans, last.reach, run.start.shape.max_span))
     print()

@@ -18,6 +18,7 @@ from spanformer.model.block import Block
 from spanformer.model.build import init_weights, make_block, make_position
 from spanformer.model.config import ModelConfig
 from spanformer.model.embedding import AdaptiveEmbedding, AdaptiveHead, Embedding, Head
+from spanformer.model.feedforward import FeedForward
 from spanformer.model.norm import make_norm
 
 
@@ -127,6 +128,13 @@ class LM(nn.Module):
         for mechanism in self.mechanisms():
             mechanism.after_step()
 
+    def compile_feedforwards(self) -> None:
+        """torch.compile norm, feed-forward and sum of every block. Attention stays as it is: its shapes follow the
+        spans, so compiling it would never end. Experts stay too: theirs follow the tokens."""
+        for block in self.blocks:
+            if isinstance(block, Block) and isinstance(block.feedforward, FeedForward):
+                block.feed = torch.compile(block.feed, dynamic=True)
+
     def spans(self) -> list[list[float | None]]:
         """[layers][heads] learned spans in tokens (of dynamic ones, the latest average); None where none is learned."""
         read_spans(self.spans_modules())
@@ -136,6 +144,11 @@ class LM(nn.Module):
         """[layers][heads] how many earlier tokens each head can see now."""
         read_spans(self.spans_modules())
         return [mechanism.lookback() for mechanism in self.mechanisms()]
+
+    def reach(self) -> list[list[int]]:
+        """[layers][heads] how many distances each head looks at now: its lookback, and the token itself if it sees it."""
+        itself = 0 if self.config.original else 1
+        return [[n + itself for n in layer] for layer in self.lookback()]
 
     def memory_lengths(self) -> list[int]:
         """[layers] how many earlier states each layer keeps now."""

@@ -13,7 +13,7 @@ CROWD = 0.25  # share of the heads
 
 
 class Diagnosis:
-    """Each sentence is said once a run."""
+    """Each sentence is said once a run, however often that is continued."""
 
     def __init__(self, config: RunConfig, started_at: Sequence[float]) -> None:
         self.config, self.started_at = config, list(started_at)
@@ -52,3 +52,10 @@ class Diagnosis:
         new = [text for kind, text in found if kind not in self.said]
         self.said |= {kind for kind, _ in found}
         return new
+
+    def state(self) -> dict:
+        return {"started_at": self.started_at, "longest_ever": self.longest_ever, "said": sorted(self.said)}
+
+    def load(self, state: dict) -> None:
+        self.started_at, self.longest_ever = list(state["started_at"]), float(state["longest_ever"])
+        self.said = set(state["said"])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spanformer.model.fields import as_dict
+from spanformer.model.fields import as_dict, build
 from spanformer.model.lm import State
 from spanformer.model.part import Part
 from spanformer.train.checkpoint import pack_optimizer, unpack_optimizer
@@ -28,6 +28,7 @@ def save(run: Run) -> Path | None:
     moments, hyper = pack_optimizer(run.optimizer, run.named.items())
     memory = {f"hidden.{n}": h for n, h in enumerate(run.state.hidden)} if run.state else {}
     meta = _describe(run) | {"optimizer": hyper}
+    score = progress.latest if progress.scored_at == progress.step else None
     if run.config.train.sharded:
         start = world.rows(run.config.train.batch).start
         mine = {
@@ -39,7 +40,7 @@ def save(run: Run) -> Path | None:
             write_shards(None, mine, world)
             return None
         return checkpoints.save(
-            progress.step, {}, meta, score=progress.latest, others=lambda folder: write_shards(folder, mine, world)
+            progress.step, {}, meta, score=score, others=lambda folder: write_shards(folder, mine, world)
         )
     gathered = {name: world.gather_rows(h) for name, h in memory.items()}
     parts = {
@@ -47,7 +48,7 @@ def save(run: Run) -> Path | None:
         "optimizer": whole(moments, world),
         "memory": {name: h for name, h in gathered.items() if h is not None},
     }
-    return checkpoints.save(progress.step, parts, meta, score=progress.latest) if world.first else None
+    return checkpoints.save(progress.step, parts, meta, score=score) if world.first else None
 
 
 def restore(run: Run, path: Path) -> None:
@@ -58,11 +59,13 @@ def restore(run: Run, path: Path) -> None:
     load_optimizer(run, parts["optimizer"], meta["optimizer"])
     run.progress.load(meta["progress"])
     run.guard.load(meta["guard"])
+    run.diagnosis.load(meta["diagnosis"])
     run.lanes.load(meta["lanes"])
     rows, memory = run.world.rows(run.config.train.batch), parts["memory"]
     if memory:
         hidden = (memory.rows(f"hidden.{n}", rows.start, rows.stop) for n in range(len(memory)))
-        run.state = State(tuple(h.to(run.world.device) for h in hidden), meta["seen"])
+        # copies: what safetensors reads lies in the mapped file, aligned otherwise, and sums may then round otherwise
+        run.state = State(tuple(h.to(run.world.device, copy=True) for h in hidden), meta["seen"])
 
 
 def load_model(run: Run, part: Part, path: Path) -> None:
@@ -96,6 +99,7 @@ def _describe(run: Run) -> dict:
         "unit": run.data.unit,
         "progress": run.progress.state(),
         "guard": run.guard.state(),
+        "diagnosis": run.diagnosis.state(),
         "lanes": run.lanes.state(),
         "seen": run.state.seen if run.state else 0,
         "seed": run.config.train.seed,
@@ -104,11 +108,18 @@ def _describe(run: Run) -> dict:
 
 def _check_fits(run: Run, meta: dict, path: Path) -> None:
     """Model, data and lanes must be those of the checkpoint; how to train on may change."""
-    now, then = as_dict(run.config), meta["config"]
+    # built, so that a key of a newer version is refused and one an older version did not have yet has its default
+    now, then = as_dict(run.config), as_dict(build(type(run.config), meta["config"], str(path)))
     for section in ("model", "data"):
         _same(f"{section}.", now[section], then[section], path, ignore=("cache", "from", "backend", "penalty", "dropout"))
-    lanes = {name: now["train"][name] for name in ("batch", "block")}
-    _same("train.", lanes, {name: then["train"][name] for name in lanes}, path, ignore=())
+    _same("optim.", {"kind": now["optim"]["kind"]}, then["optim"], path, ignore=())
+    lanes = {name: now["train"][name] for name in ("batch", "block", "seed")}
+    _same("train.", lanes, then["train"], path, ignore=())
+    if meta["vocab"] != run.data.vocab.to_json():
+        raise ValueError(
+            f"{path} was made with another vocabulary than {run.config.data.source} has now; give it the same text, or "
+            "begin another run with another --out"
+        )
 
 
 def _same(where: str, now: dict, then: dict, path: Path, ignore: tuple[str, ...]) -> None:

@@ -108,10 +108,14 @@ def join_world(device: str, engine: str) -> Iterator[World]:
 def _device(name: str, local: int) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"train.device is {name}, and PyTorch finds no GPU here; expected cpu or auto")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise ValueError(f"train.device is {name!r}, which PyTorch cannot use here; expected cpu or auto") from None
     if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"train.device is {name}, and PyTorch finds no GPU here; expected cpu or auto")
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     return device
