@@ -18,7 +18,7 @@ import torch
 
 from spanformer.model.fields import build
 from spanformer.train.config import RunConfig
-from spanformer.train.run import Run, claim_folder, prepare_once
+from spanformer.train.run import Run, prepare_once
 from spanformer.train.world import join_world
 
 
@@ -26,13 +26,13 @@ def run_job(job: dict) -> None:
     config = build(RunConfig, job["config"], "job")
     torch.set_num_threads(1)
     with join_world("cpu", config.train.engine) as world:
+        out = Path(config.out)
         if job.get("resume"):
-            start, out = Path(job["resume"]), Path(config.out)
+            start = Path(job["resume"])
             if world.first:
                 shutil.copytree(start, out / "checkpoints" / start.name)
             config = dataclasses.replace(config, resume=True)
-            world.wait()
-        out = claim_folder(config, world)
+        world.wait()
         data = prepare_once(config, world, None)
         with Run(config, data, world, out, None) as run:
             run.go()
@@ -47,5 +47,7 @@ def run_job(job: dict) -> None:
 
 
 if __name__ == "__main__":
+    torch.distributed.init_process_group("gloo")
     for job in json.loads(Path(sys.argv[1]).read_text()):
         run_job(job)
+    torch.distributed.destroy_process_group()

@@ -48,7 +48,7 @@ PAPER = {
     "init": "torch",
     "original": True,
 }
-CLUSTERS = {**MODERN, "embedding": {"tied": True, "cutoffs": [20, 31]}}
+CLUSTERS = {**MODERN, "embedding": {"tied": True, "cutoffs": [9, 20]}}
 EXPERTS = {**PAPER, "feedforward": {"kind": "gelu", "dim": 20, "experts": 3, "balance": 0.0}}
 ADAMW = {"kind": "adamw", "lr": 3e-3, "span_lr": 2e-2, "clip": 0.5, "warmup": 2, "schedule": "constant"}
 ADAGRAD = {"kind": "adagrad", "lr": 0.07, "clip": 0.03, "warmup": 2, "schedule": "constant"}
@@ -94,8 +94,17 @@ def torchrun(*arguments: str) -> subprocess.Popen[str]:
 def run_by_two(folder: Path, jobs: list[dict]) -> None:
     (folder / "jobs.json").write_text(json.dumps(jobs))
     started = torchrun(str(Path(__file__).parents[1] / "distributed_jobs.py"), str(folder / "jobs.json"))
-    _, said = started.communicate(timeout=300)
+    _, said = communicate(started)
     assert started.returncode == 0, said
+
+
+def communicate(started: subprocess.Popen[str]) -> tuple[str, str]:
+    """(stdout, stderr) at its end; one that hangs is ended, with its processes."""
+    try:
+        return started.communicate(timeout=120)
+    finally:
+        started.terminate()
+        started.wait()
 
 
 def checkpoint(run: Path, step: int) -> Path:

@@ -81,7 +81,8 @@ class World:
 
 @contextlib.contextmanager
 def join_world(device: str, engine: str) -> Iterator[World]:
-    """The world that torchrun's environment names, or one process alone."""
+    """The world that torchrun's environment names, or one process alone. A process group that is there already is used
+    and left: torch cannot make a second one under the same torchrun."""
     size, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     where = _device(device, local)
     if size == 1:
@@ -89,7 +90,9 @@ def join_world(device: str, engine: str) -> Iterator[World]:
             raise ValueError("train.engine is fsdp with one process; start it by torchrun, or leave engine at auto")
         yield World(0, 1, where, "one")
         return
-    dist.init_process_group("nccl" if where.type == "cuda" else "gloo", timeout=LONGEST_WAIT)
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("nccl" if where.type == "cuda" else "gloo", timeout=LONGEST_WAIT)
     world = World(dist.get_rank(), size, where, "fsdp" if engine == "fsdp" else "ddp")
     try:
         yield world
@@ -102,7 +105,8 @@ def join_world(device: str, engine: str) -> Iterator[World]:
         if lost:
             raise ConnectionError(f"process {world.rank} lost the others, of which one must have failed") from error
         raise
-    dist.destroy_process_group()  # not after an error, when the others may not be there to take part
+    if ours:  # and not after an error, when the others may not be there to take part
+        dist.destroy_process_group()
 
 
 def _device(name: str, local: int) -> torch.device:
