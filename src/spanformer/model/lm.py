@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spanformer.attention import AdaptiveSpan, Attention, View, read_spans
+from spanformer.attention import AdaptiveSpan, Attention, DynamicSpan, View, read_spans
 from spanformer.memory import State
 from spanformer.memory.segment import memory_length
 from spanformer.model.block import Block
@@ -117,6 +117,11 @@ class LM(nn.Module):
     def spans_modules(self) -> list[AdaptiveSpan]:
         """Every part of a layer that learns static spans."""
         return [m for m in self.blocks.modules() if isinstance(m, AdaptiveSpan)]
+
+    def dynamic_parts(self) -> dict[str, DynamicSpan]:
+        """Every part of a layer whose tokens choose their spans, by the layer's name."""
+        found = ((f"layer {n + 1}", m) for n, block in enumerate(self.blocks) for m in block.modules())
+        return {name: m for name, m in found if isinstance(m, DynamicSpan)}
 
     def after_step(self) -> None:
         """Put spans back into their range; to be called after every optimiser step."""

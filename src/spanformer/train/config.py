@@ -52,6 +52,9 @@ class TrainConfig:
     """recompute activations in the backward pass, to save memory"""
     engine: Literal["auto", "ddp", "fsdp"] = "auto"
     """with torchrun: ddp (auto) keeps the model whole in each process, fsdp shards it"""
+    sharded: bool = False
+    """each process writes its own shard of a checkpoint, instead of the first gathering all of it; any number of
+    processes can go on from either"""
     tensorboard: Literal["auto", "on", "off"] = "auto"
     """write TensorBoard files beside events.jsonl; auto: if the package is there"""
     measure: bool = True

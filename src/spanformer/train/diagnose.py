@@ -24,7 +24,8 @@ class Diagnosis:
         """Sentences about the learned spans (tokens, all heads of all layers) after this step."""
         if not spans:
             return []
-        self.started_at = self.started_at or list(spans)  # dynamic spans show first when a text was read
+        if len(self.started_at) != len(spans):  # dynamic spans show first when a text was read
+            self.started_at = list(spans)
         a, o = self.config.model.attention, self.config.optim
         settled = step >= o.warmup + PATIENCE
         moved = max(abs(now - then) for now, then in zip(spans, self.started_at, strict=True))

@@ -18,6 +18,7 @@ from spanformer.model.lm import LM, State
 from spanformer.train.checkpoint import Checkpoints
 from spanformer.train.config import RunConfig
 from spanformer.train.diagnose import Diagnosis
+from spanformer.train.dynamic import dynamic_event
 from spanformer.train.evaluate import evaluate
 from spanformer.train.events import EventLog
 from spanformer.train.guard import Guard, TooManySkips
@@ -25,7 +26,7 @@ from spanformer.train.measure import measure_cost
 from spanformer.train.optim import clip_global, make_optimizer, set_lr
 from spanformer.train.place import BOARD, EVENTS, claim_folder, put_aside
 from spanformer.train.progress import Progress, schedule_factor
-from spanformer.train.resume import restore, snapshot
+from spanformer.train.resume import restore, save
 from spanformer.train.start import start_event
 from spanformer.train.step import backward
 from spanformer.train.world import World, join_world, wrap
@@ -114,9 +115,12 @@ class Run:
     def __enter__(self) -> Run:
         t = self.config.train
         self._damaged: list[str] = []
-        self._found = self.checkpoints.newest(self._damaged.append) if self.config.resume else None
-        if self._damaged and self._found is None:
+        looks = self.config.resume and self.world.first  # one process alone, since it also tidies up
+        found = self.checkpoints.newest(self._damaged.append) if looks else None
+        if self._damaged and found is None:
             raise ValueError(f"no checkpoint can be continued from: {'; '.join(self._damaged)}; choose another --out")
+        told = self.world.told(str(found or ""))
+        self._found = Path(told) if told else None
         board = {"auto": "auto", "on": self.out / BOARD, "off": None}[t.tensorboard]
         self._aside, self.log = None, None
         if self.world.first:
@@ -256,18 +260,16 @@ class Run:
         lanes = max(1, min(t.batch, len(ids) // (8 * t.block)))
         units = split.units * len(ids) / split.tokens
         score = evaluate(self.model, ids, units=units, lanes=lanes, block=t.block, dtype=t.dtype)
+        nats = torch.tensor(score.nats, dtype=torch.float64, device=self.world.device)
+        score = score._replace(nats=float(self.world.mean(nats)))  # the same in all processes, which decide by it
         self.tell("eval", {"seconds": p.seconds, "split": "valid", "loss": score.loss, "bits": score.bits,
                            "tokens": score.tokens})  # fmt: skip
         p.take_score(score.bits)
         self.unsaved = True
 
     def _save(self) -> None:
-        p = self.progress
-        parts, meta = snapshot(self)
-        if self.world.first:
-            score = p.latest if p.scored_at == p.step else None
-            path = self.checkpoints.save(p.step, parts, meta, score=score)
-            self.tell("checkpoint", {"path": str(path)})
+        path = save(self)
+        self.tell("checkpoint", {"path": str(path)})
         self.unsaved = False
         self.world.wait()
 
@@ -280,6 +282,10 @@ class Run:
             self._save()
         if self.config.train.measure and not number and self.world.device.type == "cpu" and self.world.size == 1:
             self._measure()
+        if not number and self.world.size == 1:
+            found = dynamic_event(self.model, self.data.splits["valid"].ids[: 4 * self.config.train.block], self.data.vocab)
+            if found is not None:
+                self.tell("dynamic", found)
         self.tell("stop", {"reason": reason, "seconds": p.seconds})
         return Result(self.out, reason, p.step, p.latest, number)
 

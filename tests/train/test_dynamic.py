@@ -1,0 +1,47 @@
+"""The event that shows dynamic spans along a text."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from spanformer.data import Bytes
+from spanformer.model.config import AttentionConfig, ModelConfig
+from spanformer.model.lm import LM
+from spanformer.train.dynamic import SHOWN, dynamic_event, printable
+
+
+def model(kind: str) -> LM:
+    torch.manual_seed(0)
+    lm = LM(ModelConfig(vocab=256, dim=16, layers=2, heads=2, attention=AttentionConfig(kind=kind, max_span=50)))
+    with torch.no_grad():
+        for part in lm.dynamic_parts().values():
+            part.weight.normal_()
+    return lm
+
+
+def test_spans_of_every_character() -> None:
+    lm = model("dynamic_span")
+    ids = np.frombuffer(b"def f(x):\n\treturn x\n" * 20, dtype=np.uint8)
+    event = dynamic_event(lm, ids, Bytes())
+    assert event is not None and len(event["text"]) == SHOWN and event["text"].endswith("x⏎")
+    assert [len(row) for row in event["spans"]] == [SHOWN] * len(event["names"])
+    assert all(0 <= z <= 50 for row in event["spans"] for z in row)
+    # the same spans as the mechanism gives when asked outright
+    seen = []
+    part = lm.dynamic_parts()["layer 1"]
+    hook = lm.blocks[0].attention.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
+    lm.eval()(torch.from_numpy(ids.astype(np.int64))[None])
+    hook.remove()
+    expected = part._spans(seen[0])[0, :, -SHOWN:]
+    for name, row in zip(event["names"], event["spans"], strict=True):
+        if name.startswith("layer 1"):
+            assert torch.allclose(torch.tensor(row), expected[int(name[-1]) - 1])
+
+
+def test_nothing_to_show_without_dynamic_spans() -> None:
+    assert dynamic_event(model("adaptive_span"), np.zeros(30, np.uint8), Bytes()) is None
+
+
+def test_characters_that_cannot_be_shown() -> None:
+    assert printable("a\n\tb\x00") == "a⏎→b�" and printable("") == "�"
