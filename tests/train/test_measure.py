@@ -60,7 +60,7 @@ def test_counted_operations_are_the_predicted_ones_and_little_more(name: str) ->
     spans 18 to 21 % above it, full attention 13 to 14 %."""
     lm, (x, y) = model(CONFIGS[name]), batch()
     counted = count_flops(lm, x, y, steady_state(lm, B))
-    assert 1.0 <= counted / step_cost(shape(lm), lm.reach(), lm.memory_lengths()).total < 1.25
+    assert 1.0 <= counted / step_cost(shape(lm), lm.distances(), lm.memory_lengths()).total < 1.25
     whole = copy_of(lm, whole_attention(lm.config))
     counted = count_flops(whole, x, y, steady_state(whole, B))
     assert 1.0 <= counted / step_cost(shape(lm), full(shape(lm))).total < 1.2
@@ -73,7 +73,7 @@ def test_everything_but_attention_is_predicted_exactly(name: str) -> None:
     lm, (x, y) = model(replace(CONFIGS[name], attention=attention)), batch()
     with FlopCounterMode(display=False) as counter:
         one_step(lm, x, y, steady_state(lm, B))
-    parts = step_cost(shape(lm), lm.reach(), lm.memory_lengths()).parts()
+    parts = step_cost(shape(lm), lm.distances(), lm.memory_lengths()).parts()
     assert parts.pop("attention") > 0 and parts["reprojection"] == 0
     assert counter.get_total_flops() == sum(parts.values())
 

@@ -235,7 +235,7 @@ def test_every_event_is_told_and_written(tmp_path: Path) -> None:
     found = read_run(tmp_path / "run")
     assert found.start.shape.dim == 16 and found.start.tokens["train"] > 5000
     lm = trained(tmp_path / "run")
-    assert found.steps[-1].reach.tolist() == lm.reach()
+    assert found.steps[-1].reach.tolist() == lm.distances()
     assert (found.steps[-1].spans == np.array(lm.spans(), dtype=float)).all()
     z = found.steps[-1].spans
     assert (found.steps[-1].reach == np.ceil(z + 4.0)).all()  # the ramp: distances with a weight above 0

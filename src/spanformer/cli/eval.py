@@ -25,7 +25,7 @@ class EvalOptions:
     """every: each token counted once, in one stream; original: as the adaptive-span paper's code does, 8 lanes, whole
     blocks only"""
     lanes: int = 0
-    """how many parts of the text are read side by side, each from its own beginning; 0: as the protocol says (1 or 8)"""
+    """how many parts of the text are read side by side, each from its own start; 0: as the protocol says (1 or 8)"""
     block: int = 0
     """tokens read at once; 0: as in training"""
     limit: int = 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 AttentionKind = Literal["adaptive_span", "dynamic_span", "window", "full"]
 
@@ -182,7 +182,7 @@ def parse_layer(text: str, config: ModelConfig) -> list[HeadKind]:
                 f"'6 window:64 + 2 adaptive_span' (kinds: {', '.join(get_args(AttentionKind))})"
             )
         window = int(found[3]) if found[3] else config.attention.window
-        parts.append(HeadKind(kind, int(found[1] or config.heads), window))
+        parts.append(HeadKind(cast(AttentionKind, kind), int(found[1] or config.heads), window))
     if sum(p.heads for p in parts) != config.heads:
         raise ValueError(
             f"model.attention.stack holds {text!r}, {sum(p.heads for p in parts)} heads; expected {config.heads}"
