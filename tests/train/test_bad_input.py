@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import options, tiny, write_text
 
 from spanformer.cli.main import main
 from spanformer.model import folder
 from spanformer.train.run import train
+from tiny_runs import options, tiny, write_text
 
 
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture) -> str:
@@ -49,11 +49,13 @@ TEXTS: dict[str, tuple[bytes, dict[str, Any], str]] = {
     ),
     "shorter than a block": (
         b"a text" * 10, {},
-        "51 tokens are too few for 4 lanes of blocks of 16, which need 68; use more text, fewer lanes or a shorter block",
+        "51 tokens are too few for 4 lanes of blocks of 16, which need 68; use more text, fewer lanes or a shorter "
+        "block",
     ),
     "no validation data": (
         b"text" * 100, {"data.valid": 1e-6},
-        "source '{text}' leaves nothing for the split 'valid'; expected more text, a larger share, or three files or more",
+        "source '{text}' leaves nothing for the split 'valid'; expected more text, a larger share, or three files or "
+        "more",
     ),
     "one token to validate with": (
         b"text" * 100, {"data.valid": 0.0026},
@@ -87,7 +89,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "spike": ({"train.spike": "nan"}, "train.spike is nan; expected a finite number, 0 or more (see "),
     "seed": ({"train.seed": -1}, "train.seed is -1; expected 0 … 2147483647 (see "),
     "penalty": ({"model.attention.penalty": "nan"}, "model.attention.penalty is nan; expected 0 or more (see "),
-    "ramp": ({"model.attention.ramp": "nan"}, "model.attention.ramp is nan; expected a positive, finite number of tokens (see "),
+    "ramp": ({"model.attention.ramp": "nan"}, "model.attention.ramp is nan; expected a positive, finite number of tok"),
     "init": ({"model.attention.init": "nan"}, "model.attention.init is nan; expected a share of max_span, 0 … 1 (see "),
     "attention dropout": ({"model.attention.dropout": 1}, "model.attention.dropout is 1.0; expected a share, 0 … 1 wi"),
     "feed-forward dropout": ({"model.feedforward.dropout": "nan"}, "model.feedforward.dropout is nan; expected a shar"),
@@ -221,7 +223,7 @@ def test_a_run_file_of_a_newer_version(tmp_path: Path, capsys) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[model.attention]\nmaxspan = 8\n")
     assert refusal(["train", str(file)], capsys).startswith(
-        f"unknown key model.attention.maxspan in {file}; did you mean model.attention.max_span? (known: kind, max_span, "
+        f"unknown key model.attention.maxspan in {file}; did you mean model.attention.max_span? (known: kind, max_s"
     )
 
 

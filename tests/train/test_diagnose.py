@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny_runs import tiny
 
 from spanformer.model.config import AttentionConfig, ModelConfig
 from spanformer.train.config import RunConfig
 from spanformer.train.diagnose import PATIENCE, Diagnosis
 from spanformer.train.optim import OptimConfig
+from tiny_runs import tiny
 
 CONFIG = RunConfig(
     model=ModelConfig(attention=AttentionConfig(max_span=1000, ramp=32.0, penalty=2e-6)),

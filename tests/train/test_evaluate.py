@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tiny_runs import tiny
 
 from spanformer.data import prepare
 from spanformer.model.config import AttentionConfig, EmbeddingConfig, FeedForwardConfig, ModelConfig
 from spanformer.model.lm import LM
 from spanformer.train.evaluate import Score, evaluate, evaluate_as_original
 from spanformer.train.run import train
+from tiny_runs import tiny
 
 V, N = 29, 211
 CONFIG = ModelConfig(
@@ -55,7 +56,7 @@ def test_it_is_the_sum_over_all_tokens(lanes: int, block: int) -> None:
     lm, ids = model(), text()
     bounds = [(N - 1) * lane // lanes for lane in range(lanes + 1)]
     expected = math.log(V)
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in itertools.pairwise(bounds):
         expected += sum(at_once(lm, ids[start : stop + 1]))
     found = evaluate(lm, ids, lanes=lanes, block=block)
     assert found.tokens == N

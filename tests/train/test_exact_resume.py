@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from killing import start
-from tiny_runs import options, tiny
 
+from killing import start
 from spanformer.data import Batch, Lanes
 from spanformer.report.events import Run, read_run
 from spanformer.train.checkpoint import Checkpoints
 from spanformer.train.run import Result, train
+from tiny_runs import options, tiny
 
 PAPER = {
     "model.original": True, "model.order": "post", "model.norm": "layer", "model.position.kind": "table",
@@ -234,7 +234,9 @@ def test_no_whole_checkpoint_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
     (only,) = (tmp_path / "run" / "checkpoints").iterdir()
     (only / "optimizer.safetensors").unlink()
     before = (tmp_path / "run" / "events.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"^no checkpoint can be continued from: .*optimizer.safetensors is missing; ch"):
+    with pytest.raises(
+        ValueError, match=r"^no checkpoint can be continued from: .*optimizer.safetensors is missing; ch"
+    ):
         train(tiny(tmp_path, {"resume": True}))
     assert (tmp_path / "run" / "events.jsonl").read_bytes() == before and only.exists()
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_runs import tiny
 from torch.utils.flop_counter import FlopCounterMode
 
 from spanformer.cost.model import Shape, full, step_cost
@@ -16,6 +15,7 @@ from spanformer.model.lm import LM
 from spanformer.report.events import read_run
 from spanformer.train.measure import copy_of, count_flops, measure_cost, one_step, steady_state
 from spanformer.train.run import train
+from tiny_runs import tiny
 
 B, T, S = 2, 128, 512
 CONFIG = ModelConfig(

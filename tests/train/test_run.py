@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_runs import tiny, write_text
 
 from spanformer.data import prepare
 from spanformer.model.config import ModelConfig
@@ -26,6 +25,7 @@ from spanformer.train.config import RunConfig, TrainConfig
 from spanformer.train.optim import OptimConfig
 from spanformer.train.progress import Progress, schedule_factor
 from spanformer.train.run import Result, train
+from tiny_runs import tiny, write_text
 
 SHORT = {"train.eval_every": 0, "train.save_every": 0}
 
@@ -80,10 +80,9 @@ def test_bfloat16(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grouped, tied spans", "paper"])
-def test_compiled(tmp_path: Path, name: str) -> None:
-    """Memory lengths change as spans grow; nothing is compiled again for that."""
-    changes = KINDS[name] | SHORT | {"train.steps": 8, "model.attention.init": 0.0, "optim.span_lr": 0.5}
+def test_compiled(tmp_path: Path) -> None:
+    """Grouped keys, and memory lengths that change as the text goes on: nothing is compiled again for that."""
+    changes = KINDS["grouped, tied spans"] | SHORT | {"train.steps": 8}
     eager = run(tmp_path, changes, "eager")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -110,7 +109,7 @@ def test_pieces_of_a_batch(tmp_path: Path) -> None:
 def test_more_than_one_epoch(tmp_path: Path) -> None:
     """Lanes of 1,340 bytes begin again after 83 blocks; the memory then does too."""
     found = run(tmp_path, SHORT | {"train.steps": 90, "train.spike": 0.0})
-    assert [row.memory[0] for row in found.steps][81:85] == [64, 64, 16, 32]
+    assert [row.memory[0] for row in found.steps][81:85] == [128, 128, 16, 32]
 
 
 def test_spans_have_a_learning_rate_of_their_own(tmp_path: Path) -> None:
@@ -142,14 +141,18 @@ def test_only_an_evaluated_model_has_a_score(tmp_path: Path) -> None:
     train(tiny(tmp_path, {"train.eval_every": 4, "train.save_every": 3, "train.keep": 9, "train.steps": 10}))
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
     scores = {path.name: checkpoints.load(path)[0]["score"] for path in checkpoints._paths()}
-    assert [name for name, score in scores.items() if score is None] == ["step-00000003", "step-00000006", "step-00000009"]
+    assert [name for name, score in scores.items() if score is None] == [
+        "step-00000003",
+        "step-00000006",
+        "step-00000009",
+    ]
     assert scores["step-00000010"] is not None
 
 
 def clocked(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Every step takes so many seconds by the clock: it is read four times in one."""
+    """Every step takes so many seconds by the clock, which it reads three times."""
     reads = iter(range(1_000_000))
-    monkeypatch.setattr(running.time, "perf_counter", lambda: next(reads) * seconds / 3)
+    monkeypatch.setattr(running.time, "perf_counter", lambda: next(reads) * seconds / 2)
 
 
 def test_a_budget_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +163,7 @@ def test_a_budget_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert result.reason == "0.5 minutes are over"
     found = read_run(tmp_path / "run")
     last = found.steps[-1]
-    assert last.step == result.steps and 20 <= result.steps <= 40 and last.seconds >= 30
+    assert last.step == result.steps and 29 <= result.steps <= 31 and last.seconds >= 30
     again = train(tiny(tmp_path, changes | {"resume": True}))
     assert (again.reason, again.steps) == (result.reason, result.steps)  # there is no time left for another step
     rates = [row.lr for row in found.steps]
@@ -172,7 +175,9 @@ def test_a_schedule_by_time_follows_the_pace() -> None:
     config = RunConfig(train=TrainConfig(minutes=10.0, steps=10_000), optim=OptimConfig(warmup=0, floor=0.1))
     by_steps = RunConfig(train=TrainConfig(steps=600), optim=config.optim)
     for step in (0, 1, 150, 300, 599):  # a second each
-        assert schedule_factor(config, step, step + 1.0) == pytest.approx(schedule_factor(by_steps, step, 0.0), rel=1e-9)
+        assert schedule_factor(config, step, step + 1.0) == pytest.approx(
+            schedule_factor(by_steps, step, 0.0), rel=1e-9
+        )
     assert schedule_factor(config, 0, 1.0) == pytest.approx(1.0, abs=1e-4)
     assert schedule_factor(config, 599, 600.0) == pytest.approx(0.1)
     assert schedule_factor(config, 299, 600.0) == pytest.approx(0.1), "twice as slow: it is over as well"
@@ -263,8 +268,8 @@ def test_the_data_is_read_in_order(tmp_path: Path) -> None:
     found = lm(rows[:, :-1], targets=rows[:, 1:])
     assert found.nll is not None
     (row,) = read_run(tmp_path / "run").steps
-    assert row.loss == pytest.approx(float(found.nll.mean()), rel=1e-6)
-    assert row.penalty == pytest.approx(float(found.penalty), rel=1e-6)
+    assert row.loss == pytest.approx(float(found.nll.detach().mean()), rel=1e-6)
+    assert row.penalty == pytest.approx(float(found.penalty.detach()), rel=1e-6)
 
 
 def test_tensorboard(tmp_path: Path) -> None:

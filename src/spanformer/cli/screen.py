@@ -53,8 +53,8 @@ class Screen:
         self.unit = UNITS.get(row["unit"], row["unit"])
         model, machine = row["config"]["model"], row["machine"]
         self._say(
-            f"{row['run']}: {row['parameters'] / 1e6:.2f} M parameters, {model['layers']} layers of {model['heads']} heads, "
-            f"spans up to {model['attention']['max_span']:,}; {row['config']['data']['source']}, "
+            f"{row['run']}: {row['parameters'] / 1e6:.2f} M parameters, {model['layers']} layers of {model['heads']} "
+            f"heads, spans up to {model['attention']['max_span']:,}; {row['config']['data']['source']}, "
             f"{row['units']['train']:,} {self.unit}s to train on; {machine['device']}, {machine['threads']} threads"
         )
 
