@@ -77,7 +77,7 @@ def test_numbers_that_are_not_there(monkeypatch: pytest.MonkeyPatch, nothing: fl
 def test_every_other_event(monkeypatch: pytest.MonkeyPatch) -> None:
     said = Shown(monkeypatch, terminal=False).show(
         {"event": "prepare", "title": "encoding [train]", "done": 1.0, "total": 2.0},
-        {"event": "resume", "step": 1200, "path": "out/[x]/checkpoints/step-00001200", "unit": "word"},
+        {"event": "resume", "step": 1200, "path": "out/[x]/checkpoints/step-00001200", "unit": "word", "seconds": 60.0},
         {"event": "eval", "step": 1200, "bits": 1.5, "split": "valid"},
         {"event": "note", "step": 1200, "text": "spans [bold]stand[/bold] still"},
         {"event": "skip", "step": 1201, "reason": "the loss is nan"},
@@ -92,6 +92,16 @@ def test_every_other_event(monkeypatch: pytest.MonkeyPatch) -> None:
         "step 1,201 skipped: the loss is nan",
         "ended: all steps done, 1,300 steps in 61 s of training",
     ]
+
+
+def test_the_bar_of_a_continued_run_begins_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Shown(monkeypatch, terminal=True)
+    shown.show(
+        {"event": "prepare", "title": "encoding train", "done": 10.0, "total": 2000.0},
+        {"event": "resume", "step": 150, "path": "out", "unit": "byte", "seconds": 60.0},
+    )
+    (task,) = shown.screen.progress.tasks
+    assert (task.completed, task.total) == (0.75, 1.0) and not task._progress  # no pace is known yet
 
 
 def test_only_the_first_process_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:

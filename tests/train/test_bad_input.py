@@ -113,6 +113,10 @@ def test_an_option_that_will_not_do(tmp_path: Path, capsys, name: str) -> None:
     assert not (tmp_path / "run").exists() or not content(tmp_path / "run")
 
 
+def test_a_negative_limit_of_an_evaluation(capsys) -> None:
+    assert refusal(["eval", "somewhere", "--limit", "-5"], capsys).startswith("limit is -5; expected 0 or more (see ")
+
+
 def test_a_folder_that_is_taken(tmp_path: Path, capsys) -> None:
     train(tiny(tmp_path, {"train.steps": 3}))
     before = content(tmp_path / "run")

@@ -70,7 +70,8 @@ def assert_same_events(a: Run, b: Run) -> None:
             assert getattr(one, name) == getattr(other, name), (one.step, name)
         assert np.array_equal(one.spans, other.spans, equal_nan=True) and np.array_equal(one.reach, other.reach)
     assert [(e.step, e.loss, e.bits) for e in a.evals] == [(e.step, e.loss, e.bits) for e in b.evals]
-    assert a.notes == b.notes and a.skips == b.skips
+    # at step 0 stands what a run that begins anew says of the one before
+    assert [n for n in a.notes if n.step] == [n for n in b.notes if n.step] and a.skips == b.skips
     assert a.stop and b.stop and a.stop.reason == b.stop.reason
 
 
@@ -102,7 +103,7 @@ def test_killed_at_random_moments(tmp_path: Path, changes: dict) -> None:
     train(tiny(tmp_path, changes | {"out": str(straight)}))
     arguments = ["train", *options(tmp_path, changes | {"out": str(killed)}), "--resume"]
     draw, kills = random.Random(7), 0
-    while kills < 5:
+    while kills < 4:
         process = start(arguments, screen)
         if begun(process, killed, draw.randint(2, 7)):
             time.sleep(draw.uniform(0, 0.05))

@@ -132,7 +132,7 @@ class LM(nn.Module):
 
     def compile_feedforwards(self) -> None:
         """torch.compile norm, feed-forward and sum of every block. Attention stays as it is: its shapes follow the
-        spans, so compiling it would never end. Experts stay too: theirs follow the tokens."""
+        spans, so that it would be compiled again and again. Experts stay too: theirs follow the tokens."""
         for block in self.blocks:
             if isinstance(block, Block) and isinstance(block.feedforward, FeedForward):
                 block.feed = torch.compile(block.feed, dynamic=True)

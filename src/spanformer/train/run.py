@@ -163,7 +163,8 @@ class Run:
             self._evaluate()
             return ""
         restore(self, self._found)
-        self.tell("resume", {"path": str(self._found), "unit": self.data.unit})
+        row = {"path": str(self._found), "unit": self.data.unit, "seconds": self.progress.seconds}
+        self.tell("resume", row)
         for text in self._damaged:
             self.tell("note", {"text": text})
         self.unsaved = False
