@@ -32,6 +32,11 @@ class EvalOptions:
     """read only so many tokens; 0: all"""
     dtype: Literal["float32", "bfloat16"] = "float32"
 
+    def __post_init__(self) -> None:
+        for name in ("lanes", "block", "limit"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more")
+
 
 def run(options: EvalOptions) -> None:
     from spanformer.data import prepare

@@ -27,7 +27,8 @@ def run(config: RunConfig) -> None:
     with Screen(config) as screen:
         result = train(config, watch=screen.show)
     if result.signal:
-        print(f"stopped by {result.reason} at step {result.steps:,}; go on with the same command and --resume")
+        if screen.first:
+            print(f"stopped by {result.reason} at step {result.steps:,}; go on with the same command and --resume")
         sys.exit(128 + result.signal)
     if screen.first:
         show_outcome(result.out)

@@ -40,11 +40,16 @@ class Block(nn.Module):
         memory = remember(past, h, keep)
         found, penalty = self.attention(h, past, view, position)
         x = x + found if self.pre else self.norm1(x + found)
-        if self.feedforward is not None and self.norm2 is not None:
-            added, auxiliary = self.feedforward(self.norm2(x) if self.pre else x)
-            x = x + added if self.pre else self.norm2(x + added)
-            penalty = _plus(penalty, auxiliary)
-        return x, memory, penalty
+        x, auxiliary = self.feed(x)
+        return x, memory, _plus(penalty, auxiliary)
+
+    def feed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The feed-forward half, x [B, T, dim] → new x, what to add to the loss. No shape in it depends on spans, so
+        this is what can be compiled (`LM.compile_feedforwards`)."""
+        if self.feedforward is None or self.norm2 is None:
+            return x, None
+        added, auxiliary = self.feedforward(self.norm2(x) if self.pre else x)
+        return x + added if self.pre else self.norm2(x + added), auxiliary
 
 
 def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:

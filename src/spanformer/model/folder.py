@@ -1,7 +1,7 @@
 """A folder of safetensors files and one JSON file: what a model or a checkpoint is saved as.
 
     PATH/meta.json           what the caller says, the format, the version, and the size and SHA-256 of every other file
-    PATH/NAME.safetensors    one for every part: tensors by name
+    PATH/NAME.safetensors    one for every part, or several: see part.py
 
 Written whole or not at all: the files are made in a hidden folder beside PATH and reach the disk before one rename
 gives them their place. Read as untrusted: nothing in it is executed, and what does not fit is told in one sentence.
@@ -18,13 +18,15 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
+
+from spanformer.model.part import Part, reason
 
 KIND = "spanformer folder"
 FORMAT = 1
@@ -32,7 +34,11 @@ META = "meta.json"
 OURS = ("kind", "format", "version", "files", "sha256")
 """The keys of meta.json that are not the caller's."""
 
+Files = dict[str, dict[str, int | str]]
+"""name → size and sha256"""
+
 _PART = re.compile(r"[A-Za-z0-9_-]+")
+_PIECE = re.compile(r"-\d{5}-of-\d{5}$")
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.spanformer-(?P<state>new|old)")
 _LONGEST_META = 256 << 20  # bytes; a longer one is not ours
 
@@ -41,10 +47,18 @@ class NewerFormat(ValueError):
     """It may be whole, but only a newer spanformer can tell."""
 
 
-def write_folder(path: Path, parts: dict[str, dict[str, Tensor]], meta: dict, *, replace: bool = False) -> None:
+def write_folder(
+    path: Path,
+    parts: dict[str, dict[str, Tensor]],
+    meta: dict,
+    *,
+    replace: bool = False,
+    others: Callable[[Path], Files] | None = None,
+) -> None:
     """Save the parts and the caller's meta (JSON values) as the folder `path`, whole or not at all.
 
-    With `replace`, a folder already there makes way once the new one is complete on the disk.
+    With `replace`, a folder already there makes way once the new one is complete on the disk. `others` adds what other
+    processes write, by `write_part`, into the hidden folder it is given.
     """
     assert not set(OURS) & set(meta), "these keys are the folder's own"
     assert all(_PART.fullmatch(name) for name in parts), "a part is named by letters, digits, _ and -"
@@ -57,14 +71,14 @@ def write_folder(path: Path, parts: dict[str, dict[str, Tensor]], meta: dict, *,
         try:
             new.mkdir()
             with _held(new):
-                _fill(new, parts, meta)
+                _fill(new, parts, meta, others)
                 _take_place(new, path)
         except BaseException:
             shutil.rmtree(new, ignore_errors=True)
             raise
     except (OSError, SafetensorError) as error:
         raise OSError(
-            f"{path} could not be saved ({_reason(error)}); nothing saved before was touched, "
+            f"{path} could not be saved ({reason(error)}); nothing saved before was touched, "
             "so make room or choose another folder"
         ) from error
 
@@ -80,7 +94,7 @@ def read_meta(path: Path) -> dict:
             raise ValueError(f"{size} bytes are too many")
         meta = json.loads((path / META).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path / META} cannot be read ({_reason(error)}); the file is damaged") from error
+        raise ValueError(f"{path / META} cannot be read ({reason(error)}); the file is damaged") from error
     if not isinstance(meta, dict) or meta.get("kind") != KIND or not isinstance(meta.get("format"), int):
         raise ValueError(f"{path / META} is of another kind; expected a folder that spanformer saved")
     if meta["format"] > FORMAT:
@@ -93,23 +107,34 @@ def read_meta(path: Path) -> dict:
     return meta
 
 
+def write_part(folder: Path, name: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> Files:
+    """One file of a folder that is being written, on the disk when this returns; its name, size and digest."""
+    file = _file(folder, name)
+    save_file(_apart(tensors), file, header)
+    file.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files for the owner alone; the umask made the folder
+    _sync(file)
+    return {file.name: {"size": file.stat().st_size, "sha256": _digest(file)}}
+
+
 def parts_of(meta: dict) -> list[str]:
     """The names of the parts that a folder's meta lists."""
-    return [file.removesuffix(".safetensors") for file in meta["files"]]
+    return list(dict.fromkeys(_part_of(file) for file in meta["files"]))
+
+
+def open_part(path: Path, name: str) -> Part:
+    """One part, to be read. Only the structure of its files is checked here; `faults` also checks their content."""
+    meta = read_meta(path)
+    files = [path / file for file in meta["files"] if _part_of(file) == name]
+    if not files:
+        raise ValueError(f"{path} has no part {name!r}; expected one of {', '.join(parts_of(meta))}")
+    if missing := [file for file in files if not file.is_file()]:
+        raise ValueError(f"{missing[0]} is missing; the folder is not whole")
+    return Part(files)
 
 
 def read_part(path: Path, name: str, device: str = "cpu") -> dict[str, Tensor]:
-    """The tensors of one part. Only the file's structure is checked here; `faults` also checks its content."""
-    present = parts_of(read_meta(path))
-    if name not in present:
-        raise ValueError(f"{path} has no part {name!r}; expected one of {', '.join(present)}")
-    file = _file(path, name)
-    if not file.is_file():
-        raise ValueError(f"{file} is missing; the folder is not whole")
-    try:
-        return load_file(file, device=device)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file} cannot be read ({_reason(error)}); the file is damaged") from error
+    """The tensors of one part, whole."""
+    return {tensor: value.to(device) for tensor, value in open_part(path, name).items()}
 
 
 def faults(path: Path) -> list[str]:
@@ -121,9 +146,8 @@ def faults(path: Path) -> list[str]:
     except ValueError as error:
         return [str(error)]
     found = [] if meta.get("sha256") == _digest_of_meta(meta) else [f"{path / META} has another content than written"]
-    for name in parts_of(meta):
-        file = _file(path, name)
-        said = meta["files"][file.name]
+    for name, said in meta["files"].items():
+        file = path / name
         try:
             if not file.is_file():
                 found.append(f"{file} is missing")
@@ -132,7 +156,7 @@ def faults(path: Path) -> list[str]:
             elif _digest(file) != said["sha256"]:
                 found.append(f"{file} has another content than written")
         except OSError as error:
-            found.append(f"{file} cannot be read ({_reason(error)})")
+            found.append(f"{file} cannot be read ({reason(error)})")
     return found
 
 
@@ -166,16 +190,13 @@ def _check_replaceable(path: Path, replace: bool) -> None:
         raise ValueError(f"{path} holds {foreign[0]}, which spanformer did not save; choose another folder")
 
 
-def _fill(new: Path, parts: dict[str, dict[str, Tensor]], meta: dict) -> None:
+def _fill(new: Path, parts: dict[str, dict[str, Tensor]], meta: dict, others: Callable[[Path], Files] | None) -> None:
     """Write every file and wait until the disk has them."""
-    readable = new.stat().st_mode & 0o666  # safetensors makes files for the owner alone; the umask made the folder
-    files = {}
+    files: Files = {}
     for name, tensors in parts.items():
-        file = _file(new, name)
-        save_file(_apart(tensors), file)
-        file.chmod(readable)
-        _sync(file)
-        files[file.name] = {"size": file.stat().st_size, "sha256": _digest(file)}
+        files |= write_part(new, name, tensors)
+    if others is not None:
+        files |= others(new)
     whole = _as_json({"kind": KIND, "format": FORMAT, "version": version(), "files": files, **meta})
     whole["sha256"] = _digest_of_meta(whole)
     (new / META).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
@@ -224,6 +245,10 @@ def _is_list_of_files(files: object) -> bool:
     )
 
 
+def _part_of(file: str) -> str:
+    return _PIECE.sub("", file.removesuffix(".safetensors"))
+
+
 def _file(path: Path, name: str) -> Path:
     return path / f"{name}.safetensors"
 
@@ -258,12 +283,6 @@ def version() -> str:
         return importlib.metadata.version("spanformer")
     except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
         return "unknown"
-
-
-def _reason(error: BaseException) -> str:
-    """In a few words; safetensors wraps what the system said."""
-    said = re.search(r"I/O error: (.*) \(os error \d+\)", str(error))
-    return said[1] if said else (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def _sync(path: Path) -> None:

@@ -19,6 +19,7 @@ from spanformer.model.block import Block
 from spanformer.model.build import init_weights, make_block, make_position
 from spanformer.model.config import ModelConfig
 from spanformer.model.embedding import AdaptiveEmbedding, AdaptiveHead, Embedding, Head
+from spanformer.model.feedforward import FeedForward
 from spanformer.model.norm import make_norm
 
 NO_DOCUMENT = -1  # the id of tokens read before documents were numbered
@@ -128,6 +129,13 @@ class LM(nn.Module):
         """Put spans back into their range; to be called after every optimiser step."""
         for mechanism in self.mechanisms():
             mechanism.after_step()
+
+    def compile_feedforwards(self) -> None:
+        """torch.compile norm, feed-forward and sum of every block. Attention stays as it is: its shapes follow the
+        spans, so that it would be compiled again and again. Experts stay too: theirs follow the tokens."""
+        for block in self.blocks:
+            if isinstance(block, Block) and isinstance(block.feedforward, FeedForward):
+                block.feed = torch.compile(block.feed, dynamic=True)
 
     def spans(self) -> list[list[float | None]]:
         """[layers][heads] learned spans in tokens (of dynamic ones, the latest average); None where none is learned."""

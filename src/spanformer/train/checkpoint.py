@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spanformer.model.folder import faults, parts_of, read_meta, read_part, remove, sweep, write_folder
+from spanformer.model.folder import Files, faults, open_part, parts_of, read_meta, remove, sweep, write_folder
+from spanformer.model.part import Part
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -30,15 +31,25 @@ class Checkpoints:
             raise ValueError(f"keep is {keep}; expected at least 1 checkpoint")
         self.folder, self.keep = folder, keep
 
-    def save(self, step: int, parts: dict[str, dict[str, Tensor]], meta: dict, *, score: float | None = None) -> Path:
+    def save(
+        self,
+        step: int,
+        parts: dict[str, dict[str, Tensor]],
+        meta: dict,
+        *,
+        score: float | None = None,
+        others: Callable[[Path], Files] | None = None,
+    ) -> Path:
         """Save what there is after `step` steps; `score` is that of an evaluation, lower is better, if there was one.
+        `others`: see `write_folder`.
 
         A run that went back to an earlier checkpoint passes its steps again and replaces what it finds there.
         """
         assert not {"step", "score"} & set(meta), "these keys are the checkpoint's own"
         path = self.folder / f"step-{step:08d}"
         comparable = score is not None and math.isfinite(score)
-        write_folder(path, parts, {**meta, "step": step, "score": score if comparable else None}, replace=True)
+        meta = {**meta, "step": step, "score": score if comparable else None}
+        write_folder(path, parts, meta, replace=True, others=others)
         self._prune(step)
         return path
 
@@ -61,12 +72,12 @@ class Checkpoints:
         scored = [(score, -_step(path), path) for path in self._paths() if (score := _score(path)) is not None]
         return min(scored)[2] if scored else None
 
-    def load(self, path: Path) -> tuple[dict, dict[str, dict[str, Tensor]]]:
-        """(meta, parts) as they were saved, on the CPU; a checkpoint that is not whole is refused."""
+    def load(self, path: Path) -> tuple[dict, dict[str, Part]]:
+        """(meta, parts) as they were saved, parts to be read; a checkpoint that is not whole is refused."""
         if found := faults(path):
             raise ValueError(f"{path} is not whole: {'; '.join(found)}; choose another checkpoint")
         meta = read_meta(path)
-        return meta, {name: read_part(path, name) for name in parts_of(meta)}
+        return meta, {name: open_part(path, name) for name in parts_of(meta)}
 
     def _paths(self) -> list[Path]:
         """In the order of their steps."""
@@ -117,7 +128,7 @@ def pack_optimizer(optimizer: Optimizer, named_parameters: NamedParameters) -> t
 
 
 def unpack_optimizer(
-    optimizer: Optimizer, named_parameters: NamedParameters, tensors: dict[str, Tensor], meta: dict
+    optimizer: Optimizer, named_parameters: NamedParameters, tensors: Mapping[str, Tensor], meta: dict
 ) -> None:
     """Give an optimiser made alike the state that `pack_optimizer` took, settings of its groups included."""
     names = {parameter: name for name, parameter in named_parameters}
@@ -181,7 +192,7 @@ def _pack(value: object, name: str, tensors: dict[str, Tensor]) -> object:
     raise ValueError(f"the optimiser's {name} is a {type(value).__name__}, which cannot be saved")
 
 
-def _unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
+def _unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
     match packed:
         case {"tensor": name}:
             return tensors[name]

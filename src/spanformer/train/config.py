@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -46,11 +47,14 @@ class TrainConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: products in bfloat16 (autocast), weights in float32"""
     compile: bool = False
-    """torch.compile the blocks; worth it on a GPU"""
+    """torch.compile what has fixed shapes in a block, norm and feed-forward; worth it on a GPU"""
     checkpointing: bool = False
     """recompute activations in the backward pass, to save memory"""
     engine: Literal["auto", "ddp", "fsdp"] = "auto"
     """with torchrun: ddp (auto) keeps the model whole in each process, fsdp shards it"""
+    sharded: bool = False
+    """each process writes its own shard of a checkpoint, instead of the first gathering all of it; any number of
+    processes can go on from either"""
     tensorboard: Literal["auto", "on", "off"] = "auto"
     """write TensorBoard files beside events.jsonl; auto: if the package is there"""
     measure: bool = True
@@ -61,8 +65,10 @@ class TrainConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name} is {getattr(self, name)}; expected at least 1")
         for name in ("minutes", "eval_every", "eval_tokens", "patience", "save_every", "spike", "threads"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"train.{name} is {getattr(self, name)}; expected 0 or more")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"train.{name} is {getattr(self, name)}; expected a finite number, 0 or more")
+        if not 0 <= self.seed < 1 << 31:  # every step draws a seed of its own from it
+            raise ValueError(f"train.seed is {self.seed}; expected 0 … {(1 << 31) - 1}")
         if self.batch % self.micro:
             raise ValueError(f"train.micro is {self.micro}; expected a divisor of train.batch, {self.batch}")
 

@@ -13,7 +13,7 @@ CROWD = 0.25  # share of the heads
 
 
 class Diagnosis:
-    """Each sentence is said once a run."""
+    """Each sentence is said once a run, however often that is continued."""
 
     def __init__(self, config: RunConfig, started_at: Sequence[float]) -> None:
         self.config, self.started_at = config, list(started_at)
@@ -24,7 +24,8 @@ class Diagnosis:
         """Sentences about the learned spans (tokens, all heads of all layers) after this step."""
         if not spans:
             return []
-        self.started_at = self.started_at or list(spans)  # dynamic spans show first when a text was read
+        if len(self.started_at) != len(spans):  # dynamic spans show first when a text was read
+            self.started_at = list(spans)
         a, o = self.config.model.attention, self.config.optim
         settled = step >= o.warmup + PATIENCE
         moved = max(abs(now - then) for now, then in zip(spans, self.started_at, strict=True))
@@ -41,8 +42,8 @@ class Diagnosis:
         if settled and at_limit >= CROWD * len(spans) and a.init < AT_LIMIT:
             found.append(("limit", (
                 f"{at_limit} of {len(spans)} heads are at the longest span, {a.max_span:,} tokens: raise "
-                f"model.attention.max_span if longer context helps, or model.attention.penalty (now {a.penalty:g}) if it "
-                "costs too much"
+                f"model.attention.max_span if longer context helps, or model.attention.penalty (now {a.penalty:g}) if "
+                "it costs too much"
             )))  # fmt: skip
         if collapsed:
             found.append(("collapse", (
@@ -52,3 +53,10 @@ class Diagnosis:
         new = [text for kind, text in found if kind not in self.said]
         self.said |= {kind for kind, _ in found}
         return new
+
+    def state(self) -> dict:
+        return {"started_at": self.started_at, "longest_ever": self.longest_ever, "said": sorted(self.said)}
+
+    def load(self, state: dict) -> None:
+        self.started_at, self.longest_ever = list(state["started_at"]), float(state["longest_ever"])
+        self.said = set(state["said"])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -54,21 +55,19 @@ def evaluate(
     characters or words the ids stand for; None: one each.
     """
     device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
     total = torch.zeros((), dtype=torch.float64, device=device)
     counted, state = 1, None
-    for part in every_token(ids, lanes, block):
-        x, y = (torch.from_numpy(a).to(device) for a in (part.x, part.y))
-        mask = torch.from_numpy(part.counted).to(device)
-        with autocast(dtype, device):
-            found = model(x, None if part.reset else state, targets=y)
-        state = found.state
-        total += (found.nll.double() * mask).sum()
-        counted += int(part.counted.sum())
-        if on_progress is not None:
-            on_progress(counted, len(ids))
-    model.train(was_training)
+    with _not_training(model):
+        for part in every_token(ids, lanes, block):
+            x, y = (torch.from_numpy(a).to(device) for a in (part.x, part.y))
+            mask = torch.from_numpy(part.counted).to(device)
+            with autocast(dtype, device):
+                found = model(x, None if part.reset else state, targets=y)
+            state = found.state
+            total += (found.nll.double() * mask).sum()
+            counted += int(part.counted.sum())
+            if on_progress is not None:
+                on_progress(counted, len(ids))
     nats = float(total) + math.log(model.config.vocab)
     return Score(nats, counted, len(ids) if units is None else units)
 
@@ -80,24 +79,29 @@ def evaluate_as_original(model: LM, ids: np.ndarray, *, block: int, lanes: int =
     Leaves out the tokens that fill no block and every lane's first token.
     """
     device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
     length = len(ids) // lanes
     if length <= block:
         raise ValueError(
             f"the split has {len(ids):,} tokens; expected more than {lanes} lanes of one block, {lanes * block:,}"
         )
     rows = ids[: lanes * length].reshape(lanes, length)
-    total, blocks, state, at = torch.zeros((), dtype=torch.float64, device=device), 0, None, 0
-    while True:
-        piece = torch.from_numpy(rows[:, at : at + block + 1].astype(np.int64)).to(device)
-        found = model(piece[:, :-1], state, targets=piece[:, 1:])
-        state = found.state
-        total += found.nll.double().sum()
-        blocks += 1
-        at += block
-        if at >= length - block:
-            break
-    model.train(was_training)
-    tokens = blocks * lanes * block
+    total, state = torch.zeros((), dtype=torch.float64, device=device), None
+    starts = range(0, length - block, block)
+    with _not_training(model):
+        for at in starts:
+            piece = torch.from_numpy(rows[:, at : at + block + 1].astype(np.int64)).to(device)
+            found = model(piece[:, :-1], state, targets=piece[:, 1:])
+            state = found.state
+            total += found.nll.double().sum()
+    tokens = len(starts) * lanes * block
     return Score(float(total), tokens, tokens)
+
+
+@contextlib.contextmanager
+def _not_training(model: LM) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -3,15 +3,16 @@
 Every row has `event` and `time` (seconds since 1970). A number that is not finite is null. By event:
 
     start       a run begins: config, parameters, versions, machine
-    resume      it goes on from a checkpoint: step, path. Rows above it with a later step are void: they happen again
+    resume      it goes on from a checkpoint: step, path, unit, seconds. Rows above it with a later step are void: they
+                happen again
     step        after some optimiser steps: step, loss (nats), bits, penalty, lr, grad_norm, span_average, span_longest,
                 spans (by layer and head), tokens, tokens_per_second
     eval        an evaluation: step, split, loss, bits
     cost        step, and predicted and measured cost
     dynamic     a text, and how far each head looked back at each of its characters: text, spans, names
     note        something worth a sentence: text
-    skip        a step that was left out because its loss or gradient was not finite: step, text
-    checkpoint  one was saved: step, path, seconds
+    skip        a step that was left out because its loss or gradient was not finite: step, reason
+    checkpoint  one was saved: step, path
     stop        the run ends: step, reason
 
 A row may hold further keys; a reader takes those it knows.

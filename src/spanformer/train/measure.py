@@ -13,32 +13,45 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from spanformer.cost.peak import peak_of, unsupported
+from spanformer.model.config import ModelConfig
 from spanformer.model.lm import LM, State
+from spanformer.train.step import autocast
 
 ROUNDS = 3
 
 
-def measure_cost(model: LM, x: torch.Tensor, y: torch.Tensor) -> dict:
-    """The values of a cost event, for x, y [B, T] on the CPU; on a GPU, only what can be told there."""
+def measure_cost(model: LM, x: torch.Tensor, y: torch.Tensor, *, dtype: str = "float32") -> dict:
+    """The values of a cost event, for x, y [B, T] on the CPU. Copies of the model are measured: it is left as it is."""
     attention = replace(model.config.attention, kind="full", stack=())
-    full = LM(replace(model.config, attention=attention))
-    full.load_state_dict({k: v for k, v in model.state_dict().items() if ".mechanism." not in k}, strict=False)
-    models = {"learned": model, "full": full.to(x.device)}
+    models = {
+        "learned": copy_of(model, model.config),
+        "full": copy_of(model, replace(model.config, attention=attention)),
+    }
+    states = {name: steady_state(lm, x.shape[0]) for name, lm in models.items()}
     event: dict[str, dict] = {"flops": {}, "step_seconds": {}, "attention_seconds": {}, "peak_bytes": {}}
     for name, lm in models.items():
-        state = steady_state(lm, x.shape[0])
-        event["flops"][name] = count_flops(lm, x, y, state)
-    states = {name: steady_state(lm, x.shape[0]) for name, lm in models.items()}
+        event["flops"][name] = count_flops(lm, x, y, states[name])
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
-    for _ in range(ROUNDS):  # in turn, so that a slow moment of the machine meets both
+    with autocast(dtype, x.device):
+        for _ in range(ROUNDS):  # in turn, so that a slow moment of the machine meets both
+            for name, lm in models.items():
+                times[name].append(time_step(lm, x, y, states[name]))
         for name, lm in models.items():
-            times[name].append(time_step(lm, x, y, states[name]))
-    for name, lm in models.items():
-        event["step_seconds"][name] = statistics.median(whole for whole, _ in times[name])
-        event["attention_seconds"][name] = statistics.median(part for _, part in times[name])
-        if unsupported() is None:
-            event["peak_bytes"][name] = peak_of(lambda lm=lm, name=name: one_step(lm, x, y, states[name]))[0]
+            event["step_seconds"][name] = statistics.median(whole for whole, _ in times[name])
+            event["attention_seconds"][name] = statistics.median(part for _, part in times[name])
+            if unsupported() is None:
+                event["peak_bytes"][name] = peak_of(lambda lm=lm, name=name: one_step(lm, x, y, states[name]))[0]
     return event
+
+
+def copy_of(model: LM, config: ModelConfig) -> LM:
+    """A model of this configuration with the weights of the other that it has, and its way of training."""
+    weight = next(model.parameters())
+    copy = LM(config).to(weight.device, weight.dtype)
+    known = copy.state_dict()
+    copy.load_state_dict({name: t for name, t in model.state_dict().items() if name in known}, strict=False)
+    copy.checkpointing = model.checkpointing
+    return copy
 
 
 def steady_state(lm: LM, batch: int) -> State:
@@ -59,12 +72,14 @@ def count_flops(lm: LM, x: torch.Tensor, y: torch.Tensor, state: State) -> float
     """Operations of the products PyTorch really runs, attention in its blockwise form."""
     mechanisms = lm.mechanisms()
     kept = [m.backend for m in mechanisms]
-    for m in mechanisms:
-        m.backend = "banded"
-    with FlopCounterMode(display=False) as counter:
-        one_step(lm, x, y, state)
-    for m, backend in zip(mechanisms, kept, strict=True):
-        m.backend = backend
+    try:
+        for m in mechanisms:
+            m.backend = "banded"
+        with FlopCounterMode(display=False) as counter:
+            one_step(lm, x, y, state)
+    finally:
+        for m, backend in zip(mechanisms, kept, strict=True):
+            m.backend = backend
     return float(counter.get_total_flops())
 
 

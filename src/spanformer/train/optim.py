@@ -123,13 +123,25 @@ def set_lr(optimizer: Optimizer, factor: float) -> None:
 
 
 def clip_global(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """The norm of all gradients together, a scalar; if it exceeds `max_norm`, they are scaled to it. 0: never."""
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    """The norm of all gradients together, a scalar; if it exceeds `max_norm`, they are scaled to it. 0: never.
+
+    Distributed tensors, of which this process has a shard, may stand beside others that every process has whole.
+    """
+    kinds: dict[type, list[nn.Parameter]] = {}  # torch takes no list of both
+    for parameter in parameters:
+        if parameter.grad is not None:
+            kinds.setdefault(type(parameter.grad), []).append(parameter)
+    norms = [_whole(get_total_norm([p.grad for p in some if p.grad is not None])) for some in kinds.values()]
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     if max_norm > 0:
-        clip_grads_with_norm_(parameters, max_norm, norm)
-    gather = getattr(norm, "full_tensor", None)  # a distributed tensor's, which all processes call together
-    return gather() if gather else norm
+        for some in kinds.values():
+            clip_grads_with_norm_(some, max_norm, norm)
+    return norm
+
+
+def _whole(t: Tensor) -> Tensor:
+    gather = getattr(t, "full_tensor", None)  # a distributed tensor's, which all processes call together
+    return gather() if gather else t
 
 
 class ClippedAdagrad(Optimizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 from spanformer.train.config import RunConfig
@@ -15,7 +16,7 @@ class Progress:
     """of training steps, over all times the run was continued; evaluations and checkpoints are not in it"""
     tokens: int = 0
     latest: float | None = None
-    """validation bits per unit"""
+    """validation bits per unit; None if they were not finite"""
     best: float | None = None
     stale: int = 0
     """evaluations since the best"""
@@ -39,9 +40,10 @@ class Progress:
         self.count += 1
 
     def take_score(self, bits: float) -> None:
-        self.latest, self.scored_at = bits, self.step
-        if self.best is None or bits < self.best:
-            self.best, self.stale = bits, 0
+        self.scored_at = self.step
+        self.latest = bits if math.isfinite(bits) else None
+        if self.latest is not None and (self.best is None or self.latest < self.best):
+            self.best, self.stale = self.latest, 0
         else:
             self.stale += 1
 
@@ -69,10 +71,11 @@ class Progress:
 
 
 def schedule_factor(config: RunConfig, step: int, seconds: float) -> float:
-    """What the learning rate is multiplied with after `step` steps. With a time budget the schedule ends when it is
-    used up, by the steps that the pace until now lets expect."""
+    """What the learning rate is multiplied with when `step` steps have been taken, and `seconds` have gone until the
+    end of the next one. With a time budget the schedule ends when it is used up, by the steps that the pace until now
+    lets expect."""
     budget = config.train.minutes * 60
     total = config.train.steps
     if budget and seconds > 0:
-        total = min(total, max(step, round(step * budget / seconds)))
+        total = min(total, max(step + 1, round((step + 1) * budget / seconds)))
     return lr_at(config.optim, step, total)

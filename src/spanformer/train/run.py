@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,19 +19,21 @@ from spanformer.train.checkpoint import Checkpoints
 from spanformer.train.config import RunConfig
 from spanformer.train.diagnose import Diagnosis
 from spanformer.train.dynamic import dynamic_event
-from spanformer.train.evaluate import Score, evaluate
+from spanformer.train.evaluate import evaluate
 from spanformer.train.events import EventLog
 from spanformer.train.guard import Guard, TooManySkips
 from spanformer.train.measure import measure_cost
 from spanformer.train.optim import clip_global, make_optimizer, set_lr
+from spanformer.train.place import BOARD, EVENTS, claim_folder, put_aside
 from spanformer.train.progress import Progress, schedule_factor
-from spanformer.train.resume import restore, snapshot
+from spanformer.train.resume import restore, save
 from spanformer.train.start import start_event
 from spanformer.train.step import backward
 from spanformer.train.world import World, join_world, wrap
 
 Watch = Callable[[dict], None]
-EVENTS = "events.jsonl"
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""after which a run saves and leaves"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Result:
     """why the run ended"""
     steps: int
     bits: float | None
-    """validation bits per unit at the end"""
+    """validation bits per unit, as last evaluated"""
     signal: int
     """the signal that ended it, or 0"""
 
@@ -49,28 +52,14 @@ def train(config: RunConfig, *, watch: Watch | None = None) -> Result:
     """Train what the configuration describes, into config.out; `watch` is told every event (a row of events.jsonl)."""
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
+    out = Path(config.out or "out/run")
     with join_world(config.train.device, config.train.engine) as world:
-        out = claim_folder(config, world)
+        if world.first:
+            claim_folder(out, resume=config.resume)
+        world.wait()
         data = prepare_once(config, world, watch)
         with Run(config, data, world, out, watch) as run:
             return run.go()
-
-
-def claim_folder(config: RunConfig, world: World) -> Path:
-    """The run's folder, made anew; one that exists is taken only to continue the run in it."""
-    out = Path(config.out or "out/run")
-    if world.first:
-        if out.exists() and not out.is_dir():
-            raise ValueError(f"{out} is a file; expected a folder for the run, choose another --out")
-        if out.is_dir() and any(out.iterdir()) and not config.resume:
-            raise ValueError(f"{out} exists already; continue the run in it with --resume, or choose another --out")
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "checkpoints").mkdir(exist_ok=True)
-        except PermissionError:
-            raise ValueError(f"{out} cannot be written to; choose another --out") from None
-    world.wait()
-    return out
 
 
 def prepare_once(config: RunConfig, world: World, watch: Watch | None) -> Prepared:
@@ -98,8 +87,7 @@ class Run:
         self.model = LM(config.model).to(world.device)
         self.model.checkpointing = t.checkpointing
         if t.compile:
-            for block in self.model.blocks:
-                block.compile(dynamic=True)
+            self.model.compile_feedforwards()
         self.engine = wrap(self.model, world)
         spans = {id(m.ratio) for m in self.model.spans_modules()}
         self.named = dict(self.model.named_parameters())
@@ -110,18 +98,39 @@ class Run:
             raise ValueError(
                 f"train.micro is {t.micro}; expected a divisor of a process's lanes, {t.batch // world.size}"
             )
+        valid = data.splits["valid"].ids
+        self.valid_ids = valid[: t.eval_tokens] if t.eval_tokens else valid
+        if len(self.valid_ids) < 2:
+            raise ValueError(
+                f"there is {len(self.valid_ids)} token to validate with; expected 2 or more: use more text, a larger "
+                "data.valid or a larger train.eval_tokens"
+            )
         self.state: State | None = None
         self.progress = Progress()
         self.guard = Guard(t.spike, t.max_skips)
         self.checkpoints = Checkpoints(out / "checkpoints", keep=t.keep)
         self.diagnosis = Diagnosis(config, self._flat_spans())
+        self.unsaved = True
+        """something happened that no checkpoint holds"""
         self.signal = 0
 
     def __enter__(self) -> Run:
         t = self.config.train
-        board = {"auto": "auto", "on": self.out / "tensorboard", "off": None}[t.tensorboard]
-        self.log = EventLog(self.out / EVENTS, board) if self.world.first else None
-        self._handlers = {s: signal.signal(s, self._catch) for s in (signal.SIGTERM, signal.SIGINT)}
+        self._damaged: list[str] = []
+        looks = self.config.resume and self.world.first  # one process alone, since it also tidies up
+        found = self.checkpoints.newest(self._damaged.append) if looks else None
+        if self._damaged and found is None:
+            raise ValueError(f"no checkpoint can be continued from: {'; '.join(self._damaged)}; choose another --out")
+        told = self.world.told(str(found or ""))
+        self._found = Path(told) if told else None
+        board = {"auto": "auto", "on": self.out / BOARD, "off": None}[t.tensorboard]
+        self._aside, self.log = None, None
+        if self.world.first:
+            self._aside = put_aside(self.out) if self._found is None else None
+            self.log = EventLog(self.out / EVENTS, board)
+        self._handlers = {}
+        if threading.current_thread() is threading.main_thread():  # Python lets no other thread listen
+            self._handlers = {s: signal.signal(s, self._catch) for s in SIGNALS}
         return self
 
     def __exit__(self, *_exception) -> None:
@@ -131,17 +140,9 @@ class Run:
             self.log.close()
 
     def go(self) -> Result:
-        self._begin()
-        p, t = self.progress, self.config.train
-        reason = "all steps done" if p.step >= t.steps else ""
+        reason = self._begin()
         while not reason:
-            reason = self._one_step()
-            last = bool(reason)
-            if t.eval_every and p.step % t.eval_every == 0 and not last:
-                reason = self._evaluate()
-                last = bool(reason)
-            if not last and t.save_every and p.step % t.save_every == 0:
-                self._save()
+            reason = self._one_step() or self._between_steps()
         return self._end(reason)
 
     def tell(self, event: str, row: dict) -> None:
@@ -152,14 +153,22 @@ class Run:
         if self.watch is not None and self.world.first:
             self.watch({"event": event} | row)
 
-    def _begin(self) -> None:
-        found = self.checkpoints.newest(lambda text: self.tell("note", {"text": text})) if self.config.resume else None
-        if found is None:
+    def _begin(self) -> str:
+        """Start or continue; returns why there is nothing to do, or ''."""
+        if self._found is None:
             self.tell("start", start_event(self))
+            if self._aside is not None:
+                self.tell("note", {"text": f"no checkpoint to continue from: the run begins anew, what an earlier "
+                                           f"one wrote is in {self._aside}"})  # fmt: skip
             self._evaluate()
-        else:
-            restore(self, found)
-            self.tell("resume", {"path": str(found)})
+            return ""
+        restore(self, self._found)
+        row = {"path": str(self._found), "unit": self.data.unit, "seconds": self.progress.seconds}
+        self.tell("resume", row)
+        for text in self._damaged:
+            self.tell("note", {"text": text})
+        self.unsaved = False
+        return self._over(self.progress.seconds) or self._between_steps()
 
     def _one_step(self) -> str:
         """Take or skip one step; returns why the run ends with it, or ''."""
@@ -175,14 +184,14 @@ class Run:
         )
         norm = clip_global(self.named.values(), self.config.optim.global_clip)
         clock = p.seconds + time.perf_counter() - began
-        ends = self.signal > 0 or 0 < t.minutes * 60 <= clock
         numbers = torch.stack([losses.loss, losses.penalty, norm]).double()
-        numbers = torch.cat([numbers, torch.tensor([clock, ends], dtype=torch.float64, device=world.device)])
-        loss, penalty, grad_norm, clock, ends = world.mean(numbers).tolist()  # the one wait for the device
+        numbers = torch.cat([numbers, torch.tensor([clock, self.signal], dtype=torch.float64, device=world.device)])
+        loss, penalty, grad_norm, clock, signalled = world.mean(numbers).tolist()  # the one wait for the device
         p.step += 1
         p.tokens += t.batch * t.block
-        reason = self.guard.refuses(loss, grad_norm)
-        if reason is None:
+        self.unsaved = True
+        refused = self.guard.refuses(loss, grad_norm)
+        if refused is None:
             set_lr(self.optimizer, schedule_factor(self.config, p.step - 1, clock))
             self.optimizer.step()
             self.model.after_step()
@@ -190,28 +199,51 @@ class Run:
             p.add(loss, penalty)
         else:
             self.state = None  # it may hold what is not finite
-            self.tell("skip", {"reason": reason})
         p.seconds += time.perf_counter() - began
-        if reason is not None:
-            try:
-                self.guard.count(reason)
-            except TooManySkips as error:
-                good = self.checkpoints.newest(lambda text: None)
-                where = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
-                self.tell("stop", {"reason": str(error), "seconds": p.seconds})
-                raise ValueError(f"stopped at step {p.step:,}: {error}; {where}") from None
-        if p.step % t.log_every == 0 or p.step >= t.steps or ends:
+        if refused is not None:
+            self._skip(refused)
+        reason = self._over(clock)
+        if p.step % t.log_every == 0 or reason:
             self._log_step(grad_norm)
-        if ends:
-            return signal.Signals(self.signal).name if self.signal else f"{t.minutes:g} minutes are over"
-        return "all steps done" if p.step >= t.steps else ""
+        # a signal interrupts and leaves the window of averages open: it goes on when the run does
+        return reason or (signal.Signals(self.signal or signal.SIGTERM).name if signalled else "")
+
+    def _over(self, seconds: float) -> str:
+        """Why the run has come to its end, or ''."""
+        t = self.config.train
+        if self.progress.step >= t.steps:
+            return "all steps done"
+        return f"{t.minutes:g} minutes are over" if 0 < t.minutes * 60 <= seconds else ""
+
+    def _skip(self, refused: str) -> None:
+        p = self.progress
+        self.tell("skip", {"reason": refused})
+        try:
+            self.guard.count(refused)
+        except TooManySkips as error:
+            good = self.checkpoints.newest(lambda text: None)
+            where = f"the last good checkpoint is {good}" if good else "there is no checkpoint yet"
+            self.tell("stop", {"reason": str(error), "seconds": p.seconds})
+            raise ValueError(f"stopped at step {p.step:,}: {error}; {where}") from None
+
+    def _between_steps(self) -> str:
+        """Evaluate and save where that is due; returns why the run ends here, or ''."""
+        t, p = self.config.train, self.progress
+        if t.eval_every and p.step % t.eval_every == 0 and p.scored_at != p.step:
+            self._evaluate()
+            if t.patience and p.stale >= t.patience:
+                return f"{p.stale} evaluations brought no improvement"
+        if t.save_every and p.step % t.save_every == 0 and self.unsaved:
+            self._save()
+        return ""
 
     def _log_step(self, grad_norm: float) -> None:
         p, spans = self.progress, self._flat_spans()
+        split = self.data.splits["train"]
         row = p.row() | {
             "lr": self.optimizer.param_groups[0]["lr"],
             "grad_norm": grad_norm,
-            "bits": p.mean_loss * self._tokens_per_unit("train") / math.log(2),
+            "bits": p.mean_loss * split.tokens / split.units / math.log(2),
             "span_average": sum(spans) / len(spans) if spans else None,
             "span_longest": max(spans, default=None),
             "spans": self.model.spans(),
@@ -224,51 +256,49 @@ class Run:
         for text in self.diagnosis.look(p.step, spans):
             self.tell("note", {"text": text})
 
-    def _evaluate(self) -> str:
-        """Bits per unit on the validation split; returns why the run ends with it, or ''."""
+    def _evaluate(self) -> None:
+        """Bits per unit on the validation split."""
         t, p = self.config.train, self.progress
-        score = self._score("valid", t.eval_tokens)
+        ids, split = self.valid_ids, self.data.splits["valid"]
+        lanes = max(1, min(t.batch, len(ids) // (8 * t.block)))
+        units = split.units * len(ids) / split.tokens
+        score = evaluate(self.model, ids, units=units, lanes=lanes, block=t.block, dtype=t.dtype)
+        nats = torch.tensor(score.nats, dtype=torch.float64, device=self.world.device)
+        score = score._replace(nats=float(self.world.mean(nats)))  # the same in all processes, which decide by it
         self.tell("eval", {"seconds": p.seconds, "split": "valid", "loss": score.loss, "bits": score.bits,
                            "tokens": score.tokens})  # fmt: skip
         p.take_score(score.bits)
-        if t.patience and p.stale >= t.patience:
-            return f"{p.stale} evaluations brought no improvement"
-        return ""
-
-    def _score(self, split: str, most: int) -> Score:
-        t, s = self.config.train, self.data.splits[split]
-        ids = s.ids[:most] if most else s.ids
-        lanes = max(1, min(t.batch, len(ids) // (8 * t.block)))
-        units = s.units * len(ids) / s.tokens
-        return evaluate(self.model, ids, units=units, lanes=lanes, block=t.block, dtype=t.dtype)
+        self.unsaved = True
 
     def _save(self) -> None:
-        parts, meta = snapshot(self)
-        if self.world.first:
-            path = self.checkpoints.save(self.progress.step, parts, meta, score=self.progress.latest)
-            self.tell("checkpoint", {"path": str(path)})
+        path = save(self)
+        self.tell("checkpoint", {"path": str(path)})
+        self.unsaved = False
         self.world.wait()
 
     def _end(self, reason: str) -> Result:
         p = self.progress
-        if not self.signal and p.scored_at != p.step:
+        number = next((int(s) for s in SIGNALS if s.name == reason), 0)
+        if not number and p.scored_at != p.step:
             self._evaluate()
-        self._save()
-        if self.config.train.measure and not self.signal and self.world.device.type == "cpu" and self.world.size == 1:
-            batch = next(self.lanes)
-            self.tell("cost", measure_cost(self.model, torch.from_numpy(batch.x), torch.from_numpy(batch.y)))
-        if not self.signal and self.world.size == 1:
-            found = dynamic_event(
-                self.model, self.data.splits["valid"].ids[: 4 * self.config.train.block], self.data.vocab
-            )
+        if self.unsaved:
+            self._save()
+        if self.config.train.measure and not number and self.world.device.type == "cpu" and self.world.size == 1:
+            self._measure()
+        if not number and self.world.size == 1:
+            found = dynamic_event(self.model, self.valid_ids[: 4 * self.config.train.block], self.data.vocab)
             if found is not None:
                 self.tell("dynamic", found)
         self.tell("stop", {"reason": reason, "seconds": p.seconds})
-        return Result(self.out, reason, p.step, p.latest, self.signal)
+        return Result(self.out, reason, p.step, p.latest, number)
 
-    def _tokens_per_unit(self, split: str) -> float:
-        s = self.data.splits[split]
-        return s.tokens / s.units
+    def _measure(self) -> None:
+        batch = next(self.lanes)
+        x, y = torch.from_numpy(batch.x), torch.from_numpy(batch.y)
+        try:
+            self.tell("cost", measure_cost(self.model, x, y, dtype=self.config.train.dtype))
+        except (RuntimeError, MemoryError) as error:  # full attention may want more memory than there is
+            self.tell("note", {"text": f"what a step costs could not be measured: {error}"})
 
     def _flat_spans(self) -> list[float]:
         return [z for layer in self.model.spans() for z in layer if z is not None]

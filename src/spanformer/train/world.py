@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -19,6 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spanformer.model.lm import LM
+
+LONGEST_WAIT = timedelta(hours=2)  # for the first process, which may be preparing a corpus
+LONGEST_TEXT = 4096  # bytes, as of a path
+UNTIL_ENDED = 5.0  # seconds within which torchrun ends the other processes when one has failed
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,18 @@ class World:
         dist.gather(rows.contiguous(), into)
         return None if into is None else torch.cat(into)
 
+    def told(self, text: str) -> str:
+        """The first process's text, in every process."""
+        if self.size == 1:
+            return text
+        sent = torch.zeros(LONGEST_TEXT, dtype=torch.uint8)
+        if self.first:
+            content = bytearray(text.encode()[:LONGEST_TEXT])
+            sent[: len(content)] = torch.tensor(content, dtype=torch.uint8)
+        sent = sent.to(self.device)
+        dist.broadcast(sent, 0)
+        return bytes(sent.tolist()).rstrip(b"\0").decode()
+
     def wait(self) -> None:
         if self.size > 1:
             dist.barrier()
@@ -62,7 +81,8 @@ class World:
 
 @contextlib.contextmanager
 def join_world(device: str, engine: str) -> Iterator[World]:
-    """The world that torchrun's environment names, or one process alone."""
+    """The world that torchrun's environment names, or one process alone. A process group that is there already is used
+    and left: torch cannot make a second one under the same torchrun."""
     size, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     where = _device(device, local)
     if size == 1:
@@ -70,20 +90,36 @@ def join_world(device: str, engine: str) -> Iterator[World]:
             raise ValueError("train.engine is fsdp with one process; start it by torchrun, or leave engine at auto")
         yield World(0, 1, where, "one")
         return
-    dist.init_process_group("nccl" if where.type == "cuda" else "gloo")
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("nccl" if where.type == "cuda" else "gloo", timeout=LONGEST_WAIT)
+    world = World(dist.get_rank(), size, where, "fsdp" if engine == "fsdp" else "ddp")
     try:
-        yield World(dist.get_rank(), size, where, "fsdp" if engine == "fsdp" else "ddp")
-    finally:
+        yield world
+    except Exception as error:
+        lost = isinstance(error, dist.DistError) or "gloo" in str(error)
+        # Most mistakes are met by all processes, or by one whose end the others notice as a lost connection. torchrun
+        # ends them all when the first has gone, so the others wait for that: one sentence is said instead of many.
+        if lost or not world.first:
+            time.sleep(UNTIL_ENDED)
+        if lost:
+            raise ConnectionError(f"process {world.rank} lost the others, of which one must have failed") from error
+        raise
+    if ours:  # and not after an error, when the others may not be there to take part
         dist.destroy_process_group()
 
 
 def _device(name: str, local: int) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"train.device is {name}, and PyTorch finds no GPU here; expected cpu or auto")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).tolist()
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise ValueError(f"train.device is {name!r}, which PyTorch cannot use here; expected cpu or auto") from None
     if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"train.device is {name}, and PyTorch finds no GPU here; expected cpu or auto")
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
     return device
@@ -106,6 +142,8 @@ def shard(model: LM, world: World) -> LM:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    # what a model returns is never written to, but its losses are a view
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     mesh = init_device_mesh(world.device.type, (world.size,))
     whole = set(span_parameters(model))
     for block in model.blocks:
