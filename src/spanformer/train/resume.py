@@ -111,7 +111,9 @@ def _check_fits(run: Run, meta: dict, path: Path) -> None:
     # built, so that a key of a newer version is refused and one an older version did not have yet has its default
     now, then = as_dict(run.config), as_dict(build(type(run.config), meta["config"], str(path)))
     for section in ("model", "data"):
-        _same(f"{section}.", now[section], then[section], path, ignore=("cache", "from", "backend", "penalty", "dropout"))
+        _same(
+            f"{section}.", now[section], then[section], path, ignore=("cache", "from", "backend", "penalty", "dropout")
+        )
     _same("optim.", {"kind": now["optim"]["kind"]}, then["optim"], path, ignore=())
     lanes = {name: now["train"][name] for name in ("batch", "block", "seed")}
     _same("train.", lanes, then["train"], path, ignore=())
