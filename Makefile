@@ -8,7 +8,8 @@ SANITIZED := build/sanitize/_kernel.so
 .PHONY: demo test check sanitize bench clean
 
 demo: .venv/installed
-	$(BIN)/spanformer bench attention --quick --out results/demo
+	rm -rf results/demo
+	$(BIN)/spanformer train runs/demo.toml --out results/demo
 
 test: .venv/installed
 	$(BIN)/python -m pytest -q

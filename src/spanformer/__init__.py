@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from spanformer.attention import AdaptiveSpan as AdaptiveSpan
     from spanformer.attention import DynamicSpan as DynamicSpan
+    from spanformer.model.config import ModelConfig as ModelConfig
+    from spanformer.model.lm import LM as LM
+    from spanformer.model.load import load as load
     from spanformer.ops import Attended as Attended
     from spanformer.ops import BlockIndex as BlockIndex
     from spanformer.ops import Rings as Rings
@@ -27,12 +30,15 @@ _HOME = {
     "Attended": "spanformer.ops",
     "BlockIndex": "spanformer.ops",
     "DynamicSpan": "spanformer.attention",
+    "LM": "spanformer.model.lm",
+    "ModelConfig": "spanformer.model.config",
     "Rings": "spanformer.ops",
     "Rule": "spanformer.ops",
     "attend": "spanformer.ops",
     "attend_rings": "spanformer.ops",
     "backends": "spanformer.ops",
     "choose_backend": "spanformer.ops",
+    "load": "spanformer.model.load",
     "merge": "spanformer.ops",
 }
 

@@ -191,7 +191,7 @@ def test_a_wrong_key_in_the_file(tmp_path: Path) -> None:
 
 def test_a_file_over_its_base(tmp_path) -> None:
     (tmp_path / "small").mkdir()
-    (tmp_path / "whole.toml").write_text('[optim]\nlr = 0.5\n[train]\nsteps = 7\n')
+    (tmp_path / "whole.toml").write_text("[optim]\nlr = 0.5\n[train]\nsteps = 7\n")
     (tmp_path / "small" / "less.toml").write_text('base = "../whole.toml"\n[train]\nsteps = 3\n')
     from spanformer.cli.runfile import _read
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spanformer.model.lm import LM, State
 from spanformer.model.config import AttentionConfig, EmbeddingConfig, FeedForwardConfig, ModelConfig, PositionConfig
 from spanformer.model.layer import group_heads
+from spanformer.model.lm import LM, State
 
 SMALL = ModelConfig(
     vocab=37,
@@ -124,8 +124,8 @@ def test_memory_follows_the_longest_span_of_each_layer() -> None:
 
 def test_heads_are_grouped_by_what_they_need() -> None:
     assert group_heads([31, 31, 31, 31], 128) == [([0, 1, 2, 3], 32)]
-    assert group_heads([31, 8000, 40, 31], 8192) == [([1], 8000), ([0, 2, 3], 64)]
-    assert group_heads([1000, 8000, 7000, 31], 8192) == [([1, 2], 8000), ([0], 1024), ([3], 32)]
+    assert group_heads([31, 8000, 40, 31], 8192) == [([1], 8000), ([0, 2, 3], 40)]
+    assert group_heads([1000, 8000, 7000, 31], 8192) == [([1, 2], 8000), ([0], 1000), ([3], 32)]
     assert group_heads([31, 8000], 0) == [([0, 1], 0)]
 
 

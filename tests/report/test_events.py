@@ -67,6 +67,11 @@ def test_a_resumed_run_forgets_what_it_undid(tmp_path, begun):
     assert [row.step for row in run.resumes] == [3] and [row.reason for row in run.skips] == ["NaN"]
 
 
+def test_a_run_that_goes_on_has_not_stopped(tmp_path, begun):
+    stop = {"event": "stop", "step": 1, "reason": "all steps are done", "seconds": 1.0}
+    assert read(tmp_path, [begun, step(1), stop, {"event": "resume", "step": 1}, step(2)]).stop is None
+
+
 @pytest.mark.parametrize("cut", [1, 30, 60])
 def test_a_line_cut_short_by_a_kill_is_passed_over(tmp_path, begun, cut):
     run = read(tmp_path, [begun, step(1)], after=json.dumps(step(2))[:cut])

@@ -156,7 +156,7 @@ def test_an_empty_file_is_one_sentence_and_writes_nothing(tmp_path):
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
 
 
-EVIL = "<script>alert(1)</script>\"'><img src=https://evil.example/x.png onerror=alert(1)>&$\\frac{"
+EVIL = "$\\frac{$<script>alert(1)</script>\"'><img src=https://evil.example/x.png onerror=alert(1)>&"
 
 
 def evil(value):

@@ -136,7 +136,7 @@ def test_dynamic_spans_stand_over_their_characters(run):
 
 @pytest.mark.parametrize("text", ["x", "$", "漢字 $x^2$ \x00\ud7ff", " " * 500])
 def test_any_text_can_be_drawn(run, text):
-    odd = dataclasses.replace(run.dynamics[0], text=text, spans=np.full((1, len(text)), 3.0), names=["$\\frac"])
+    odd = dataclasses.replace(run.dynamics[0], text=text, spans=np.full((1, len(text)), 3.0), names=["$\\frac{$"])
     dynamic_picture(dataclasses.replace(run, dynamics=[odd])).figure.canvas.draw()
 
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from spanformer.attention.base import Attention, View
-from spanformer.ops import Rule
+from spanformer.attention.kinks import with_kinks
+from spanformer.ops import Attended, Rule
 
 
 class AdaptiveSpan(Attention):
@@ -25,7 +26,7 @@ class AdaptiveSpan(Attention):
 
     Tied spans (`kv_heads`) let a grouped key/value cache forget what no query head of the group still sees.
     `original=True` keeps the conventions of the paper's code: a token does not see itself, d counts from the
-    previous token, and nothing beyond S is seen even on the ramp.
+    previous token, nothing beyond S is seen even on the ramp, and a whole span has a gradient at its kinks.
     """
 
     def __init__(
@@ -59,6 +60,11 @@ class AdaptiveSpan(Attention):
             reach=[self.max_span] * self.heads if self.original else None,
         )
 
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View) -> Attended:
+        found = super().mix(q, k, v, rule, view)
+        plain = view.q_positions is None and view.documents is None and view.padding is None
+        return with_kinks(found, q, k, v, rule) if self.original and plain else found
+
     def spans(self) -> Tensor:
         """[heads] spans in tokens, detached; on the parameter's device, so reading them is the caller's sync."""
         return self._spans().detach()
@@ -66,8 +72,10 @@ class AdaptiveSpan(Attention):
     def lookback(self) -> list[int]:
         """[heads] how many earlier tokens each head can see now."""
         read_spans([self])
-        seen = (math.ceil(z + self.ramp) for z in self._read[1])
-        each = [min(n, self.max_span) if self.original else n - 1 for n in seen]
+        if self.original:  # and one more at a whole span, whose gradient takes part (see kinks.py)
+            each = [min(math.floor(z + self.ramp) + 1, self.max_span) for z in self._read[1]]
+        else:
+            each = [math.ceil(z + self.ramp) - 1 for z in self._read[1]]
         return [n for n in each for _ in range(self.heads // self.kv_heads)]
 
     def learned(self) -> list[float | None]:

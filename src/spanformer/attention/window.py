@@ -1,6 +1,6 @@
 """A fixed window: every head sees the same number of tokens, itself included, and none is learned.
 
-    a_ij ∝ exp(s_ij)   for 0 ≤ i − j < w        (w = the longest memory: full causal attention)
+a_ij ∝ exp(s_ij)   for 0 ≤ i − j < w        (w = the longest memory: full causal attention)
 """
 
 from __future__ import annotations

@@ -25,12 +25,17 @@ class EvalOptions:
     """every: each token counted once, in one stream; original: as the adaptive-span paper's code does, 8 lanes, whole
     blocks only"""
     lanes: int = 0
-    """how many parts of the text are read side by side, each from its own beginning; 0: as the protocol says (1 or 8)"""
+    """how many parts of the text are read side by side, each from its own start; 0: as the protocol says (1 or 8)"""
     block: int = 0
     """tokens read at once; 0: as in training"""
     limit: int = 0
     """read only so many tokens; 0: all"""
     dtype: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        for name in ("lanes", "block", "limit"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more")
 
 
 def run(options: EvalOptions) -> None:

@@ -155,13 +155,15 @@ def _unwrapped() -> Iterator[None]:
 
 
 def _sentence(box: str) -> str:
-    """What stands in the first part of tyro's box, on one line."""
-    words = []
+    """What stands in tyro's box before its hints, on one line. Where the screen has no characters for a box, a rule
+    also stands below the title."""
+    parts: list[list[str]] = [[]]
     for line in box.splitlines():
         text = line.strip().strip("│").strip()
-        if text.startswith("─"):  # the rule between the message and its hints
-            break
-        if not text.startswith(("╭", "╰")):
-            words.append(text)
-    text = " ".join(" ".join(words).split()).rstrip(".") or "these options could not be read"
+        if re.fullmatch("[─-]+", text):
+            parts.append([])
+        elif not text.startswith(("╭", "╰")):
+            parts[-1].append(text)
+    message = parts[0] if "╭" in box else [*parts, []][1]
+    text = " ".join(" ".join(message).split()).rstrip(".") or "these options could not be read"
     return re.sub(r"^Error parsing \w[\w.]*: ", "", text)  # a dataclass's own check names what is wrong

@@ -1,10 +1,9 @@
-"""What a run came to, printed: quality before and after, the learned spans, what attention cost, where the report is."""
+"""What a run came to, printed: quality before and after, learned spans, what attention cost, where the report is."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-
-import numpy as np
 
 from spanformer.report.events import read_run
 from spanformer.report.page import write_report
@@ -17,9 +16,10 @@ def show_outcome(out: Path) -> None:
     print()
     print(summary(run))
     last = run.steps[-1] if run.steps else None
-    if last is not None and np.isfinite(last.spans).any():
+    spans = [] if last is None else [[None if math.isnan(z) else z for z in layer] for layer in last.spans.tolist()]
+    if last is not None and any(z is not None for layer in spans for z in layer):
         print()
-        print(spans_table(last.spans, last.reach, run.start.shape.max_span))
+        print(spans_table(spans, last.reach.tolist(), run.start.shape.max_span))
     print()
     try:
         print(f"report: {write_report([out], out / 'report')}")

@@ -21,6 +21,30 @@ class AttentionReport:
     """The result file, attention.json."""
 
 
+@dataclass(frozen=True)
+class RunsReport:
+    """Draw one run, or several side by side, as one HTML page and pictures."""
+
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """Folders of runs, or their events.jsonl."""
+    out: str = ""
+    """Folder to write to; by default `report` in the first run's folder."""
+
+
+def show_runs(options: RunsReport) -> None:
+    from spanformer.report.events import read_run
+    from spanformer.report.page import write_report
+    from spanformer.report.spans_text import summary
+
+    if not options.runs:
+        raise ValueError("no run was named; expected the folder of at least one")
+    paths = [Path(run) for run in options.runs]
+    for path in paths:
+        print(summary(read_run(path)))
+    first = paths[0] if paths[0].is_dir() else paths[0].parent
+    print(f"report: {write_report(paths, Path(options.out) if options.out else first / 'report')}")
+
+
 def show_attention(path: Path) -> None:
     """Print the tables, draw the pictures beside the file, and say where they are."""
     results, console = report.load(path), Console()
@@ -31,4 +55,5 @@ def show_attention(path: Path) -> None:
         console.print(f"{kind}: {file}", soft_wrap=True, highlight=False)
 
 
+RUNS = Leaf(RunsReport, show_runs)
 ATTENTION = Leaf(AttentionReport, lambda options: show_attention(options.path))

@@ -49,34 +49,41 @@ class Screen:
     def _prepare(self, row: dict) -> None:
         self.progress.update(self.task, description=escape(row["title"]), completed=row["done"], total=row["total"])
 
-    def _start(self, row: dict) -> None:
+    def _begin(self, row: dict, done: float) -> None:
+        """Training begins, at this share of it; what was shown before is no measure of its pace."""
         self.unit = UNITS.get(row["unit"], row["unit"])
+        self.progress.reset(self.task, total=1.0, completed=done, description="training")  # pyright: ignore[reportArgumentType]
+
+    def _done(self, step: int, seconds: float) -> float:
+        train = self.config.train
+        return min(1.0, max(step / train.steps, seconds / (train.minutes * 60) if train.minutes else 0.0))
+
+    def _start(self, row: dict) -> None:
+        self._begin(row, 0.0)
         model, machine = row["config"]["model"], row["machine"]
         self._say(
-            f"{row['run']}: {row['parameters'] / 1e6:.2f} M parameters, {model['layers']} layers of {model['heads']} heads, "
-            f"spans up to {model['attention']['max_span']:,}; {row['config']['data']['source']}, "
+            f"{row['run']}: {row['parameters'] / 1e6:.2f} M parameters, {model['layers']} layers of {model['heads']} "
+            f"heads, spans up to {model['attention']['max_span']:,}; {row['config']['data']['source']}, "
             f"{row['units']['train']:,} {self.unit}s to train on; {machine['device']}, {machine['threads']} threads"
         )
 
     def _resume(self, row: dict) -> None:
-        self.unit = UNITS.get(row["unit"], row["unit"])
+        self._begin(row, self._done(row["step"], row["seconds"]))
         self._say(f"continued from step {row['step']:,} ({row['path']})")
 
     def _step(self, row: dict) -> None:
-        train, step = self.config.train, row["step"]
         spans = [z for layer in row["spans"] for z in layer if z is not None]
         span = f" · span {sum(spans) / len(spans):.0f} on average, {max(spans):.0f} longest" if spans else ""
         text = (
-            f"step {step:,} · {_number(row['bits'], '.3f')} bits per {self.unit} · "
+            f"step {row['step']:,} · {_number(row['bits'], '.3f')} bits per {self.unit} · "
             f"{_number(row['tokens_per_second'], ',.0f')} tokens/s{span}"
         )
-        budget = train.minutes * 60
-        done = max(step / train.steps, row["seconds"] / budget if budget else 0.0)
+        done = self._done(row["step"], row["seconds"])
         self.progress.update(self.task, description=text, completed=done, total=1.0)
         if self.progress.disable and time.monotonic() - self.said > QUIET_SECONDS:
             self.said = time.monotonic()
             left = row["seconds"] * (1 - done) / done if done else 0.0
-            self._say(f"{text} · {row['seconds']:.0f} s, {max(0.0, left):.0f} s left")
+            self._say(f"{text} · {row['seconds']:.0f} s, {left:.0f} s left")
 
     def _eval(self, row: dict) -> None:
         self._say(f"step {row['step']:,}: {_number(row['bits'], '.3f')} bits per {self.unit} on {row['split']}")

@@ -22,7 +22,7 @@ def run(options: SpansOptions) -> None:
     from spanformer.report.spans_text import spans_table
 
     lm = load(options.checkpoint)
-    print(spans_table(lm.spans(), lm.reach(), lm.config.attention.max_span, ascii_only=options.ascii))
+    print(spans_table(lm.spans(), lm.distances(), lm.config.attention.max_span, ascii_only=options.ascii))
 
 
 SPANS = Leaf(SpansOptions, run)

@@ -1,4 +1,4 @@
-"""`spanformer train [RUN.toml] --section.option value …`: train with a live line of progress, then show what came out."""
+"""`spanformer train [RUN.toml] --section.option value …`: train with a line of progress, then show what came out."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Persistent(nn.Module):
         """[H, N, D], multiplied by √N in use"""
 
     def attend(self, q: Tensor, *, backend: str = "auto", dropout: float = 0.0) -> Attended:
-        """q [B, H, T, D] → what every query gets from the vectors alone, to be merged with what it gets from the text."""
+        """q [B, H, T, D] → what every query gets from the vectors alone, to be merged with what the text gives it."""
         b, h, t, d = q.shape
         # no distances, so the batch is one long row of queries, and no gradient of the vectors is kept per row
         row = q.transpose(0, 1).reshape(1, h, b * t, d)

@@ -1,6 +1,6 @@
 """One block of a transformer: attention and a feed-forward, each added to the stream, with the norm before or after.
 
-    pre     x + f(norm(x))            post    norm(x + f(x))
+pre     x + f(norm(x))            post    norm(x + f(x))
 """
 
 from __future__ import annotations

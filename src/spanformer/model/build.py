@@ -87,5 +87,5 @@ def init_weights(model: nn.Module, layers: int) -> None:
     for name, p in model.named_parameters():
         if p.ndim < 2 or ".mechanism." in name or name.startswith("position."):
             continue
-        writes = ".attention.out." in name or ".feedforward." in name and "down" in name
+        writes = ".attention.out." in name or (".feedforward." in name and "down" in name)
         nn.init.normal_(p, std=STD / math.sqrt(2 * layers) if writes else STD)

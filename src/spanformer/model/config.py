@@ -5,9 +5,10 @@ No torch here: the command line reads these fields for its help.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 AttentionKind = Literal["adaptive_span", "dynamic_span", "window", "full"]
 
@@ -37,6 +38,16 @@ class AttentionConfig:
     backend: str = "auto"
     """what runs it: auto, native, flex, banded or reference"""
 
+    def __post_init__(self) -> None:
+        for name in ("max_span", "window"):
+            _at_least(f"attention.{name}", getattr(self, name), 1)
+        _within("attention.ramp", self.ramp, 0 < self.ramp < math.inf, "a positive, finite number of tokens")
+        _within("attention.init", self.init, 0 <= self.init <= 1, "a share of max_span, 0 … 1")
+        _within("attention.penalty", self.penalty, 0 <= self.penalty < math.inf, "0 or more")
+        _dropout("attention", self.dropout)
+        known = ("auto", "native", "flex", "banded", "reference")
+        _within("attention.backend", repr(self.backend), self.backend in known, f"one of {', '.join(known)}")
+
 
 @dataclass(frozen=True)
 class PositionConfig:
@@ -45,6 +56,9 @@ class PositionConfig:
     distance_bias: a learned number for each head and distance"""
     base: float = 10000.0
     """of rotary: the longest wavelength is about 6 times this many tokens"""
+
+    def __post_init__(self) -> None:
+        _within("position.base", self.base, 0 < self.base < math.inf, "a positive, finite number")
 
 
 @dataclass(frozen=True)
@@ -64,6 +78,12 @@ class FeedForwardConfig:
     balance: float = 0.01
     """weight of the load-balancing loss"""
 
+    def __post_init__(self) -> None:
+        for name in ("dim", "experts"):
+            _at_least(f"feedforward.{name}", getattr(self, name), 0)
+        _dropout("feedforward", self.dropout)
+        _within("feedforward.balance", self.balance, 0 <= self.balance < math.inf, "0 or more")
+
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
@@ -77,6 +97,9 @@ class EmbeddingConfig:
     """of the embedded tokens, and of the last hidden states"""
     bias: bool = False
     """a bias for each token of the output"""
+
+    def __post_init__(self) -> None:
+        _dropout("embedding", self.dropout)
 
 
 @dataclass(frozen=True)
@@ -159,7 +182,7 @@ def parse_layer(text: str, config: ModelConfig) -> list[HeadKind]:
                 f"'6 window:64 + 2 adaptive_span' (kinds: {', '.join(get_args(AttentionKind))})"
             )
         window = int(found[3]) if found[3] else config.attention.window
-        parts.append(HeadKind(kind, int(found[1] or config.heads), window))
+        parts.append(HeadKind(cast(AttentionKind, kind), int(found[1] or config.heads), window))
     if sum(p.heads for p in parts) != config.heads:
         raise ValueError(
             f"model.attention.stack holds {text!r}, {sum(p.heads for p in parts)} heads; expected {config.heads}"
@@ -175,3 +198,12 @@ def parse_layer(text: str, config: ModelConfig) -> list[HeadKind]:
 def _at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise ValueError(f"model.{name} is {value}; expected at least {least}")
+
+
+def _within(name: str, value: object, fits: bool, expected: str) -> None:
+    if not fits:
+        raise ValueError(f"model.{name} is {value}; expected {expected}")
+
+
+def _dropout(section: str, value: float) -> None:
+    _within(f"{section}.dropout", value, 0 <= value < 1, "a share, 0 … 1 without 1")

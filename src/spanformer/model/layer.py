@@ -18,7 +18,8 @@ from spanformer.memory import Persistent
 from spanformer.ops import Attended, Rule, merge
 from spanformer.position import Position
 
-GRAIN = 32  # tokens; what a group projects is rounded up to this
+GRAIN = 8  # tokens; what a group projects is rounded up to this
+SLACK = 64  # tokens; heads that differ by less are served together
 
 
 class SelfAttention(nn.Module):
@@ -116,19 +117,21 @@ def _last(view: View, keys: int, queries: int) -> View:
     documents, padding = view.documents, view.padding
     if isinstance(documents, torch.Tensor):
         documents = (documents[:, documents.shape[1] - queries :], documents[:, documents.shape[1] - keys :])
-    return replace(view, documents=documents, padding=None if padding is None else padding[:, padding.shape[1] - keys :])
+    return replace(
+        view, documents=documents, padding=None if padding is None else padding[:, padding.shape[1] - keys :]
+    )
 
 
 def group_heads(lookback: list[int], past: int) -> list[tuple[list[int], int]]:
     """Heads to be served together, with how many remembered tokens they get: [(heads, need)], the longest first.
 
     A head joins a group if it needs at least three quarters of what the group's longest head does, or lacks no more
-    than a few grains of it: less than that is saved by a call of its own.
+    than a few tokens of it: less than that is saved by a call of its own.
     """
     needs = [min(-(-n // GRAIN) * GRAIN, past) for n in lookback]
     groups: list[tuple[list[int], int]] = []
     for head in sorted(range(len(needs)), key=lambda h: -needs[h]):
-        if groups and needs[head] >= 0.75 * groups[-1][1] - 2 * GRAIN:
+        if groups and needs[head] >= 0.75 * groups[-1][1] - SLACK:
             groups[-1][0].append(head)
         else:
             groups.append(([head], needs[head]))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +21,6 @@ from spanformer.model.config import ModelConfig
 from spanformer.model.embedding import AdaptiveEmbedding, AdaptiveHead, Embedding, Head
 from spanformer.model.feedforward import FeedForward
 from spanformer.model.norm import make_norm
-
 
 NO_DOCUMENT = -1  # the id of tokens read before documents were numbered
 
@@ -87,6 +87,8 @@ class LM(nn.Module):
         lengths = self.memory_lengths()
         hidden, penalty = [], h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
         for block, past, keep in zip(self.blocks, state.hidden, lengths, strict=True):
+            if self.config.original and past.shape[1] < keep:  # a span outgrew its memory: zeros, as at the start
+                past = F.pad(past, (0, 0, keep - past.shape[1], 0))
             keys = past.shape[1] + x.shape[1]
             view = View(documents=_last(documents, keys), padding=_last(padding, keys))
             arguments = (h, past.to(h.dtype), view, self.position, keep)
@@ -130,7 +132,7 @@ class LM(nn.Module):
 
     def compile_feedforwards(self) -> None:
         """torch.compile norm, feed-forward and sum of every block. Attention stays as it is: its shapes follow the
-        spans, so compiling it would never end. Experts stay too: theirs follow the tokens."""
+        spans, so that it would be compiled again and again. Experts stay too: theirs follow the tokens."""
         for block in self.blocks:
             if isinstance(block, Block) and isinstance(block.feedforward, FeedForward):
                 block.feed = torch.compile(block.feed, dynamic=True)
@@ -145,10 +147,10 @@ class LM(nn.Module):
         read_spans(self.spans_modules())
         return [mechanism.lookback() for mechanism in self.mechanisms()]
 
-    def reach(self) -> list[list[int]]:
-        """[layers][heads] how many distances each head looks at now: its lookback, and the token itself if it sees it."""
-        itself = 0 if self.config.original else 1
-        return [[n + itself for n in layer] for layer in self.lookback()]
+    def distances(self) -> list[list[int]]:
+        """[layers][heads] how many distances each head looks at now; a token's distance to itself is one of them,
+        unless `original` leaves it out."""
+        return [[n + (not self.config.original) for n in layer] for layer in self.lookback()]
 
     def memory_lengths(self) -> list[int]:
         """[layers] how many earlier states each layer keeps now."""

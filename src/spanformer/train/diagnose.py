@@ -42,8 +42,8 @@ class Diagnosis:
         if settled and at_limit >= CROWD * len(spans) and a.init < AT_LIMIT:
             found.append(("limit", (
                 f"{at_limit} of {len(spans)} heads are at the longest span, {a.max_span:,} tokens: raise "
-                f"model.attention.max_span if longer context helps, or model.attention.penalty (now {a.penalty:g}) if it "
-                "costs too much"
+                f"model.attention.max_span if longer context helps, or model.attention.penalty (now {a.penalty:g}) if "
+                "it costs too much"
             )))  # fmt: skip
         if collapsed:
             found.append(("collapse", (

@@ -31,7 +31,9 @@ def dynamic_event(model: LM, ids: np.ndarray, vocab: Vocab) -> dict | None:
         model.train(was_training)
         for part in parts.values():
             del part.rule  # the class's own shows again
-    rows = [(f"{name} head {h + 1}", span[0, h, -SHOWN:]) for name, span in recorded.items() for h in range(span.shape[1])]
+    rows = [
+        (f"{name} head {h + 1}", span[0, h, -SHOWN:]) for name, span in recorded.items() for h in range(span.shape[1])
+    ]
     rows = sorted(rows, key=lambda row: -float(row[1].std()))[:HEADS]
     tokens = [printable(vocab.decode(ids[n : n + 1])) for n in range(max(0, len(ids) - SHOWN), len(ids))]
     lengths = [len(token) for token in tokens]

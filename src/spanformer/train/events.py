@@ -3,8 +3,8 @@
 Every row has `event` and `time` (seconds since 1970). A number that is not finite is null. By event:
 
     start       a run begins: config, parameters, versions, machine
-    resume      it goes on from a checkpoint: step, path, unit. Rows above it with a later step are void: they happen
-                again
+    resume      it goes on from a checkpoint: step, path, unit, seconds. Rows above it with a later step are void: they
+                happen again
     step        after some optimiser steps: step, loss (nats), bits, penalty, lr, grad_norm, span_average, span_longest,
                 spans (by layer and head), tokens, tokens_per_second
     eval        an evaluation: step, split, loss, bits

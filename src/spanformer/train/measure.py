@@ -23,7 +23,10 @@ ROUNDS = 3
 def measure_cost(model: LM, x: torch.Tensor, y: torch.Tensor, *, dtype: str = "float32") -> dict:
     """The values of a cost event, for x, y [B, T] on the CPU. Copies of the model are measured: it is left as it is."""
     attention = replace(model.config.attention, kind="full", stack=())
-    models = {"learned": copy_of(model, model.config), "full": copy_of(model, replace(model.config, attention=attention))}
+    models = {
+        "learned": copy_of(model, model.config),
+        "full": copy_of(model, replace(model.config, attention=attention)),
+    }
     states = {name: steady_state(lm, x.shape[0]) for name, lm in models.items()}
     event: dict[str, dict] = {"flops": {}, "step_seconds": {}, "attention_seconds": {}, "peak_bytes": {}}
     for name, lm in models.items():

@@ -94,7 +94,8 @@ def make_optimizer(
         raise ValueError("no parameter requires a gradient; there is nothing to train")
     match config.kind:
         case "adamw":
-            return AdamW(groups, betas=config.betas, fused=True)  # on a CPU 5 to 8 times as fast as foreach
+            first, second = config.betas
+            return AdamW(groups, betas=(first, second), fused=True)  # on a CPU 5 to 8 times as fast as foreach
         case "sgd":
             return SGD(groups, momentum=config.momentum, foreach=True)  # fused takes no distributed tensors
         case "adagrad":

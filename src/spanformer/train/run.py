@@ -95,7 +95,9 @@ class Run:
         train_ids = data.splits["train"].ids
         self.lanes = Lanes(train_ids, t.batch, t.block, seed=t.seed, rows=world.rows(t.batch))
         if (t.batch // world.size) % t.micro:
-            raise ValueError(f"train.micro is {t.micro}; expected a divisor of a process's lanes, {t.batch // world.size}")
+            raise ValueError(
+                f"train.micro is {t.micro}; expected a divisor of a process's lanes, {t.batch // world.size}"
+            )
         valid = data.splits["valid"].ids
         self.valid_ids = valid[: t.eval_tokens] if t.eval_tokens else valid
         if len(self.valid_ids) < 2:
@@ -162,7 +164,8 @@ class Run:
             self._evaluate()
             return ""
         restore(self, self._found)
-        self.tell("resume", {"path": str(self._found), "unit": self.data.unit})
+        row = {"path": str(self._found), "unit": self.data.unit, "seconds": self.progress.seconds}
+        self.tell("resume", row)
         for text in self._damaged:
             self.tell("note", {"text": text})
         self.unsaved = False
@@ -245,7 +248,7 @@ class Run:
             "span_average": sum(spans) / len(spans) if spans else None,
             "span_longest": max(spans, default=None),
             "spans": self.model.spans(),
-            "reach": self.model.reach(),
+            "reach": self.model.distances(),
             "memory": [h.shape[1] for h in self.state.hidden] if self.state else [],
             "resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
@@ -284,7 +287,7 @@ class Run:
         if self.config.train.measure and not number and self.world.device.type == "cpu" and self.world.size == 1:
             self._measure()
         if not number and self.world.size == 1:
-            found = dynamic_event(self.model, self.data.splits["valid"].ids[: 4 * self.config.train.block], self.data.vocab)
+            found = dynamic_event(self.model, self.valid_ids[: 4 * self.config.train.block], self.data.vocab)
             if found is not None:
                 self.tell("dynamic", found)
         self.tell("stop", {"reason": reason, "seconds": p.seconds})
@@ -304,4 +307,4 @@ class Run:
     def _catch(self, number: int, _frame: object) -> None:
         """The step under way ends first; a second signal of the kind ends the process at once."""
         self.signal = number
-        signal.signal(number, self._handlers[number])
+        signal.signal(number, self._handlers[signal.Signals(number)])

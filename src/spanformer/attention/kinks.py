@@ -1,0 +1,75 @@
+"""The gradient of a span at its two kinks, as the code of Sukhbaatar et al. (2019) has it.
+
+A span of a whole number of tokens has m = 1 exactly at distance z and m = 0 exactly at z + R. The derivative of
+m = clip((R + z − d) / R, 0, 1) is not defined there; `attend` takes 0, their clamp 1 / R. Spans start at 0 and are
+clamped to 0, so this is no rare case: it is what moves a span away from there. For the two keys, added to ∂z:
+
+    Σ_t exp(s_t − lse_t) · (g_t·v − g_t·out_t + g_lse_t) / R
+
+Shapes: B batch, H heads, Hkv key/value heads, T queries, Tk keys, D and Dv head sizes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from spanformer.ops import Attended, Rule
+
+
+def with_kinks(found: Attended, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Attended:
+    """`found`, unchanged, as attend gave it for queries that are the last T of the keys under a rule with `original`
+    and static spans; its backward pass also gives whole spans their gradient at the kinks."""
+    assert rule.original and rule.span is not None and not rule.dynamic
+    if not (torch.is_grad_enabled() and rule.span.requires_grad):
+        return found
+    tables = None if rule.distance_vec is None else rule.distance_vec.detach()
+    out, lse = _Kinks.apply(*found, rule.span, q.detach(), k.detach(), v.detach(), tables, rule.ramp, rule.reach_list())
+    return Attended(out, lse)
+
+
+class _Kinks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out, lse, span, q, k, v, tables, ramp: float, cap: list[int]):
+        ctx.save_for_backward(out, lse, span, q, k, v, tables)
+        ctx.ramp, ctx.cap = ramp, cap
+        ctx.set_materialize_grads(False)
+        return out.view_as(out), lse.view_as(lse)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g_out, g_lse):
+        out, lse, span, *_ = ctx.saved_tensors
+        given = torch.zeros_like(out) if g_out is None else g_out
+        mass = torch.zeros_like(lse) if g_lse is None else g_lse
+        mass = mass - (given * out).sum(-1).to(lse.dtype)
+        grad = sum((_at(ctx, far, given, mass) for far in (0.0, ctx.ramp)), torch.zeros_like(span))
+        return g_out, g_lse, grad, *([None] * 6)
+
+
+def _at(ctx, far: float, g_out: Tensor, mass: Tensor) -> Tensor:
+    """[H] the gradient through the keys at distance z + far (counted from the previous token), for heads where that is
+    a whole number below their cap."""
+    _, lse, span, q, k, v, tables = ctx.saved_tensors
+    (b, h, t, d), tk = q.shape, k.shape[2]
+    shared = h // k.shape[1]
+    distance = span.detach() + far
+    index = distance.round().long()
+    cap = torch.tensor(ctx.cap, device=span.device).clamp(max=1 << 60)
+    whole = (distance == index) & (index < cap)
+    index = torch.where(whole, index, 0)
+    place = torch.arange(tk - t - 1, tk - 1, device=q.device) - index[:, None]  # [H, T]
+    there = whole[:, None] & (place >= 0)
+    head = (torch.arange(h, device=q.device) // shared)[:, None]
+    keys, values = (x[:, head, place.clamp(min=0)] for x in (k, v))  # [B, H, T, D]
+    score = (q * keys).sum(-1)
+    if tables is not None:
+        rows = tables.expand(h, -1, -1)[torch.arange(h, device=q.device), index.clamp(max=tables.shape[1] - 1)]
+        score = score + torch.einsum("bhtd,hd->bht", q, rows.to(q.dtype))
+    weight = torch.exp(score.to(lse.dtype) / math.sqrt(d) - lse)
+    weight = torch.where(there & (lse > -math.inf), weight, 0.0)
+    gain = (g_out * values).sum(-1).to(lse.dtype) + mass
+    return ((weight * gain).sum((0, 2)) / ctx.ramp).to(span.dtype)

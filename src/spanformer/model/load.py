@@ -1,0 +1,78 @@
+"""A saved model back from its folder."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from spanformer.model.config import ModelConfig
+from spanformer.model.fields import build
+from spanformer.model.folder import META, NewerFormat, faults, read_meta, read_part
+from spanformer.model.lm import LM
+from spanformer.model.weights import misfit
+
+CHECKPOINTS = "checkpoints"
+
+
+def load(path: str | Path, *, device: str | torch.device = "cpu") -> LM:
+    """The model of a folder, in eval mode and float32: of a model folder, of a checkpoint, or of a run.
+
+    Of a run's checkpoints it is the one of the lowest score (the later of equals), or the newest if none has a score.
+    A checkpoint whose meta.json cannot be read has none; the one that is taken must be whole.
+    """
+    folder = _folder(Path(path))
+    if found := faults(folder):
+        raise ValueError(f"{folder} is not whole: {'; '.join(found)}; choose another one")
+    config = build(ModelConfig, _read(folder)["model"], where=str(folder / META))
+    weights = read_part(folder, "model")
+    with torch.random.fork_rng(devices=[]):  # the random beginnings are not kept, so nobody's random numbers change
+        lm = LM(config)
+    if wrong := misfit(weights, {name: tensor.shape for name, tensor in lm.state_dict().items()}):
+        raise ValueError(f"the weights in {folder} do not fit its configuration: {wrong}")
+    lm.load_state_dict(weights)
+    return lm.to(device).eval()
+
+
+def load_meta(path: str | Path) -> dict:
+    """What is said of the model that `load` takes, with its configuration under "model"."""
+    return _read(_folder(Path(path)))
+
+
+def _read(folder: Path) -> dict:
+    meta = read_meta(folder)
+    if not isinstance(meta.get("model"), dict):
+        raise ValueError(f'{folder / META} has no "model", the configuration; expected a model, a checkpoint or a run')
+    return meta
+
+
+def _folder(path: Path) -> Path:
+    """The folder of one model: the path itself, or a checkpoint of the run that it is."""
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; expected the folder of a model, a checkpoint or a run")
+    if not path.is_dir():
+        raise ValueError(f"{path} is a file; expected the folder of a model, a checkpoint or a run")
+    if (path / META).exists():
+        return path
+    steps = _checkpoints(path / CHECKPOINTS)
+    if not steps:
+        raise ValueError(f"{path} has neither {META} nor checkpoints; expected the folder of a model, or of a run")
+    scores = [(score, -step, folder) for step, folder in steps if (score := _score(folder)) is not None]
+    return min(scores)[2] if scores else steps[-1][1]
+
+
+def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder), in the order of steps."""
+    entries = folder.iterdir() if folder.is_dir() else ()
+    return sorted((int(found[1]), path) for path in entries if (found := re.fullmatch(r"step-(\d{8,})", path.name)))
+
+
+def _score(folder: Path) -> float | None:
+    try:
+        score = read_meta(folder).get("score")
+    except NewerFormat:
+        raise
+    except ValueError:
+        return None
+    return score if isinstance(score, int | float) else None

@@ -1,0 +1,270 @@
+"""What a user can get wrong ends with one sentence, exit code 2, and nothing overwritten: by the real command line."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spanformer.cli.main import main
+from spanformer.model import folder
+from spanformer.train.run import train
+from tiny_runs import options, tiny, write_text
+
+
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture) -> str:
+    """The one sentence it ends with."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    said = capsys.readouterr()
+    lines = [line for line in said.err.splitlines() if line.startswith("spanformer: ")]
+    assert end.value.code == 2 and len(lines) == 1 and "Traceback" not in said.err + said.out, said
+    return lines[0].removeprefix("spanformer: ")
+
+
+def refused(folder: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture, *more: str) -> str:
+    return refusal(["train", *options(folder, changes), *more], capsys)
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+TEXTS: dict[str, tuple[bytes, dict[str, Any], str]] = {
+    "empty": (b"", {}, "source '{text}' is empty; expected some text"),
+    "binary": (
+        b"some text \x00 and more" * 50, {"data.tokens": "char"},
+        "{text} is binary, with a NUL byte at offset 10; only byte tokens take it",
+    ),
+    "not UTF-8": (
+        b"caf\xe9 " * 500, {"data.tokens": "word"},
+        "{text} is not UTF-8: byte 0xe9 at offset 3; convert it, or use byte tokens",
+    ),
+    "shorter than a block": (
+        b"a text" * 10, {},
+        "51 tokens are too few for 4 lanes of blocks of 16, which need 68; use more text, fewer lanes or a shorter "
+        "block",
+    ),
+    "no validation data": (
+        b"text" * 100, {"data.valid": 1e-6},
+        "source '{text}' leaves nothing for the split 'valid'; expected more text, a larger share, or three files or "
+        "more",
+    ),
+    "one token to validate with": (
+        b"text" * 100, {"data.valid": 0.0026},
+        "there is 1 token to validate with; expected 2 or more: use more text, a larger data.valid or a larger "
+        "train.eval_tokens",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text_that_will_not_do(tmp_path: Path, capsys, name: str) -> None:
+    written, changes, expected = TEXTS[name]
+    text = tmp_path / "text.txt"
+    text.write_bytes(written)
+    assert refused(tmp_path, changes, capsys) == expected.format(text=text)
+    # and the folder is free for the next try
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    write_text(text)
+    assert train(tiny(tmp_path, {"train.steps": 1})).steps == 1
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "no GPU": ({"train.device": "cuda"}, "train.device is cuda, and PyTorch finds no GPU here; expected cpu or auto"),
+    "no such device": (
+        {"train.device": "gpu"}, "train.device is 'gpu', which PyTorch cannot use here; expected cpu or auto",
+    ),
+    "vocabulary": ({"model.vocab": 20}, "model.vocab is 20; the data has 256 tokens, so expected at least that"),
+    "micro-batches": ({"train.micro": 3}, "train.micro is 3; expected a divisor of train.batch, 4 (see "),
+    "learning rate": ({"optim.lr": "nan"}, "lr is nan; expected a finite number, 0 or more (see "),
+    "minutes": ({"train.minutes": "inf"}, "train.minutes is inf; expected a finite number, 0 or more (see "),
+    "spike": ({"train.spike": "nan"}, "train.spike is nan; expected a finite number, 0 or more (see "),
+    "seed": ({"train.seed": -1}, "train.seed is -1; expected 0 … 2147483647 (see "),
+    "penalty": ({"model.attention.penalty": "nan"}, "model.attention.penalty is nan; expected 0 or more (see "),
+    "ramp": ({"model.attention.ramp": "nan"}, "model.attention.ramp is nan; expected a positive, finite number of tok"),
+    "init": ({"model.attention.init": "nan"}, "model.attention.init is nan; expected a share of max_span, 0 … 1 (see "),
+    "attention dropout": ({"model.attention.dropout": 1}, "model.attention.dropout is 1.0; expected a share, 0 … 1 wi"),
+    "feed-forward dropout": ({"model.feedforward.dropout": "nan"}, "model.feedforward.dropout is nan; expected a shar"),
+    "embedding dropout": ({"model.embedding.dropout": "nan"}, "model.embedding.dropout is nan; expected a share, 0 … "),
+    "rotary base": ({"model.position.base": "nan"}, "model.position.base is nan; expected a positive, finite number"),
+    "balance": ({"model.feedforward.balance": "nan"}, "model.feedforward.balance is nan; expected 0 or more (see "),
+    "window": ({"model.attention.window": 0}, "model.attention.window is 0; expected at least 1 (see "),
+    "max_span": ({"model.attention.max_span": 0}, "model.attention.max_span is 0; expected at least 1 (see "),
+    "backend": ({"model.attention.backend": "natve"}, "model.attention.backend is 'natve'; expected one of auto, nati"),
+    "share": ({"data.valid": "nan"}, "valid is nan; expected a share of the text, between 0 and 1 (see "),
+    "a wrong name": ({"optim.learning_rate": 1}, "there is no option --optim.learning-rate; did you mean --optim.lr? "),
+    "a word for a number": ({"train.steps": "many"}, "--train.steps is 'many'; expected a whole number (see "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_that_will_not_do(tmp_path: Path, capsys, name: str) -> None:
+    changes, expected = OPTIONS[name]
+    said = refused(tmp_path, changes, capsys)
+    assert said.startswith(expected)
+    assert not (tmp_path / "run").exists() or not content(tmp_path / "run")
+
+
+def test_a_negative_limit_of_an_evaluation(capsys) -> None:
+    assert refusal(["eval", "somewhere", "--limit", "-5"], capsys).startswith("limit is -5; expected 0 or more (see ")
+
+
+def test_a_folder_that_is_taken(tmp_path: Path, capsys) -> None:
+    train(tiny(tmp_path, {"train.steps": 3}))
+    before = content(tmp_path / "run")
+    assert refused(tmp_path, {}, capsys) == (
+        f"{tmp_path / 'run'} exists already; continue the run in it with --resume, or choose another --out"
+    )
+    assert content(tmp_path / "run") == before
+
+
+def test_a_folder_that_cannot_be(tmp_path: Path, capsys) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert refused(tmp_path, {"out": str(tmp_path / "file")}, capsys) == (
+        f"{tmp_path / 'file'} is a file; expected a folder for the run, choose another --out"
+    )
+    below = tmp_path / "file" / "run"
+    assert refused(tmp_path, {"out": str(below)}, capsys) == (
+        f"{below} cannot be made or read (Not a directory); choose another --out"
+    )
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission(tmp_path: Path, capsys) -> None:
+    (tmp_path / "closed").mkdir(mode=0o500)
+    out = tmp_path / "closed" / "run"
+    assert refused(tmp_path, {"out": str(out)}, capsys) == (
+        f"{out} cannot be made or read (Permission denied); choose another --out"
+    )
+
+
+def test_no_room_for_the_first_checkpoint(tmp_path: Path, capsys, monkeypatch) -> None:
+    def full(*_arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folder, "_fill", full)
+    assert refused(tmp_path, {}, capsys) == (
+        f"{tmp_path / 'run' / 'checkpoints' / 'step-00000003'} could not be saved (No space left on device); nothing "
+        "saved before was touched, so make room or choose another folder"
+    )
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+
+
+CHANGED = {
+    "width": ({"model.dim": 32}, "model.dim = 16, and this run has 32"),
+    "a deeper key": ({"model.attention.max_span": 64}, "model.attention.max_span = 32, and this run has 64"),
+    "tokens": ({"data.tokens": "char"}, "model.vocab = 256, and this run has "),
+    "lanes": ({"train.batch": 2}, "train.batch = 4, and this run has 2"),
+    "block": ({"train.block": 8}, "train.block = 16, and this run has 8"),
+    "seed": ({"train.seed": 2}, "train.seed = 1, and this run has 2"),
+    "optimiser": ({"optim.kind": "sgd"}, "optim.kind = 'adamw', and this run has 'sgd'"),
+}
+
+
+def test_a_checkpoint_of_another_run(tmp_path: Path, capsys) -> None:
+    train(tiny(tmp_path, {"train.steps": 3}))
+    before = content(tmp_path / "run")
+    path = tmp_path / "run" / "checkpoints" / "step-00000003"
+    for changes, expected in CHANGED.values():
+        said = refused(tmp_path, changes, capsys, "--resume")
+        assert said.startswith(f"{path} was made with {expected}"), said
+        assert said.endswith("; change it back, or begin another run with another --out")
+        assert content(tmp_path / "run") == before
+
+
+def test_a_text_that_has_changed_since(tmp_path: Path, capsys) -> None:
+    changes = {"train.steps": 3, "data.tokens": "char"}
+    text = write_text(tmp_path / "text.txt")
+    train(tiny(tmp_path, changes))
+    said = text.read_text()
+    text.write_text(said.replace("a", "A"))
+    assert refused(tmp_path, changes, capsys, "--resume") == (
+        f"{tmp_path / 'run' / 'checkpoints' / 'step-00000003'} was made with another vocabulary than {text} has now; "
+        "give it the same text, or begin another run with another --out"
+    )
+    text.write_text(said + said[:40])
+    assert "the saved stream has tokens " in refused(tmp_path, changes, capsys, "--resume")
+
+
+def rewrite(path: Path, change) -> None:
+    meta = json.loads((path / "meta.json").read_text())
+    change(meta)
+    meta["sha256"] = folder._digest_of_meta(meta)
+    (path / "meta.json").write_text(json.dumps(meta))
+
+
+def test_a_checkpoint_of_a_newer_version(tmp_path: Path, capsys) -> None:
+    train(tiny(tmp_path, {"train.steps": 3}))
+    path = tmp_path / "run" / "checkpoints" / "step-00000003"
+    rewrite(path, lambda meta: meta["config"]["model"]["attention"].update(max_spans=3))
+    said = refused(tmp_path, {}, capsys, "--resume")
+    assert said.startswith(
+        f"unknown key model.attention.max_spans in {path}; did you mean model.attention.max_span? (known: kind, "
+    )
+    rewrite(path, lambda meta: meta.update(format=2))
+    assert refused(tmp_path, {}, capsys, "--resume") == (
+        f"{path} was written by a newer spanformer (format 2; this one reads up to 1); upgrade spanformer"
+    )
+
+
+def test_a_checkpoint_of_an_older_version_has_the_defaults_of_newer_keys(tmp_path: Path) -> None:
+    train(tiny(tmp_path, {"train.steps": 3}))
+    path = tmp_path / "run" / "checkpoints" / "step-00000003"
+    rewrite(path, lambda meta: meta["config"]["model"].pop("persistent"))
+    assert train(tiny(tmp_path, {"resume": True})).steps == 12
+
+
+def test_a_run_file_of_a_newer_version(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[model.attention]\nmaxspan = 8\n")
+    assert refusal(["train", str(file)], capsys).startswith(
+        f"unknown key model.attention.maxspan in {file}; did you mean model.attention.max_span? (known: kind, max_s"
+    )
+
+
+def without(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a package were not installed."""
+    real = builtins.__import__
+
+    def importer(name: str, *arguments):
+        if name.split(".")[0] == package:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return real(name, *arguments)
+
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", importer)
+
+
+def test_without_tokenizers(tmp_path: Path, capsys, monkeypatch) -> None:
+    without("tokenizers", monkeypatch)
+    assert refused(tmp_path, {"data.tokens": "bpe"}, capsys) == (
+        "tokens 'bpe' needs the package tokenizers; pip install 'spanformer[bpe]'"
+    )
+
+
+def test_without_tensorboard(tmp_path: Path, capsys, monkeypatch) -> None:
+    without("tensorboard", monkeypatch)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    assert refused(tmp_path, {"train.tensorboard": "on"}, capsys) == (
+        "tensorboard is not installed; run pip install 'spanformer[tensorboard]', or do not ask for it"
+    )
+    assert not content(tmp_path / "run")
+    assert train(tiny(tmp_path, {"train.tensorboard": "auto", "train.steps": 1})).steps == 1
+
+
+def test_without_matplotlib_there_is_no_report(tmp_path: Path, capsys, monkeypatch) -> None:
+    without("matplotlib", monkeypatch)
+    main(["train", *options(tmp_path)])
+    said = capsys.readouterr()
+    assert "no report was drawn: pictures need matplotlib; install it with: pip install 'spanformer[plot]'" in said.out
+    assert f"spanformer report {tmp_path / 'run'}" in said.out and "Traceback" not in said.err + said.out

@@ -1,0 +1,291 @@
+"""A run that was killed, ended by a signal or out of room goes on as if nothing had happened, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from killing import start
+from spanformer.data import Batch, Lanes
+from spanformer.report.events import Run, read_run
+from spanformer.train.checkpoint import Checkpoints
+from spanformer.train.run import Result, train
+from tiny_runs import options, tiny
+
+PAPER = {
+    "model.original": True, "model.order": "post", "model.norm": "layer", "model.position.kind": "table",
+    "model.feedforward.kind": "relu", "model.attention.dropout": 0.2, "model.feedforward.dropout": 0.1,
+    "model.embedding.dropout": 0.1, "optim.kind": "adagrad", "optim.lr": 0.07, "optim.clip": 0.03, "train.micro": 2,
+}  # fmt: skip
+MODERN = {
+    "model.heads": 4, "model.kv_heads": 2, "model.attention.tied": True, "optim.schedule": "cosine",
+    "optim.span_lr": 0.05, "train.log_every": 4, "train.eval_every": 2, "train.save_every": 5, "train.threads": 2,
+}  # fmt: skip
+PASSING = {"seconds", "time", "tokens_per_second", "resident_bytes", "path", "logged_seconds"}
+
+
+def never(sentence: str) -> None:
+    raise AssertionError(sentence)
+
+
+def final(out: Path) -> tuple[dict, dict[str, dict[str, torch.Tensor]]]:
+    checkpoints = Checkpoints(out / "checkpoints")
+    path = checkpoints.newest(never)
+    assert path is not None
+    return checkpoints.load(path)
+
+
+def lasting(value: Any) -> Any:
+    """Without what differs between two runs of the same: clocks and places."""
+    if isinstance(value, dict):
+        return {key: lasting(entry) for key, entry in value.items() if key not in PASSING}
+    return [lasting(entry) for entry in value] if isinstance(value, list) else value
+
+
+def assert_same_checkpoint(a: Path, b: Path) -> None:
+    (meta, parts), (other_meta, other_parts) = final(a), final(b)
+    for key in ("progress", "guard", "lanes", "seen", "optimizer", "diagnosis", "step", "score"):
+        assert lasting(meta[key]) == lasting(other_meta[key]), key
+    assert {name: list(tensors) for name, tensors in parts.items()} == {n: list(t) for n, t in other_parts.items()}
+    assert parts["memory"], "the memory is carried"
+    for part, tensors in parts.items():
+        for name, tensor in tensors.items():
+            other = other_parts[part][name]
+            assert tensor.dtype == other.dtype and torch.equal(tensor, other), (part, name)
+
+
+def assert_same_events(a: Run, b: Run) -> None:
+    assert [row.step for row in a.steps] == [row.step for row in b.steps]
+    for one, other in zip(a.steps, b.steps, strict=True):
+        for name in ("loss", "penalty", "lr", "grad_norm", "tokens", "memory"):
+            assert getattr(one, name) == getattr(other, name), (one.step, name)
+        assert np.array_equal(one.spans, other.spans, equal_nan=True) and np.array_equal(one.reach, other.reach)
+    assert [(e.step, e.loss, e.bits) for e in a.evals] == [(e.step, e.loss, e.bits) for e in b.evals]
+    # at step 0 stands what a run that begins anew says of the one before
+    assert [n for n in a.notes if n.step] == [n for n in b.notes if n.step] and a.skips == b.skips
+    assert a.stop and b.stop and a.stop.reason == b.stop.reason
+
+
+def rows(out: Path) -> int:
+    try:
+        return (out / "events.jsonl").read_bytes().count(b"\n")
+    except FileNotFoundError:
+        return 0
+
+
+def run_through(arguments: list[str], screen: Path, **how: int) -> int | None:
+    process = start(arguments, screen, **how)
+    process.join(60)
+    return process.exitcode
+
+
+def begun(process, out: Path, more: int) -> bool:
+    """Wait until the run has written so many rows more, or has ended."""
+    enough, deadline = rows(out) + more, time.monotonic() + 60
+    while process.is_alive() and rows(out) < enough and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return process.is_alive()
+
+
+@pytest.mark.parametrize("changes", [PAPER, MODERN], ids=["paper", "modern"])
+def test_killed_at_random_moments(tmp_path: Path, changes: dict) -> None:
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    screen = tmp_path / "screen"
+    train(tiny(tmp_path, changes | {"out": str(straight)}))
+    arguments = ["train", *options(tmp_path, changes | {"out": str(killed)}), "--resume"]
+    draw, kills = random.Random(7), 0
+    while kills < 4:
+        process = start(arguments, screen)
+        if begun(process, killed, draw.randint(2, 7)):
+            time.sleep(draw.uniform(0, 0.05))
+        process.kill()
+        process.join()
+        if process.exitcode == 0:
+            break
+        kills += 1
+    train(tiny(tmp_path, changes | {"out": str(killed), "resume": True}))
+    run = read_run(killed)
+    assert kills and run.resumes
+    assert_same_events(run, read_run(straight))
+    assert_same_checkpoint(killed, straight)
+
+
+def test_killed_inside_saving(tmp_path: Path) -> None:
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    screen = tmp_path / "screen"
+    train(tiny(tmp_path, {"out": str(straight)}))
+    arguments = ["train", *options(tmp_path, {"out": str(killed)}), "--resume"]
+    for moment in (8, 4, 6, 3, 1):  # the second checkpoint's second file; then ever earlier in the next one's saving
+        assert run_through(arguments, screen, die_in_saving=moment) == -signal.SIGKILL, screen.read_text()
+    train(tiny(tmp_path, {"out": str(killed), "resume": True}))
+    assert_same_events(read_run(killed), read_run(straight))
+    assert_same_checkpoint(killed, straight)
+    assert {path.name for path in (killed / "checkpoints").iterdir()} >= {"step-00000009", "step-00000012"}
+    assert not [path for path in (killed / "checkpoints").iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_leaves(tmp_path: Path, number: int, code: int) -> None:
+    out, screen = tmp_path / "run", tmp_path / "screen"
+    process = start(["train", *options(tmp_path, {"train.steps": 100_000, "train.save_every": 0})], screen)
+    assert begun(process, out, 4)
+    assert process.pid
+    os.kill(process.pid, number)
+    process.join(60)
+    said = screen.read_text()
+    assert process.exitcode == code and "Traceback" not in said
+    assert f"stopped by {signal.Signals(number).name} at step " in said and "--resume" in said
+    step = final(out)[0]["step"]
+    assert step >= 1 and read_run(out).checkpoints[-1].step == step
+
+
+INTERRUPTED = {
+    "windows of several steps": {"train.log_every": 5, "train.eval_every": 4},
+    "an evaluation is due": {"train.eval_every": 7, "train.save_every": 7},
+    "dynamic spans": {"model.attention.kind": "dynamic_span"},
+    "hybrid layers": {"model.attention.stack": ["window:8", "1 full + 1 adaptive_span"]},
+    "experts": {"model.feedforward.experts": 3, "model.feedforward.dropout": 0.1},
+    "persistent": {"model.persistent": 5, "model.feedforward.kind": "none", "model.attention.dropout": 0.1},
+    "adaptive embedding": {"data.tokens": "word", "model.embedding.cutoffs": [10, 30], "model.embedding.tied": True},
+    "bfloat16": {"train.dtype": "bfloat16", "train.micro": 2},
+    "sgd": {"optim.kind": "sgd"},
+    "recomputed activations": {"train.checkpointing": True, "model.attention.dropout": 0.2},
+}
+
+
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_interrupted_and_continued(tmp_path: Path, name: str) -> None:
+    changes = INTERRUPTED[name]
+    train(tiny(tmp_path, changes | {"out": str(tmp_path / "straight")}))
+    stopped = stop_at(7, tmp_path, changes)
+    assert (stopped.reason, stopped.signal, stopped.steps) == ("SIGTERM", signal.SIGTERM, 7)
+    finished = train(tiny(tmp_path, changes | {"resume": True}))
+    assert (finished.reason, finished.signal, finished.steps) == ("all steps done", 0, 12)
+    assert_same_events(read_run(tmp_path / "run"), read_run(tmp_path / "straight"))
+    assert_same_checkpoint(tmp_path / "run", tmp_path / "straight")
+
+
+def stop_at(step: int, folder: Path, changes: dict) -> Result:
+    """A run that gets a signal in the middle of this step."""
+    real = Lanes.__next__
+
+    def counted(lanes: Lanes) -> Batch:
+        batch = real(lanes)
+        if lanes.position == step * lanes.block:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return batch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lanes, "__next__", counted)
+        return train(tiny(folder, changes))
+
+
+def test_a_finished_run_may_go_on(tmp_path: Path) -> None:
+    train(tiny(tmp_path, {"out": str(tmp_path / "straight"), "train.save_every": 6, "train.keep": 5}))
+    train(tiny(tmp_path, {"train.steps": 6}))
+    before = (tmp_path / "run" / "checkpoints" / "step-00000006" / "meta.json").stat().st_mtime_ns
+    again = train(tiny(tmp_path, {"train.steps": 6, "resume": True}))
+    assert (again.reason, again.steps) == ("all steps done", 6)
+    assert (tmp_path / "run" / "checkpoints" / "step-00000006" / "meta.json").stat().st_mtime_ns == before
+    train(tiny(tmp_path, {"resume": True}))
+    assert_same_events(read_run(tmp_path / "run"), read_run(tmp_path / "straight"))
+    assert_same_checkpoint(tmp_path / "run", tmp_path / "straight")
+
+
+def test_another_learning_rate_after_resuming(tmp_path: Path) -> None:
+    train(tiny(tmp_path, {"train.steps": 6}))
+    train(tiny(tmp_path, {"resume": True, "optim.lr": 0.001, "optim.span_lr": 0.5}))
+    rates = {row.step: row.lr for row in read_run(tmp_path / "run").steps}
+    assert rates[6] == 0.01 and rates[7] == 0.001
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "no meta"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path: Path, damage: str) -> None:
+    train(tiny(tmp_path, {"out": str(tmp_path / "straight")}))
+    train(tiny(tmp_path, {"train.steps": 9}))
+    newest = tmp_path / "run" / "checkpoints" / "step-00000009"
+    model = newest / "model.safetensors"
+    content = bytearray(model.read_bytes())
+    content[len(content) // 2] ^= 4
+    if damage == "no meta":
+        (newest / "meta.json").unlink()
+    else:
+        model.write_bytes(content if damage == "flipped" else content[:-100])
+    told: list[dict] = []
+    train(tiny(tmp_path, {"resume": True}), watch=told.append)
+    (note,) = [row["text"] for row in told if row["event"] == "note"]
+    assert note.startswith(f"{newest} is not whole: ")
+    assert [row.step for row in read_run(tmp_path / "run").resumes] == [6]
+    straight, run = read_run(tmp_path / "straight"), read_run(tmp_path / "run")
+    assert [row.loss for row in straight.steps] == [row.loss for row in run.steps]
+    assert_same_checkpoint(tmp_path / "run", tmp_path / "straight")
+
+
+def test_no_whole_checkpoint_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
+    train(tiny(tmp_path, {"train.keep": 1}))
+    (only,) = (tmp_path / "run" / "checkpoints").iterdir()
+    (only / "optimizer.safetensors").unlink()
+    before = (tmp_path / "run" / "events.jsonl").read_bytes()
+    with pytest.raises(
+        ValueError, match=r"^no checkpoint can be continued from: .*optimizer.safetensors is missing; ch"
+    ):
+        train(tiny(tmp_path, {"resume": True}))
+    assert (tmp_path / "run" / "events.jsonl").read_bytes() == before and only.exists()
+
+
+def test_killed_before_the_first_checkpoint(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    old = json.dumps({"event": "start", "format": 1}) + '\n{"event": "st'
+    (out / "events.jsonl").write_text(old)
+    (out / "tensorboard").mkdir()
+    (out / "tensorboard" / "events.out.tfevents.1").write_text("x")
+    said: list[dict] = []
+    result = train(tiny(tmp_path, {"resume": True}), watch=said.append)
+    assert result.steps == 12 and read_run(out).steps[0].step == 1
+    assert (out / "before-1" / "events.jsonl").read_text() == old
+    assert (out / "before-1" / "tensorboard" / "events.out.tfevents.1").exists()
+    assert [row["text"] for row in said if row["event"] == "note"] == [
+        f"no checkpoint to continue from: the run begins anew, what an earlier one wrote is in {out / 'before-1'}"
+    ]
+
+
+def test_resuming_where_nothing_is_begins_a_run(tmp_path: Path) -> None:
+    result = train(tiny(tmp_path, {"resume": True}))
+    run = read_run(tmp_path / "run")
+    assert result.steps == 12 and not run.resumes and not run.notes
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    straight, out, screen = tmp_path / "straight", tmp_path / "run", tmp_path / "screen"
+    train(tiny(tmp_path, {"out": str(straight)}))
+    arguments = ["train", *options(tmp_path)]
+    train(tiny(tmp_path, {"train.steps": 3}))
+    saved = {path: path.read_bytes() for path in (out / "checkpoints").rglob("*") if path.is_file()}
+    largest = max(len(content) for content in saved.values())
+    code = run_through([*arguments, "--resume"], screen, most_bytes=largest - 1)
+    said = screen.read_text()
+    assert code == 2 and "Traceback" not in said
+    (sentence,) = [line for line in said.splitlines() if line.startswith("spanformer: ")]
+    path = out / "checkpoints" / "step-00000006"
+    assert sentence == (
+        f"spanformer: {path} could not be saved (File too large); nothing saved before was touched, so make room or "
+        "choose another folder"
+    )
+    assert {path: path.read_bytes() for path in (out / "checkpoints").rglob("*") if path.is_file()} == saved
+    screen.write_text("")
+    few = (out / "events.jsonl").stat().st_size + 100  # now the events are what finds no room
+    assert run_through([*arguments, "--resume"], screen, most_bytes=few) == 2
+    assert "events.jsonl cannot be written (File too large); make room and resume the run" in screen.read_text()
+    train(tiny(tmp_path, {"resume": True}))
+    assert_same_events(read_run(out), read_run(straight))
+    assert_same_checkpoint(out, straight)
