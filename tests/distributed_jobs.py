@@ -47,7 +47,5 @@ def run_job(job: dict) -> None:
 
 
 if __name__ == "__main__":
-    torch.distributed.init_process_group("gloo")
     for job in json.loads(Path(sys.argv[1]).read_text()):
         run_job(job)
-    torch.distributed.destroy_process_group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_jobs import run_job
 
 import spanformer
+from distributed_jobs import run_job
+from spanformer.cli.main import main
+from spanformer.model.config import ModelConfig
+from spanformer.model.fields import build
 from spanformer.model.folder import faults, read_meta, read_part
+from spanformer.model.lm import LM
 from spanformer.model.part import Part
 from spanformer.train.checkpoint import Checkpoints
+from spanformer.train.world import World
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
 
@@ -30,7 +36,13 @@ MODERN = {
     "layers": 2,
     "heads": 3,
     "kv_heads": 1,
-    "attention": {"max_span": 90, "init": 0.4, "penalty": 1e-3, "tied": True, "stack": ["adaptive_span", "dynamic_span"]},
+    "attention": {
+        "max_span": 90,
+        "init": 0.4,
+        "penalty": 1e-3,
+        "tied": True,
+        "stack": ["adaptive_span", "dynamic_span"],
+    },
     "feedforward": {"kind": "swiglu", "dim": 41},
     "embedding": {"tied": True},
 }
@@ -117,9 +129,10 @@ def rows(run: Path, event: str = "step") -> dict[int, dict]:
     return {row["step"]: row for row in every if row["event"] == event}
 
 
-def numbers(run: Path, steps: range, key: str) -> torch.Tensor:
-    found = rows(run)
-    return torch.tensor([found[step][key] for step in steps], dtype=torch.float64)
+def numbers(run: Path, steps: range, *keys: str) -> torch.Tensor:
+    """[steps, keys]"""
+    found, keys = rows(run), keys or ("loss", "penalty", "grad_norm")
+    return torch.tensor([[found[step][key] for key in keys] for step in steps], dtype=torch.float64)
 
 
 def weights(run: Path) -> torch.Tensor:
@@ -158,13 +171,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_alike(folder: Path, name: str, case: str, steps: range) -> None:
     one, pieces, other = (folder / f"{kind}-{case}" for kind in ("one", "pieces", name))
-    for key in ("loss", "penalty", "grad_norm"):
-        truth, noise, found = (numbers(run, steps, key) for run in (one, pieces, other))
-        cost = ((noise - truth) / truth).abs().max()
-        assert cost < 3e-6, "a tolerance that would let anything pass"
-        assert ((found - truth) / truth).abs().max() <= 10 * cost + 4 * EPS, key
+    truth, noise, found = (numbers(run, steps) for run in (one, pieces, other))
+    cost = ((noise - truth) / truth).abs().max()
+    assert cost < 1e-6, "a tolerance that would let anything pass"
+    assert ((found - truth) / truth).abs().max() <= 10 * cost + 8 * EPS
     truth, noise, found = (weights(run) for run in (one, pieces, other))
-    assert (found - truth).abs().max() <= 10 * (noise - truth).abs().max() + 4 * EPS * truth.abs().max()
+    cost = (noise - truth).abs().max()
+    assert cost < 1e-5 * truth.abs().max()
+    assert (found - truth).abs().max() <= 10 * cost + 8 * EPS * truth.abs().max()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -179,12 +193,10 @@ def test_two_processes_are_one(folder: Path, engine: str, case: str) -> None:
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_every_process_has_the_same_spans_and_its_own_share(folder: Path, engine: str, case: str) -> None:
     held = [json.loads((folder / f"{engine}-{case}" / f"process-{rank}.json").read_text()) for rank in (0, 1)]
-    (one,) = [json.loads((folder / f"one-{case}" / "process-0.json").read_text())]
-    assert held[0]["ratios"] == held[1]["ratios"] and held[0]["memory"] == held[1]["memory"]
-    assert [[4, *shape[1:]] for _, *shape in one["memory"]] != [] and held[0]["memory"] == [
-        [2, *shape[1:]] for shape in one["memory"]
-    ]
+    one = json.loads((folder / f"one-{case}" / "process-0.json").read_text())
     assert [h["engine"] for h in (*held, one)] == [engine, engine, "one"]
+    assert held[0]["ratios"] == held[1]["ratios"]
+    assert held[0]["memory"] == held[1]["memory"] == [[2, *shape] for _, *shape in one["memory"]]
     spans = sum(map(len, one["ratios"]))
     share = one["parameters"] if engine == "ddp" else (one["parameters"] - spans) // 2
     assert all(abs(h["parameters"] - share) <= 0.05 * share for h in held)
@@ -193,26 +205,30 @@ def test_every_process_has_the_same_spans_and_its_own_share(folder: Path, engine
 
 
 @pytest.mark.parametrize("case", ["adamw", "adagrad"])
-@pytest.mark.parametrize("name", ["one-ddp", "one-fsdp", "ddp-one", "fsdp-one", "shards", "shards-one", "shards-fsdp"])
+@pytest.mark.parametrize("name", ["one-ddp", "one-fsdp", "ddp-one", "fsdp-one", "shards-one", "shards-fsdp"])
 def test_a_checkpoint_goes_on_under_another_world(folder: Path, name: str, case: str) -> None:
-    first = 1 if name == "shards" else SAVED + 1
-    assert_alike(folder, name, case, range(first, STEPS + 1))
-    assert first == 1 or (1 not in rows(folder / f"{name}-{case}") and "path" in rows(folder / f"{name}-{case}", "resume")[3])
+    run = folder / f"{name}-{case}"
+    assert list(rows(run, "resume")) == [SAVED] and min(rows(run)) == SAVED + 1
+    assert_alike(folder, name, case, range(SAVED + 1, STEPS + 1))
+
+
+@pytest.mark.parametrize("case", ["adamw", "adagrad"])
+def test_recomputing_activations_and_writing_shards_change_nothing(folder: Path, case: str) -> None:
+    assert_alike(folder, "shards", case, range(1, STEPS + 1))
 
 
 def test_replicated_weights_are_in_the_first_shard_only(folder: Path) -> None:
-    run = folder / "ddp-shards-adamw"
-    assert_alike(folder, "ddp-shards", "adamw", range(1, STEPS + 1))
     assert_alike(folder, "ddp-shards-one", "adamw", range(SAVED + 1, STEPS + 1))
-    second = {part: set(Part([checkpoint(run, SAVED) / f"{part}-00002-of-00002.safetensors"] if part != "memory" else []))
-              for part in ("model", "optimizer")}  # fmt: skip
-    assert second == {"model": set(), "optimizer": set()}
+    saved = checkpoint(folder / "ddp-shards-adamw", SAVED)
+    held = {part: len(Part([saved / f"{part}-00002-of-00002.safetensors"])) for part in ("model", "optimizer")}
+    assert held == {"model": 0, "optimizer": 0}
 
 
 @pytest.mark.parametrize("case", ["adamw", "adagrad"])
 def test_torch_reads_our_shards_alike(folder: Path, case: str) -> None:
     """torch.distributed.checkpoint as the oracle of what the shards hold."""
-    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     path = checkpoint(folder / f"shards-{case}", SAVED)
     assert faults(path) == []
@@ -225,15 +241,121 @@ def test_torch_reads_our_shards_alike(folder: Path, case: str) -> None:
     assert len(ours) > 30 and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_missing_or_damaged_shard_is_noticed(folder: Path, tmp_path: Path) -> None:
-    import shutil
-
-    shutil.copytree(folder / "shards-adamw" / "checkpoints", tmp_path / "c")
-    last = checkpoint(tmp_path / "x", STEPS).relative_to(tmp_path / "x" / "checkpoints")
-    (tmp_path / "c" / last / "optimizer-00002-of-00002.safetensors").unlink()
+def test_a_missing_shard_is_noticed(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(folder / "shards-adamw", run)
+    (checkpoint(run, STEPS) / "optimizer-00002-of-00002.safetensors").unlink()
     said: list[str] = []
-    assert Checkpoints(tmp_path / "c").newest(said.append) == tmp_path / "c" / f"step-{SAVED:08d}"
+    assert Checkpoints(run / "checkpoints").newest(said.append) == checkpoint(run, SAVED)
     assert said[0].endswith("optimizer-00002-of-00002.safetensors is missing")
-    files = sorted((tmp_path / "c" / f"step-{SAVED:08d}").glob("model-*"))
-    with pytest.raises(ValueError, match=r"model-00002-of-00002.safetensors does not hold the rows of .* from 0 on"):
-        Part(files[1:])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_parameter_has_a_gradient_whatever_is_read(case: str) -> None:
+    """The engines would wait for it: a process may meet no word of a cluster and use an expert for no token."""
+    lm = LM(build(ModelConfig, {**CASES[case][0], "vocab": 23}, "model"))
+    x = torch.zeros(1, 3, dtype=torch.long)
+    found = lm(x, targets=x)
+    assert found.nll is not None
+    (found.nll.mean() + found.penalty).backward()
+    assert [name for name, p in lm.named_parameters() if p.grad is None] == []
+
+
+def test_lanes_are_shared_out() -> None:
+    processes = [World(rank, 3, torch.device("cpu"), "ddp") for rank in range(3)]
+    assert [process.rows(6) for process in processes] == [slice(0, 2), slice(2, 4), slice(4, 6)]
+    with pytest.raises(ValueError, match=r"^train\.batch is 7; expected a multiple of the number of processes, 3$"):
+        processes[1].rows(7)
+
+
+def test_one_process_refuses_to_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", *options(tmp_path), "--train.engine", "fsdp"])
+    assert capsys.readouterr().err == (
+        "spanformer: train.engine is fsdp with one process; start it by torchrun, or leave engine at auto\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        ("--train.batch 3 --train.micro 1", "train.batch is 3; expected a multiple of the number of processes, 2"),
+        ("--optim.lr x", "--optim.lr is 'x'; expected a number (see spanformer train {run} --help)"),
+        ("--out {full}", "{full} exists already; continue the run in it with --resume, or choose another --out"),
+    ],
+    ids=["all", "before they meet", "the first alone"],
+)
+def test_processes_refuse_in_one_sentence(tmp_path: Path, extra: str, sentence: str) -> None:
+    """Whichever of them meet the mistake, and however early: none waits for another that has gone."""
+    names = {"full": tmp_path / "full", "run": tmp_path / "run.toml"}
+    names["full"].mkdir()
+    (names["full"] / "file").touch()
+    started = torchrun("-m", "spanformer", "train", *options(tmp_path), *extra.format(**names).split())
+    _, said = communicate(started)
+    ours = [line for line in said.splitlines() if line.startswith(("spanformer: ", "[rank"))]
+    assert started.returncode != 0 and ours == [f"spanformer: {sentence.format(**names)}"], said
+
+
+def options(folder: Path, **train) -> list[str]:
+    """A run of the command line."""
+    write_text(folder)
+    config = job(folder, "run", "adamw", **train)["config"]
+    tables = ["", "data", "model", "model.attention", "model.feedforward", "model.embedding", "optim", "train"]
+    lines = []
+    for table in tables:
+        values = config
+        for key in filter(None, table.split(".")):
+            values = values[key]
+        lines += [f"[{table}]"] if table else []
+        lines += [f"{key} = {json.dumps(value)}" for key, value in values.items() if not isinstance(value, dict)]
+    (folder / "run.toml").write_text("\n".join(lines))
+    return [str(folder / "run.toml"), "--train.threads", "1"]
+
+
+def workers(started: subprocess.Popen[str]) -> dict[int, int]:
+    """rank → process id, of torchrun's processes."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if int(folder.joinpath("stat").read_text().rsplit(")")[1].split()[1]) == started.pid:
+                environ = dict(e.split("=", 1) for e in (folder / "environ").read_text().split("\0") if "=" in e)
+                found[int(environ["RANK"])] = int(folder.name)
+        except (OSError, KeyError):  # gone, or just being started
+            continue
+    return found
+
+
+def wait_for(run: Path, event: str, least: int, started: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + 60
+    while not ((run / "events.jsonl").exists() and any(step >= least for step in rows(run, event))):
+        assert time.monotonic() < end and started.poll() is None, started.communicate()
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_ended_and_killed_runs_go_on(tmp_path: Path, engine: str) -> None:
+    """Told to end, it saves and leaves; a process killed, torchrun starts all again; no step comes out otherwise."""
+    settings = {"steps": 60, "save_every": 10, "engine": engine, "sharded": engine == "fsdp"}
+    command = ("-m", "spanformer", "train", *options(tmp_path, **settings))
+    run, calm = tmp_path / "run", tmp_path / "calm"
+    run_by_two(tmp_path, [job(tmp_path, "calm", "adamw", **settings)])
+
+    started = torchrun(*command)
+    wait_for(run, "step", 5, started)
+    started.send_signal(signal.SIGTERM)
+    said, _ = communicate(started)
+    (stopped,) = rows(run, "stop").values()
+    assert stopped["reason"] == "SIGTERM" and 5 <= stopped["step"] < 40
+    assert faults(checkpoint(run, stopped["step"])) == []
+    assert said == f"stopped by SIGTERM at step {stopped['step']}; go on with the same command and --resume\n"
+
+    started = torchrun("--max-restarts", "1", *command, "--resume")
+    wait_for(run, "checkpoint", stopped["step"] + 5, started)
+    os.kill(workers(started)[1], signal.SIGKILL)
+    _, said = communicate(started)
+    assert started.returncode == 0 and "[rank" not in said, said
+    assert len(rows(run, "resume")) == 2 and rows(run, "stop")[60]["reason"] == "all steps done"
+    assert torch.equal(numbers(run, range(1, 61)), numbers(calm, range(1, 61)))

@@ -6,7 +6,9 @@ A command module is imported only when its command is asked for, so `spanformer 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -91,5 +93,7 @@ def _help(commands: Iterable[str]) -> NoReturn:
 
 
 def _end(sentence: str, code: int) -> NoReturn:
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(5)  # under torchrun the first process says most likely the same, and torchrun then ends this one
     print("spanformer: " + " ".join(sentence.split()), file=sys.stderr)
     raise SystemExit(code)

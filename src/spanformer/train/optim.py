@@ -132,7 +132,7 @@ def clip_global(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         if parameter.grad is not None:
             kinds.setdefault(type(parameter.grad), []).append(parameter)
     norms = [_whole(get_total_norm([p.grad for p in some if p.grad is not None])) for some in kinds.values()]
-    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    norm = norms[0] if len(norms) == 1 else get_total_norm(norms)
     if max_norm > 0:
         for some in kinds.values():
             clip_grads_with_norm_(some, max_norm, norm)

@@ -134,6 +134,7 @@ class Run:
         return self
 
     def __exit__(self, *_exception) -> None:
+        del self.engine  # while its process group is there: see join_world
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         if self.log is not None:

@@ -9,6 +9,8 @@ gradients and optimiser state.
 from __future__ import annotations
 
 import contextlib
+import gc
+import itertools
 import os
 import time
 import warnings
@@ -20,12 +22,15 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 
 from spanformer.model.lm import LM
 
 LONGEST_WAIT = timedelta(hours=2)  # for the first process, which may be preparing a corpus
 LONGEST_TEXT = 4096  # bytes, as of a path
-UNTIL_ENDED = 5.0  # seconds within which torchrun ends the other processes when one has failed
+UNTIL_ENDED = 5.0  # seconds within which torchrun ends all processes when one has failed
+
+_meetings = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -81,8 +86,7 @@ class World:
 
 @contextlib.contextmanager
 def join_world(device: str, engine: str) -> Iterator[World]:
-    """The world that torchrun's environment names, or one process alone. A process group that is there already is used
-    and left: torch cannot make a second one under the same torchrun."""
+    """The world that torchrun's environment names, or one process alone."""
     size, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     where = _device(device, local)
     if size == 1:
@@ -90,23 +94,27 @@ def join_world(device: str, engine: str) -> Iterator[World]:
             raise ValueError("train.engine is fsdp with one process; start it by torchrun, or leave engine at auto")
         yield World(0, 1, where, "one")
         return
-    ours = not dist.is_initialized()
-    if ours:
-        dist.init_process_group("nccl" if where.type == "cuda" else "gloo", timeout=LONGEST_WAIT)
-    world = World(dist.get_rank(), size, where, "fsdp" if engine == "fsdp" else "ddp")
+    _meet("nccl" if where.type == "cuda" else "gloo")
     try:
-        yield world
-    except Exception as error:
-        lost = isinstance(error, dist.DistError) or "gloo" in str(error)
-        # Most mistakes are met by all processes, or by one whose end the others notice as a lost connection. torchrun
-        # ends them all when the first has gone, so the others wait for that: one sentence is said instead of many.
-        if lost or not world.first:
-            time.sleep(UNTIL_ENDED)
-        if lost:
-            raise ConnectionError(f"process {world.rank} lost the others, of which one must have failed") from error
-        raise
-    if ours:  # and not after an error, when the others may not be there to take part
-        dist.destroy_process_group()
+        yield World(dist.get_rank(), size, where, "fsdp" if engine == "fsdp" else "ddp")
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        time.sleep(UNTIL_ENDED)  # the process that failed says why, and torchrun then ends this one
+        raise ConnectionError(f"process {dist.get_rank()} lost the others; one of them must have failed") from error
+    # DDP must not be the last to hold the group: it would end the group's threads while it holds Python's lock, for
+    # which one of them may be waiting to let go of a tensor.
+    gc.collect()
+    dist.destroy_process_group()  # not after an error, when the others may not be there to take part
+
+
+def _meet(backend: str) -> None:
+    """Make the process group. torchrun keeps what processes tell each other about their addresses when it starts them
+    again, and when a process makes one group after another: each meeting therefore has a name of its own."""
+    store, rank, size = next(rendezvous("env://", timeout=LONGEST_WAIT))
+    name = f"spanformer {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {next(_meetings)}"
+    store = dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LONGEST_WAIT)
 
 
 def _device(name: str, local: int) -> torch.device:
@@ -126,14 +134,16 @@ def _device(name: str, local: int) -> torch.device:
 
 
 def wrap(model: LM, world: World) -> nn.Module:
-    """The model as the engine runs it. Its parameters are then the optimiser's: call this before making one."""
+    """The model as the engine runs it. Its parameters are then the optimiser's: call this before making one.
+
+    Both engines count on a gradient of every parameter in every process, be it of zeros: see Experts and Clusters.
+    """
     if world.engine == "one":
         return model
     if world.engine == "fsdp":
         return shard(model, world)
-    sparse = bool(model.config.embedding.cutoffs or model.config.feedforward.experts)  # not every weight in every step
     on = [world.device] if world.device.type == "cuda" else None
-    return nn.parallel.DistributedDataParallel(model, device_ids=on, find_unused_parameters=sparse)
+    return nn.parallel.DistributedDataParallel(model, device_ids=on)
 
 
 def shard(model: LM, world: World) -> LM:
@@ -148,7 +158,8 @@ def shard(model: LM, world: World) -> LM:
     whole = set(span_parameters(model))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, ignored_params={p for p in block.parameters() if p in whole})
-    return fully_shard(model, mesh=mesh, ignored_params=whole)
+    fully_shard(model, mesh=mesh, ignored_params=whole)
+    return model
 
 
 def span_parameters(model: LM) -> list[nn.Parameter]:
