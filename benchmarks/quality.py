@@ -1,4 +1,4 @@
-"""800 steps of the adaptive-span paper's code and of ours, same data, same recipe; and how soon the modern recipe is there.
+"""800 steps of the adaptive-span paper's code and of ours, same data and recipe; how soon the modern recipe is there.
 
     python benchmarks/quality.py --original PATH_OF_A_CLONE --data enwik8.gz --out results/quality
 

@@ -88,8 +88,8 @@ def main() -> None:
         results[name] = {"profile": asdict(PROFILES[name]), "speedup": ratio, "seconds": seconds, "peak_bytes": peak,
                          "attention_share": share}  # fmt: skip
         print(
-            f"{name:<12} original {seconds['original']:.3f} s, ours {seconds['ours']:.3f} s a step: {ratio:.2f} times as "
-            f"fast; peak memory {peak['original'] / 2**20:,.0f} and {peak['ours'] / 2**20:,.0f} MiB, "
+            f"{name:<12} original {seconds['original']:.3f} s, ours {seconds['ours']:.3f} s a step: {ratio:.2f} times "
+            f"as fast; peak memory {peak['original'] / 2**20:,.0f} and {peak['ours'] / 2**20:,.0f} MiB, "
             f"{peak['original'] / peak['ours']:.1f} times less; attention is {share:.0%} of our step",
             flush=True,
         )

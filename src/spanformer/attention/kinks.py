@@ -54,7 +54,7 @@ def _at(ctx, far: float, g_out: Tensor, mass: Tensor) -> Tensor:
     """[H] the gradient through the keys at distance z + far (counted from the previous token), for heads where that is
     a whole number below their cap."""
     _, lse, span, q, k, v, tables = ctx.saved_tensors
-    (b, h, t, d), tk = q.shape, k.shape[2]
+    (_, h, t, d), tk = q.shape, k.shape[2]
     shared = h // k.shape[1]
     distance = span.detach() + far
     index = distance.round().long()

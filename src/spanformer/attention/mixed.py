@@ -39,7 +39,7 @@ class Mixed(Attention):
 
 
 def join(rules: Sequence[Rule]) -> Rule:
-    """One rule for the heads of all. Rules here carry reaches, spans and penalties: what fixed and learned windows do."""
+    """One rule for the heads of all. Rules here carry reaches, spans and penalties, as fixed and learned windows do."""
     first = rules[0]
     ramps = {rule.ramp for rule in rules if rule.span is not None}
     if len(ramps) > 1:

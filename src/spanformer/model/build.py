@@ -81,9 +81,9 @@ def make_feedforward(config: ModelConfig) -> nn.Module | None:
 
 
 def init_weights(model: nn.Module, config: ModelConfig) -> None:
-    """Matrices start at N(0, 1 / inputs), embeddings at N(0, 1), or N(0, 1 / dim) where they are also the output; what writes into the residual stream or out of the
-    model starts at 0, so that every block begins as the identity and every prediction as a uniform one. Vectors and
-    tables of positions keep their own beginnings."""
+    """Matrices start at N(0, 1 / inputs), embeddings at N(0, 1), or N(0, 1 / dim) where they are also the output. What
+    writes into the residual stream or out of the model starts at 0: every block begins as the identity, and every
+    prediction as a uniform one. Vectors and tables of positions keep their own beginnings."""
     plain = not config.embedding.tied and not config.embedding.cutoffs
     for name, p in model.named_parameters():
         if p.ndim < 2 or ".mechanism." in name or name.startswith("position.") or ".persistent." in name:
