@@ -86,9 +86,12 @@ def _parse(leaf: Leaf, program: str, arguments: list[str]) -> object:
 
 
 def _help(commands: Iterable[str]) -> NoReturn:
-    lines = [words.ljust(20) + COMMANDS[words].help for words in commands]
+    width = 2 + max(map(len, COMMANDS))
+    lines = [words.ljust(width) + COMMANDS[words].help for words in commands]
     print(ABOUT, "", "Commands:", *("  spanformer " + line for line in lines), "", sep="\n")
-    print(FIRST, "Every command explains its options:  spanformer bench attention --help", sep="\n")
+    if commands is COMMANDS:
+        print(FIRST)
+    print("Every command explains its options:  spanformer COMMAND --help")
     raise SystemExit(0)
 
 
