@@ -42,24 +42,26 @@ class _Kinks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, g_out, g_lse):
-        out, lse, span, *_ = ctx.saved_tensors
+        out, *saved = ctx.saved_tensors  # once: a recomputed activation is given out a single time
+        lse, span, *_ = saved
         given = torch.zeros_like(out) if g_out is None else g_out
         mass = torch.zeros_like(lse) if g_lse is None else g_lse
         mass = mass - (given * out).sum(-1).to(lse.dtype)
-        grad = sum((_at(ctx, far, given, mass) for far in (0.0, ctx.ramp)), torch.zeros_like(span))
+        grad = torch.zeros_like(span)
+        for far in (0.0, ctx.ramp):
+            grad += _at(saved, far, ctx.cap, given, mass) / ctx.ramp
         return g_out, g_lse, grad, *([None] * 6)
 
 
-def _at(ctx, far: float, g_out: Tensor, mass: Tensor) -> Tensor:
-    """[H] the gradient through the keys at distance z + far (counted from the previous token), for heads where that is
-    a whole number below their cap."""
-    _, lse, span, q, k, v, tables = ctx.saved_tensors
+def _at(saved: list, far: float, cap: list[int], g_out: Tensor, mass: Tensor) -> Tensor:
+    """[H] R times the gradient through the keys at distance z + far (counted from the previous token), for heads where
+    that is a whole number below their cap."""
+    lse, span, q, k, v, tables = saved
     (_, h, t, d), tk = q.shape, k.shape[2]
     shared = h // k.shape[1]
     distance = span.detach() + far
     index = distance.round().long()
-    cap = torch.tensor(ctx.cap, device=span.device).clamp(max=1 << 60)
-    whole = (distance == index) & (index < cap)
+    whole = (distance == index) & (index < torch.tensor(cap, device=span.device).clamp(max=1 << 60))
     index = torch.where(whole, index, 0)
     place = torch.arange(tk - t - 1, tk - 1, device=q.device) - index[:, None]  # [H, T]
     there = whole[:, None] & (place >= 0)
@@ -72,4 +74,4 @@ def _at(ctx, far: float, g_out: Tensor, mass: Tensor) -> Tensor:
     weight = torch.exp(score.to(lse.dtype) / math.sqrt(d) - lse)
     weight = torch.where(there & (lse > -math.inf), weight, 0.0)
     gain = (g_out * values).sum(-1).to(lse.dtype) + mass
-    return ((weight * gain).sum((0, 2)) / ctx.ramp).to(span.dtype)
+    return (weight * gain).sum((0, 2)).to(span.dtype)
