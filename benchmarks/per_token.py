@@ -14,8 +14,9 @@ import sys
 import torch
 
 from spanformer.bench.contenders import NATIVE, runner
-from spanformer.bench.timing import Patience, keep_freed_memory, round_robin
+from spanformer.bench.timing import Patience, round_robin
 from spanformer.bench.work import Work, make_inputs
+from spanformer.cost.malloc import keep_freed_memory
 
 LENGTHS = [1024 * 2**n for n in range(7)]
 

@@ -34,7 +34,7 @@ BATCH, BLOCK, SPAN, DIM, LAYERS, HEADS = 8, 256, 1024, 256, 4, 4
 VALID = 1 << 18
 TRAIN = TrainConfig(batch=BATCH, block=BLOCK, steps=800, eval_every=0, save_every=0, measure=False, threads=2)
 PAPER = ModelConfig(
-    vocab=256, dim=DIM, layers=LAYERS, heads=HEADS, norm="layer", order="post", init="torch", original=True,
+    vocab=256, dim=DIM, layers=LAYERS, heads=HEADS, norm="layer", order="post", original=True,
     attention=AttentionConfig(max_span=SPAN), position=PositionConfig(kind="table"),
     feedforward=FeedForwardConfig(kind="relu", dim=4 * DIM, bias=True), embedding=EmbeddingConfig(bias=True),
 )  # fmt: skip

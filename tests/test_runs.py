@@ -91,7 +91,6 @@ def test_a_smaller_run_is_the_same_recipe(name: str) -> None:
         "order",
         "position",
         "original",
-        "init",
         "feedforward.kind",
         "attention.kind",
         "attention.stack",

@@ -83,7 +83,7 @@ def test_the_configuration_is_read_off_the_tensors() -> None:
         position=PositionConfig(kind="table"),
         feedforward=FeedForwardConfig(kind="relu", dim=20, bias=True),
         embedding=EmbeddingConfig(bias=True),
-        norm="layer", order="post", init="torch", original=True,
+        norm="layer", order="post", original=True,
     )  # fmt: skip
     assert convert(random_state(PLAIN), ramp=16)[0].attention.ramp == 16
     assert convert(random_state(SHAPES["no spans"]))[0].attention.kind == "full"

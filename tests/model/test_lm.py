@@ -29,7 +29,7 @@ POSITIONS = {kind: replace(SMALL, position=PositionConfig(kind=kind)) for kind i
              ("none", "table", "rotary", "alibi", "distance_bias")}  # fmt: skip
 CONFIGS = POSITIONS | {
     "paper": replace(
-        SMALL, norm="layer", order="post", init="torch", position=PositionConfig(kind="table"),
+        SMALL, norm="layer", order="post", position=PositionConfig(kind="table"),
         feedforward=FeedForwardConfig(kind="relu", bias=True), embedding=EmbeddingConfig(bias=True),
     ),
     "grouped": replace(SMALL, kv_heads=2),

@@ -57,7 +57,6 @@ PAPER = {
     "norm": "layer",
     "order": "post",
     "persistent": 5,
-    "init": "torch",
     "original": True,
 }
 CLUSTERS = {**MODERN, "embedding": {"tied": True, "cutoffs": [9, 20]}}

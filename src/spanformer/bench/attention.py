@@ -15,8 +15,9 @@ from spanformer.bench.contenders import YARDSTICK, Contender, reason_not, runner
 from spanformer.bench.oracle import Truth, check, find_truth
 from spanformer.bench.plan import Step, steps
 from spanformer.bench.results import Results, Row, describe_machine
-from spanformer.bench.timing import SGEMM, Patience, Timing, keep_freed_memory, round_robin, sgemm, sgemm_rate
+from spanformer.bench.timing import SGEMM, Patience, Timing, round_robin, sgemm, sgemm_rate
 from spanformer.bench.work import Inputs, Work, make_inputs
+from spanformer.cost.malloc import keep_freed_memory
 from spanformer.cost import attention as cost
 
 RESULT_FILE = "attention.json"

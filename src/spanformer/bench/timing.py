@@ -7,7 +7,6 @@ is measured again, as long as there is patience left; after that the least distu
 
 from __future__ import annotations
 
-import ctypes
 import os
 import statistics
 import time
@@ -50,21 +49,6 @@ class Timing:
     def times_as_fast_as(self, other: Timing) -> float:
         """Median of the rounds' own ratios: what a machine does from minute to minute hits both sides of each."""
         return statistics.median(theirs / mine for mine, theirs in zip(self.samples, other.samples, strict=True))
-
-
-def keep_freed_memory(keep: bool) -> bool:
-    """Have the C library keep what is freed, as jemalloc and tcmalloc do, or give it back; say whether it keeps it.
-
-    Otherwise every contender's time contains the page faults of its outputs, more or fewer of them as malloc's moving
-    threshold has it, and those of short spans the most.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return False
-    trim, mmaps = (2**31 - 1, 0) if keep else (2**17, 2**16)  # the latter are its defaults
-    set_trim, set_mmaps = mallopt(-1, trim), mallopt(-4, mmaps)  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
-    return keep and bool(set_trim and set_mmaps)
 
 
 def round_robin(

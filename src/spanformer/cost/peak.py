@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from spanformer.cost.malloc import keep_freed_memory
+
 
 def unsupported() -> str | None:
     """Why peaks cannot be measured here; None if they can."""
@@ -24,7 +26,11 @@ def unsupported() -> str | None:
 
 
 def peak_of(function: Callable[[], object]) -> tuple[float, float]:
-    """Bytes of peak resident memory above what was resident before, and seconds, of one call in this process."""
+    """Bytes of peak resident memory above what was resident before, and seconds, of one call in this process.
+
+    Freed memory is given back from then on, also what `keep_freed_memory` kept.
+    """
+    keep_freed_memory(False)
     gc.collect()
     _give_back()
     before = resident_bytes()

@@ -78,19 +78,3 @@ def make_feedforward(config: ModelConfig) -> nn.Module | None:
             balance=f.balance,
         )  # fmt: skip
     return FeedForward(config.dim, inner, kind=f.kind, bias=f.bias, dropout=f.dropout)
-
-
-def init_weights(model: nn.Module, config: ModelConfig) -> None:
-    """Matrices start at N(0, 1 / inputs), embeddings at N(0, 1), or N(0, 1 / dim) where they are also the output. What
-    writes into the residual stream or out of the model starts at 0: every block begins as the identity, and every
-    prediction as a uniform one. Vectors and tables of positions keep their own beginnings."""
-    plain = not config.embedding.tied and not config.embedding.cutoffs
-    for name, p in model.named_parameters():
-        if p.ndim < 2 or ".mechanism." in name or name.startswith("position.") or ".persistent." in name:
-            continue
-        embeds = name.startswith("embedding.") and "projections" not in name
-        writes = ".attention.out." in name or (".feedforward." in name and "down" in name)
-        if writes or name == "head.weight":
-            nn.init.zeros_(p)
-        else:
-            nn.init.normal_(p, std=1.0 if embeds and plain else config.dim**-0.5 if embeds else p.shape[1] ** -0.5)

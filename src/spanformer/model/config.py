@@ -122,8 +122,6 @@ class ModelConfig:
     """norm before each part, or after its sum (as in the paper)"""
     persistent: int = 0
     """learned key/value vectors each head sees beside the text ("all-attention" with feedforward.kind none)"""
-    init: Literal["scaled", "torch"] = "scaled"
-    """how weights start: scaled by their inputs, every block as the identity; or PyTorch's defaults, as the paper's"""
     original: bool = False
     """the conventions of the paper's code: a token does not see itself, memory starts as zeros that are attended to"""
 

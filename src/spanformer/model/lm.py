@@ -16,7 +16,7 @@ from spanformer.attention import AdaptiveSpan, Attention, DynamicSpan, View, rea
 from spanformer.memory import State
 from spanformer.memory.segment import memory_length
 from spanformer.model.block import Block
-from spanformer.model.build import init_weights, make_block, make_position
+from spanformer.model.build import make_block, make_position
 from spanformer.model.config import ModelConfig
 from spanformer.model.embedding import AdaptiveEmbedding, AdaptiveHead, Embedding, Head
 from spanformer.model.feedforward import FeedForward
@@ -54,6 +54,8 @@ class LM(nn.Module):
         else:
             embedding = Embedding(config.vocab, config.dim)
             head = Head(config.vocab, config.dim, bias=e.bias, tied_to=embedding if e.tied else None)
+            if e.tied:  # as the output's weight, N(0, 1) would begin with far too certain predictions
+                nn.init.normal_(embedding.weight, std=config.dim**-0.5)
         self.embedding, self.head = embedding, head
         self.position = make_position(config)
         self.blocks = nn.ModuleList(make_block(config, parts) for parts in config.stack())
@@ -61,8 +63,6 @@ class LM(nn.Module):
         self.dropout = nn.Dropout(e.dropout)
         self.checkpointing = False
         """recompute each block in the backward pass instead of keeping its activations"""
-        if config.init == "scaled":
-            init_weights(self, config)
 
     def forward(
         self,

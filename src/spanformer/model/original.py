@@ -154,7 +154,6 @@ def _configure(state: dict[str, Tensor], ramp: float) -> ModelConfig:
         norm="layer",
         order="post",
         persistent=persistent,
-        init="torch",
         original=True,
     )  # fmt: skip
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from spanformer.cost.malloc import keep_freed_memory
 from spanformer.data import Lanes, Prepared, prepare
 from spanformer.model.lm import LM, State
 from spanformer.train.checkpoint import Checkpoints
@@ -58,6 +59,8 @@ def train(config: RunConfig, *, watch: Watch | None = None) -> Result:
             claim_folder(out, resume=config.resume)
         world.wait()
         data = prepare_once(config, world, watch)
+        if config.train.keep_memory and world.device.type == "cpu":
+            keep_freed_memory(True)
         with Run(config, data, world, out, watch) as run:
             return run.go()
 

@@ -1,0 +1,17 @@
+"""What the C library does with freed memory. Large tensors come and go in every step of training; given back to the
+system each time, they are paged in anew each time."""
+
+from __future__ import annotations
+
+import ctypes
+
+
+def keep_freed_memory(keep: bool) -> bool:
+    """Have the C library keep what is freed, as jemalloc and tcmalloc do, or give it back; say whether it keeps it."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    trim, mmaps = (2**31 - 1, 0) if keep else (2**17, 2**16)  # the latter are its defaults
+    set_trim, set_mmaps = mallopt(-1, trim), mallopt(-4, mmaps)  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
+    return keep and bool(set_trim and set_mmaps)
