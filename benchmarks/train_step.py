@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -102,7 +103,7 @@ def measure(contender: str, p: Profile, options: argparse.Namespace) -> dict:
     import torch
 
     from spanformer.cost.malloc import keep_freed_memory
-    from spanformer.cost.peak import peak_of, resident_bytes
+    from spanformer.cost.peak import resident_bytes
 
     before = resident_bytes()
     torch.set_num_threads(options.threads)
@@ -122,10 +123,8 @@ def measure(contender: str, p: Profile, options: argparse.Namespace) -> dict:
     if contender == "ours":  # as `spanformer train` does; theirs runs as it is
         keep_freed_memory(True)
     run()
-    seconds, part = statistics.median(times[1:]), share(x, y)
-    peak_of(lambda: None)  # gives back what is free
-    held = resident_bytes() - before
-    return {"seconds": seconds, "peak_bytes": held + peak_of(lambda: step(x, y))[0], "attention_share": part}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    return {"seconds": statistics.median(times[1:]), "peak_bytes": peak, "attention_share": share(x, y)}
 
 
 def original_steps(p: Profile):
