@@ -11,7 +11,7 @@ from spanformer.model.config import ModelConfig
 from spanformer.model.fields import build
 from spanformer.model.folder import META, NewerFormat, faults, read_meta, read_part
 from spanformer.model.lm import LM
-from spanformer.model.weights import misfit
+from spanformer.model.weights import misfit, shapes
 
 CHECKPOINTS = "checkpoints"
 
@@ -29,7 +29,7 @@ def load(path: str | Path, *, device: str | torch.device = "cpu") -> LM:
     weights = read_part(folder, "model")
     with torch.random.fork_rng(devices=[]):  # the random beginnings are not kept, so nobody's random numbers change
         lm = LM(config)
-    if wrong := misfit(weights, {name: tensor.shape for name, tensor in lm.state_dict().items()}):
+    if wrong := misfit(shapes(weights), shapes(lm.state_dict())):
         raise ValueError(f"the weights in {folder} do not fit its configuration: {wrong}")
     lm.load_state_dict(weights)
     return lm.to(device).eval()

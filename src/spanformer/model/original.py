@@ -32,7 +32,7 @@ from spanformer.model.config import AttentionConfig, EmbeddingConfig, FeedForwar
 from spanformer.model.fields import as_dict
 from spanformer.model.folder import write_folder
 from spanformer.model.lm import LM
-from spanformer.model.weights import misfit
+from spanformer.model.weights import misfit, shapes
 
 RAMP = 32.0  # of every published model; no checkpoint holds it
 PREFIX = "module."  # what torch's data-parallel wrappers put before every name
@@ -90,7 +90,7 @@ def convert(state: Mapping[str, Tensor], *, ramp: float = RAMP) -> tuple[ModelCo
     state = _bare(state)
     config = _configure(state, ramp)
     places = _places(config)
-    if wrong := misfit(state, {key: place.shape for key, place in places.items()}):
+    if wrong := misfit(shapes(state), {key: place.shape for key, place in places.items()}):
         raise ValueError(f"this is no adaptive-span model: {wrong}")
     for key, tensor in state.items():
         _check_values(key, tensor.detach(), state[key.replace(TWIN, "adaptive_span")])

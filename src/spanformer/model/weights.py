@@ -7,12 +7,16 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 
-def misfit(found: Mapping[str, Tensor], wanted: Mapping[str, Sequence[int]]) -> str | None:
-    """The first way in which the tensors differ from the wanted names and shapes, as "it ...", or None."""
+def shapes(tensors: Mapping[str, Tensor]) -> dict[str, Sequence[int]]:
+    return {name: t.shape for name, t in tensors.items()}
+
+
+def misfit(found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> str | None:
+    """The first way in which names and shapes of tensors differ from the wanted ones, as "it ...", or None."""
     for name, shape in wanted.items():
         if name not in found:
             return f"it has no {name}, expected with shape {list(shape)}"
-        if list(found[name].shape) != list(shape):
-            return f"its {name} has shape {list(found[name].shape)}, expected {list(shape)}"
+        if list(found[name]) != list(shape):
+            return f"its {name} has shape {list(found[name])}, expected {list(shape)}"
     unknown = next((name for name in found if name not in wanted), None)
     return None if unknown is None else f"it has {unknown!r}, which such a model does not have"

@@ -15,6 +15,7 @@ import torch
 from spanformer.model.fields import as_dict, build
 from spanformer.model.lm import State
 from spanformer.model.part import Part
+from spanformer.model.weights import misfit, shapes
 from spanformer.train.checkpoint import pack_optimizer, unpack_optimizer
 from spanformer.train.sharded import Held, own, read_like, whole, write_shards
 
@@ -70,10 +71,8 @@ def restore(run: Run, path: Path) -> None:
 
 def load_model(run: Run, part: Part, path: Path) -> None:
     own = run.model.state_dict()
-    wrong = [name for name in own if name not in part or part.shape(name) != own[name].shape]
-    wrong += [name for name in part if name not in own]
-    if wrong:
-        raise ValueError(f"{path} does not fit this model: {', '.join(wrong[:3])} {'…' if wrong[3:] else ''}")
+    if wrong := misfit({name: part.shape(name) for name in part}, shapes(own)):
+        raise ValueError(f"{path} does not fit this model: {wrong}")
     with torch.no_grad():
         for name, t in own.items():
             t.copy_(read_like(part, name, t, run.world))
