@@ -1,4 +1,4 @@
-"""Optimisers and learning rates: AdamW, Muon, SGD, and the Adagrad of Sukhbaatar et al. (2019), which clips every tensor.
+"""Optimisers and learning rates: AdamW, Muon, SGD, and the Adagrad of Sukhbaatar et al. (2019), which clips each tensor.
 
 Adagrad, for a parameter tensor w with gradient g, learning rate η and clip c:
 
@@ -160,6 +160,10 @@ class MuonAndAdamW(Optimizer):
     optimiser: one list of groups, one state."""
 
     def __init__(self, inner: list[dict], others: list[dict], config: OptimConfig) -> None:
+        if any(hasattr(p, "full_tensor") for group in inner for p in group["params"]):
+            raise ValueError(
+                "optim.kind is muon, which needs whole matrices, and they are sharded; use train.engine ddp"
+            )
         super().__init__([*inner, *others], {})
         first, second = config.betas
         # the updates get the size of AdamW's, so that one learning rate serves both
