@@ -1,4 +1,4 @@
-"""Optimisers and learning rates: AdamW, Muon, SGD, and the Adagrad of Sukhbaatar et al. (2019), which clips each tensor.
+"""Optimisers and learning rates: AdamW, Muon, SGD, and Sukhbaatar et al.'s (2019) Adagrad, which clips each tensor.
 
 Adagrad, for a parameter tensor w with gradient g, learning rate η and clip c:
 
