@@ -1,6 +1,6 @@
 """What a model remembers beyond the tokens in front of it."""
 
 from spanformer.memory.persistent import Persistent
-from spanformer.memory.segment import State, remember
+from spanformer.memory.segment import State
 
-__all__ = ["Persistent", "State", "remember"]
+__all__ = ["Persistent", "State"]
