@@ -63,9 +63,9 @@ class GenerateOptions:
     chunk: int = 512
     """tokens of the prompt read at once"""
     cache_bits: Literal[0, 8] = 0
-    """8: keep keys and values in 8 bits each; 0: as the model computes them"""
+    """8: keep keys and values in 8 bits each; 0: as the model computes them, or as they were in --load-cache"""
     save_cache: str = ""
-    """keep what was read of the prompt in this file"""
+    """keep what was read of the prompt in this file (with --lookup, if it is to be used with --lookup)"""
     load_cache: str = ""
     """go on after the text in such a file; --prompt or --file is what follows it"""
 
@@ -97,6 +97,7 @@ def run(options: GenerateOptions) -> None:
 
         def on_read(done: int, total: int) -> None:
             count.matter = total
+            count.note(cache)
             tell("reading the prompt", done, total)
             if done == total and options.save_cache:
                 cache.save(options.save_cache)
@@ -111,6 +112,7 @@ def run(options: GenerateOptions) -> None:
     try:
         _write(chain([first], pieces), prompts, count)
     finally:
+        count.note(cache)
         print(count.summary(cache), file=sys.stderr)
 
 
@@ -165,9 +167,14 @@ class _Count:
     matter: int = 0
     """of the longest prompt, how many tokens were read by the model"""
     made: int = 0
+    bytes: int = 0
+    """the most that the cache took: rows go when they end, and beams come"""
     start: float = field(default_factory=time.perf_counter)
     read: float = 0.0
     """when the prompt was read and the first token chosen"""
+
+    def note(self, cache: Cache) -> None:
+        self.bytes = max(self.bytes, cache.bytes())
 
     def summary(self, cache: Cache) -> str:
         seconds, reading = time.perf_counter() - self.read, self.read - self.start
@@ -178,10 +185,8 @@ class _Count:
         rate = f", {(self.made - 1) / seconds:,.1f} tokens/s" if self.made > 1 else ""
         lines.append(f"written: {self.made:,} tokens in {seconds:.2f} s{rate}")
         tokens = self.before + self.prompt + self.made
-        full = cache.full_bytes(tokens)
-        lines.append(
-            f"cache: {_size(cache.bytes())}; full attention would keep {_size(full)} for these {tokens:,} tokens"
-        )
+        full = cache.full_bytes(tokens) // cache.batch  # which counts each row
+        lines.append(f"cache: {_size(self.bytes)}; full attention would keep {_size(full)} for these {tokens:,} tokens")
         return "\n".join(lines)
 
 

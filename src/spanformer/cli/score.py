@@ -48,13 +48,14 @@ def run(options: ScoreOptions) -> None:
     meta, lm = load_meta(options.checkpoint), load(options.checkpoint)
     vocab = model_vocabulary(meta, options.checkpoint)
     start = time.perf_counter()
-    nats, tokens, rate = 0.0, 0, 0.0
+    nats, tokens, unknown, rate = 0.0, 0, 0, 0.0
     with _lines(options.jsonl) as lines, waiting(transient=True) as tell:
         for scored in score(lm, vocab.stream(file.parts(vocab)), chunk=options.chunk):
             if lines is not None:
                 lines.writelines(_rows(scored, tokens, vocab))
             tokens += len(scored.ids)
             nats += float(scored.nats.sum())
+            unknown += 0 if vocab.unknown is None else int((scored.ids == vocab.unknown).sum())
             rate = tokens / (time.perf_counter() - start)
             title = f"{file.name} · {nats / tokens / math.log(2):.3f} bits per token · {rate:,.0f} tokens/s"
             tell(title, file.done, file.size)
@@ -68,6 +69,8 @@ def run(options: ScoreOptions) -> None:
         f"{bits / tokens:.4f} bits per token, perplexity {math.exp(min(nats / tokens, 700)):.2f}",
         file=out,
     )
+    if unknown:
+        print(f"the model does not know {unknown:,} of the tokens; they count as its one unknown token", file=out)
 
 
 @contextlib.contextmanager

@@ -20,7 +20,9 @@ def waiting(transient: bool = False) -> Iterator[Tell]:
         TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("left"),
         TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=transient) as progress:
+    console = Console(stderr=True)
+    nowhere = transient and not console.is_terminal
+    with Progress(*columns, console=console, transient=transient, disable=nowhere) as progress:
         task = progress.add_task("starting", total=None)
 
         def tell(title: str, done: float, total: float) -> None:

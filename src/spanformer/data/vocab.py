@@ -27,6 +27,8 @@ class Vocab(ABC):
     """what a loss is reported per: bits per byte (or character), or perplexity per word"""
     size: int
     """V: ids are 0 … V − 1"""
+    unknown: int | None = None
+    """the id that stands for all that has none"""
 
     @abstractmethod
     def stream(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
@@ -94,7 +96,8 @@ class Chars(Vocab):
     def __init__(self, chars: str) -> None:
         self.chars = chars
         self.size = len(chars) + 1
-        self._ids = np.full(0x110000, self.size - 1, self.dtype)  # of every code point
+        self.unknown = len(chars)
+        self._ids = np.full(0x110000, self.unknown, self.dtype)  # of every code point
         self._ids[_code_points(chars)] = np.arange(len(chars))
 
     @classmethod
@@ -118,7 +121,7 @@ class Chars(Vocab):
         at = 0
         for part in parts:
             ids = self._ids[_code_points(part)]
-            unknown = np.flatnonzero(ids == self.size - 1)
+            unknown = np.flatnonzero(ids == self.unknown)
             if len(unknown):
                 wrong = part[unknown[0]]
                 raise ValueError(
@@ -147,6 +150,7 @@ class Words(Vocab):
         self.words = words
         self.size = len(words)
         self._ids = {word: i for i, word in enumerate(words)}
+        self.unknown = self._ids.get(UNKNOWN)
 
     @classmethod
     def learn(cls, documents: Iterable[Iterable[str]], size: int = 0) -> Words:

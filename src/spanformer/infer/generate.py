@@ -142,6 +142,11 @@ class _Settings:
             return self.model.cache(rows, slack=slack)
         if given.batch != rows:
             raise ValueError(f"the cache has {given.batch} rows; expected one for each prompt, {rows}")
+        if given.slack < slack:
+            raise ValueError(
+                f"lookup is {slack} and the cache can take back {given.slack} tokens; expected a cache with a slack of "
+                f"{slack} or more"
+            )
         return given
 
     def read(self, rows: list[Row], cache: Cache) -> Tensor:
