@@ -131,7 +131,7 @@ def test_lookup_takes_fewer_steps_where_the_text_repeats_itself(lm, tokens, read
     assert len(reads) == 120
     reads.clear()
     assert list(generate(lm, prompt, sampling=GREEDY, max_tokens=120, lookup=8)) == plain
-    assert len(reads) < 70 and max(width for _, width in reads[1:]) == 9
+    assert len(reads) < 80 and max(width for _, width in reads[1:]) == 9
 
 
 def test_lookup_leaves_the_cache_at_the_last_token(lm, tokens):

@@ -14,7 +14,7 @@ def guess_slowly(text: list[int], most: int) -> list[int]:
     for length in LENGTHS:
         for at in range(len(text) - 1, length - 1, -1):
             if len(text) > length and text[at - length : at] == text[-length:]:
-                return text[at : at + most]
+                return (text[at:] * most)[:most]
     return []
 
 

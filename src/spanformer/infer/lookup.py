@@ -29,11 +29,13 @@ class Lookup:
                 self._forget()
 
     def guess(self, most: int) -> list[int]:
-        """Up to so many tokens that followed the last time the text stood as it stands now; none if it never did."""
+        """So many tokens as they followed the last time the text stood as it stands now; none if it never did. Where
+        less has followed so far, the text goes round in a circle, and is taken to go on so."""
         for length in LENGTHS:
             at = self._after.get(self._last(length))
             if at is not None:
-                return self._tokens[at : at + most]
+                period = len(self._tokens) - at
+                return [self._tokens[at + n % period] for n in range(most)]
         return []
 
     def _last(self, length: int) -> tuple[int, ...]:
