@@ -105,4 +105,6 @@ def decode(model: LM, cache: Cache, logits: Tensor, chooser: Chooser, max_tokens
             chooser.keep(going)
         guessed, right = chooser.guess(max_tokens - made - 1), 0
         x = torch.cat([tokens[going, None], tokens.new_tensor([guessed] * len(going))], 1)
-        ahead = model.read(x, cache)[..., : logits.shape[1]]
+        found = model.read(x, cache)
+        assert found is not None
+        ahead = found[..., : logits.shape[1]]
