@@ -85,12 +85,12 @@ def run(options: GenerateOptions) -> None:
         cache = Cache.load(options.load_cache, lm)
     else:
         cache = lm.cache(len(prompts), slack=options.lookup, bits=options.cache_bits)
-    count = _Count(before=int(cache.seen.sum()))
+    count = _Count(int(cache.seen.sum()), options.beams, [0] * len(prompts))
     with waiting(transient=True) as tell:
 
-        def watched(parts: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-            for part in parts:
-                count.prompt += len(part)
+        def watched(row: int) -> Iterator[np.ndarray]:
+            for part in prompt_ids(file, prompts[row], vocab):
+                count.prompts[row] += len(part)
                 if file:
                     tell(f"reading {file.name}", file.done, file.size)
                 yield part
@@ -103,8 +103,8 @@ def run(options: GenerateOptions) -> None:
                 cache.save(options.save_cache)
 
         pieces = generate_batch(
-            lm, [watched(prompt_ids(file, text, vocab)) for text in prompts], vocab=vocab, sampling=sampling,
-            max_tokens=options.max_tokens, stop=options.stop, seed=options.seed, beams=options.beams,
+            lm, list(map(watched, range(len(prompts)))), vocab=vocab, sampling=sampling, max_tokens=options.max_tokens,
+            stop=options.stop, seed=options.seed, beams=options.beams,
             lookup=options.lookup, chunk=options.chunk, cache=cache, on_read=on_read,
         )  # fmt: skip
         first = next(pieces)
@@ -163,7 +163,9 @@ def _put(text: str) -> None:
 class _Count:
     before: int
     """tokens that a loaded cache had seen"""
-    prompt: int = 0
+    beams: int
+    prompts: list[int]
+    """tokens of each"""
     matter: int = 0
     """of the longest prompt, how many tokens were read by the model"""
     made: int = 0
@@ -178,15 +180,17 @@ class _Count:
 
     def summary(self, cache: Cache) -> str:
         seconds, reading = time.perf_counter() - self.read, self.read - self.start
-        lines = [f"prompt: {self.prompt:,} tokens in {reading:.2f} s"]
-        if self.matter < self.prompt:
+        prompt = sum(self.prompts)
+        lines = [f"prompt: {prompt:,} tokens in {reading:.2f} s"]
+        if self.matter < max(self.prompts):
             lines[0] += f"; no head can see beyond the last {self.matter:,}, so only these were read"
         # The first token came with the prompt.
         rate = f", {(self.made - 1) / seconds:,.1f} tokens/s" if self.made > 1 else ""
         lines.append(f"written: {self.made:,} tokens in {seconds:.2f} s{rate}")
-        tokens = self.before + self.prompt + self.made
-        full = cache.full_bytes(tokens) // cache.batch  # which counts each row
-        lines.append(f"cache: {_size(self.bytes)}; full attention would keep {_size(full)} for these {tokens:,} tokens")
+        tokens = self.before + prompt + self.made
+        full = cache.full_bytes(tokens) // cache.batch * self.beams  # it counts each row the cache has now
+        kept = f"{_size(full)} for these {tokens:,} tokens" + f" and {self.beams} beams" * (self.beams > 1)
+        lines.append(f"cache: {_size(self.bytes)}; full attention would keep {kept}")
         return "\n".join(lines)
 
 

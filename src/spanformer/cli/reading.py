@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from spanformer.data.pieces import Piece, open_stream, reading, texts, unpacked_size
+from spanformer.data.pieces import CONTINUATION, Piece, open_stream, reading, texts, unpacked_size
 from spanformer.data.vocab import Bytes, Vocab, from_json
 
 STDIN = "-"
@@ -46,7 +46,7 @@ class TextFile:
             while chunk := stream.read(PART):
                 yield chunk
                 self.done += len(chunk)
-                self.characters += sum(byte & 0xC0 != 0x80 for byte in chunk) if not chunk.isascii() else len(chunk)
+                self.characters += len(chunk.translate(None, CONTINUATION))
 
 
 def prompt_ids(file: TextFile | None, text: str, vocab: Vocab) -> Iterator[np.ndarray]:
