@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from spanformer.attention import DynamicSpan as DynamicSpan
     from spanformer.infer import Sampling as Sampling
     from spanformer.infer import generate as generate
+    from spanformer.memory import Cache as Cache
+    from spanformer.memory import HeadCache as HeadCache
     from spanformer.model.config import ModelConfig as ModelConfig
     from spanformer.model.lm import LM as LM
     from spanformer.model.load import load as load
@@ -31,7 +33,9 @@ _HOME = {
     "AdaptiveSpan": "spanformer.attention",
     "Attended": "spanformer.ops",
     "BlockIndex": "spanformer.ops",
+    "Cache": "spanformer.memory",
     "DynamicSpan": "spanformer.attention",
+    "HeadCache": "spanformer.memory",
     "LM": "spanformer.model.lm",
     "ModelConfig": "spanformer.model.config",
     "Rings": "spanformer.ops",

@@ -54,7 +54,8 @@ class HeadCache:
                 raise ValueError(f"{name} is {number}; expected 0 or more")
         if not dtype.is_floating_point:
             raise ValueError(f"dtype is {dtype}; expected a floating-point dtype")
-        self.kept, self.slack, self.bits, self.zeros = kept, slack, bits, zeros
+        self.kept, self.slack, self.zeros = kept, slack, zeros
+        self.bits: Literal[0, 8] = bits
         self.dtype, self.device = dtype, torch.device(device)
         self.dims = (head_dim, value_dim or head_dim)
         self.reach = _reach(reach)
@@ -196,15 +197,14 @@ class HeadCache:
         k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in zip(early, (k, v), strict=True))
         first = torch.arange(self.kept, device=q.device).expand(b, -1)
         others = places + t - k.shape[2] + self.kept + torch.arange(k.shape[2] - self.kept, device=q.device)
+        # a first token is either held (read before) or among the new ones, and never both; in a ring it does not count
+        absent = torch.cat([first >= places, (others < self.kept) & (others < places)], 1)  # [B, Tk]
         bias = torch.zeros(b, len(kv_heads), k.shape[2], device=q.device)
         if hidden is not None:
             bias[..., self.kept :] += hidden
-        # a first token is either held (read before) or among the new ones, and never both; in a ring it does not count
-        bias[..., : self.kept].masked_fill_((first >= places)[:, None], -math.inf)
-        bias[..., self.kept :].masked_fill_(((others < self.kept) & (others < places))[:, None], -math.inf)
-        rule = rule + Rule(rule.heads, causal=False, key_bias=bias)
+        rule = rule + Rule(rule.heads, causal=False, key_bias=bias.masked_fill_(absent[:, None], -math.inf))
+        where = torch.cat([first, others], 1).masked_fill_(absent, -1)
         at = places + torch.arange(t, device=q.device)
-        where = torch.cat([first, others], 1)
         return attend(q, k, v, rule, backend=backend, scale=scale, q_positions=at, k_positions=where)
 
     def _write(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> None:
