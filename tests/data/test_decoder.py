@@ -84,6 +84,11 @@ def test_bytes_of_a_command_line_that_are_no_utf8_stay_what_they_are():
     assert np.concatenate(list(Bytes().prompt([said, b"b"]))).tolist() == [0x61, 0xFF, 0xC3, 0x62]
 
 
+def test_bpe_refuses_them():
+    with pytest.raises(ValueError, match=r"^the prompt is not UTF-8 at its character 2; convert it$"):
+        list(VOCABS["bpe"].prompt(["a\udcff"]))
+
+
 def test_a_tokenizer_from_elsewhere_that_strips_the_first_space():
     """Its pieces keep their spaces when they are decoded one at a time."""
     tokenizers = pytest.importorskip("tokenizers")
