@@ -7,6 +7,8 @@ namespace spanformer {
 namespace SPANFORMER_ISA {
 
 constexpr long DECODE_KEYS = 1024;  // per part of a head: long heads are shared between threads
+// A number is used once here, so that what takes time is waiting for memory: as long as this many multiply-adds.
+constexpr double MEMORY = 16;
 
 SPANFORMER_INLINE vf load_row(const float* p) { return load(p); }
 SPANFORMER_INLINE vf load_row(const bf16* p) {
@@ -55,13 +57,18 @@ static void write_newest(const Decode& c) {
     }
 }
 
+// Rings are long unread by the time the next token comes: their rows are asked for well before they are needed.
+template <class T>
+SPANFORMER_INLINE void prefetch(const T* from, long n) {
+  for (long at = 0; at < n * (long)sizeof(T); at += 64) __builtin_prefetch(reinterpret_cast<const char*>(from) + at);
+}
+
 // out[r] = q · row r, for W rows at once: their sums across lanes become one transposition.
 template <class T>
 SPANFORMER_INLINE void row_dots(const float* q, const T* rows, long stride, long D, float* out) {
   vf acc[W] = {};
   long d = 0;
-  for (long line = 0; line < W * stride * (long)sizeof(T); line += 64)
-    __builtin_prefetch(reinterpret_cast<const char*>(rows + 2 * W * stride) + line);
+  prefetch(rows + 2 * W * stride, W * stride);
   for (; d + W <= D; d += W) {
     const vf x = load(q + d);
 #pragma GCC unroll 16
@@ -142,9 +149,12 @@ class PartDecode {
     const T* q = row<T>(c.q, x.b, x.h, 0);
     for (long d = 0; d < c.D; d++) query_[d] = to_float(q[d]) * (float)c.scale * LOG2E;
     for (const Stretch& s : stretches_) {
-      const S* k = K_ + s.slot * c.k.row;
+      const S *k = K_ + s.slot * c.k.row, *v = V_ + s.slot * c.v.row;
       long r = s.from;
-      for (; r + W <= s.to; r += W, k += W * c.k.row) row_dots(query_, k, c.k.row, c.D, score_ + r);
+      for (; r + W <= s.to; r += W, k += W * c.k.row, v += W * c.v.row) {
+        prefetch(v, W * c.v.row);
+        row_dots(query_, k, c.k.row, c.D, score_ + r);
+      }
       for (; r < s.to; r++, k += c.k.row) score_[r] = exact_dot(query_, k, c.D);
       rescale(s, k_scale_);
     }
@@ -221,7 +231,7 @@ static void decode_all(const Decode& c) {
           parts.push_back({b, h, d, std::min(end, d + DECODE_KEYS), kept, 0, 0, nullptr});
       };
       cut(n, false), cut(few, true);
-      cost += (double)(std::max(0L, n) + std::max(0L, few)) * (c.D + c.Dv);
+      cost += MEMORY * (double)(std::max(0L, n) + std::max(0L, few)) * (c.D + c.Dv);
     }
   first.push_back((long)parts.size());
   std::vector<float> sums(parts.size() * c.Dv);

@@ -134,6 +134,23 @@ def test_bad_input_is_named() -> None:
         attend_rings(q[0], rings, Rule(2, reach=5))
 
 
+def test_bad_rings_are_named() -> None:
+    k, newest = torch.randn(1, 20, 8), torch.tensor([19])
+    half = torch.tensor([8, 8])
+    with pytest.raises(
+        ValueError, match=r"capacity is \[8, 8\] with 3 kept beside each; expected at least 1 slot a head"
+    ):
+        Rings(k, k, half, newest, kept=3)
+    with pytest.raises(ValueError, match=r"oldest has shape \[1\].*expected int64 \[1, 2\] on the CPU"):
+        Rings(k, k, half, newest, kept=2, oldest=newest)
+    with pytest.raises(ValueError, match=r"keys has dtype torch\.float32; expected torch\.int8 with scales"):
+        Rings(k, k, half, newest, kept=2, scales=(k[..., 0], k[..., 0]))
+    with pytest.raises(ValueError, match=r"scales has shape \[1, 19\].*expected contiguous float32 \[1, 20\]"):
+        Rings(k.to(torch.int8), k.to(torch.int8), half, newest, kept=2, scales=(k[:, 1:, 0], k[:, 1:, 0]))
+    with pytest.raises(ValueError, match="the rule keeps 0 first tokens and the rings 2"):
+        attend_rings(torch.randn(1, 2, 1, 8), Rings(k, k, half, newest, kept=2), Rule(2, reach=5))
+
+
 def test_values_too_wide_for_the_kernel_go_to_banded() -> None:
     q, k, v = torch.randn(1, 1, 1, 8), torch.randn(1, 1, 20, 8), torch.randn(1, 1, 20, 300)
     rings = rings_of(k, v, [20], [19])
