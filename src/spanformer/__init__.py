@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from spanformer.attention import AdaptiveSpan as AdaptiveSpan
     from spanformer.attention import DynamicSpan as DynamicSpan
+    from spanformer.memory import Cache as Cache
+    from spanformer.memory import HeadCache as HeadCache
     from spanformer.model.config import ModelConfig as ModelConfig
     from spanformer.model.lm import LM as LM
     from spanformer.model.load import load as load
@@ -29,7 +31,9 @@ _HOME = {
     "AdaptiveSpan": "spanformer.attention",
     "Attended": "spanformer.ops",
     "BlockIndex": "spanformer.ops",
+    "Cache": "spanformer.memory",
     "DynamicSpan": "spanformer.attention",
+    "HeadCache": "spanformer.memory",
     "LM": "spanformer.model.lm",
     "ModelConfig": "spanformer.model.config",
     "Rings": "spanformer.ops",

@@ -2,22 +2,292 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 
-from small_models import CONFIGS, make, text
+from small_models import CONFIGS, SMALL, make, text, with_attention
+from spanformer import Cache
+from spanformer.model import reading
+from spanformer.model.config import FeedForwardConfig, ModelConfig, PositionConfig
 from spanformer.model.lm import LM
+from spanformer.ops import kernel
 
-PIECES = [[127], [64] + [1] * 30 + [33], [1] * 60 + [67], [3, 1, 90] + [1] * 33]
+PIECES = {"at once": [127], "mixed": [64] + [1] * 30 + [33], "steps last": [3, 1, 90] + [1] * 33}
+STACKS = {
+    "adaptive": ("adaptive_span",),
+    "dynamic": ("dynamic_span",),
+    "window": ("window:9", "full"),
+    "mixed heads": ("2 window:7 + 2 adaptive_span", "2 adaptive_span + 2 dynamic_span"),
+}
+KINDS = ("none", "table", "rotary", "alibi", "distance_bias")
 
 
 def read_in(lm: LM, x: torch.Tensor, pieces: list[int], **options) -> torch.Tensor:
     cache = lm.cache(len(x), **options)
-    return torch.cat([lm.read(piece, cache) for piece in x.split(pieces, 1)], 1)
+    found = [lm.read(piece, cache) for piece in x.split(pieces, 1)]
+    assert cache.seen.tolist() == [x.shape[1]] * len(x)
+    return torch.cat([logits for logits in found if logits is not None], 1)
+
+
+def close(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    assert a is not None and b is not None
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("pieces", PIECES, ids=["at once", "mixed", "steps first", "steps last"])
-def test_equals_one_forward_pass(name: str, pieces: list[int]) -> None:
+@pytest.mark.parametrize("pieces", PIECES)
+def test_equals_one_forward_pass(name: str, pieces: str) -> None:
     lm, x = make(CONFIGS[name]), text(2, 127)
-    assert torch.allclose(read_in(lm, x, pieces), lm(x).logits, rtol=1e-9, atol=1e-9)
+    assert close(read_in(lm, x, PIECES[pieces]), lm(x).logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stack", STACKS)
+def test_every_mechanism_with_every_position(stack: str, kind: str) -> None:
+    """Norm before and after, grouped heads with and without tied spans, persistent memory: two layers each."""
+    for n, (order, (kv_heads, tied), persistent) in enumerate(
+        itertools.product(("pre", "post"), ((0, False), (2, False), (2, True)), (0, 5))
+    ):
+        config = replace(
+            with_attention(SMALL, stack=STACKS[stack], tied=tied), layers=2, order=order, kv_heads=kv_heads,
+            persistent=persistent, position=PositionConfig(kind=kind), norm=("rms", "layer")[n % 2],
+        )  # fmt: skip
+        lm, x = make(config), text(1, 75)
+        assert close(read_in(lm, x, [60] + [1] * 15), lm(x).logits), (order, kv_heads, tied, persistent)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "stack", [("adaptive_span",), ("window:9", "full"), ("2 window:7 + 2 adaptive_span",)], ids=str
+)
+def test_the_papers_zeros_are_seen(stack: tuple[str, ...], kind: str) -> None:
+    for order, persistent, pieces in itertools.product(("pre", "post"), (0, 5), ([1] * 20 + [55], [50] + [1] * 25)):
+        config = replace(
+            with_attention(SMALL, stack=(stack,)), layers=2, original=True, order=order, persistent=persistent,
+            position=PositionConfig(kind=kind), feedforward=FeedForwardConfig(kind="relu", dim=40, bias=True),
+        )  # fmt: skip
+        lm, x = make(config), text(2, 75)
+        assert close(read_in(lm, x, pieces), lm(x).logits), (order, persistent, pieces)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["rotary", "table", "alibi", "dynamic", "grouped", "hybrid heads", "persistent"])
+def test_in_other_dtypes_it_is_as_exact_as_the_forward_pass(name: str, dtype: torch.dtype) -> None:
+    lm, x = make(CONFIGS[name]), text(2, 127)
+    truth = lm(x).logits
+    lm = lm.to(dtype)
+    dense = lm(x).logits.double()
+    error, allowed = (read_in(lm, x, PIECES["mixed"]).double() - truth).abs(), (dense - truth).abs()
+    assert error.mean() <= 2 * allowed.mean() and error.max() <= 3 * allowed.max()
+
+
+@pytest.mark.parametrize("name", ["rotary", "dynamic", "hybrid heads"])
+def test_a_text_of_20_spans_equals_segment_recurrence(name: str) -> None:
+    lm = make(CONFIGS[name])
+    longest = max(max(layer) for layer in lm.lookback()) + 1
+    x, state, cache = text(1, 20 * longest), None, lm.cache(1)
+    held = cache.bytes()
+    with torch.no_grad():
+        for n, piece in enumerate(x.split(100, 1)):
+            found = lm(piece, state)
+            state = found.state
+            steps = piece.split(1 if n == 7 else 64, 1)
+            assert close(torch.cat([lm.read(step, cache) for step in steps], 1), found.logits)
+    assert cache.bytes() == held and cache.seen.tolist() == [20 * longest]
+
+
+def test_rows_at_different_places() -> None:
+    lm, x = make(CONFIGS["hybrid heads"]), text(3, 100)
+    whole, cache, lengths = lm(x).logits, lm.cache(3), torch.tensor([70, 1, 33])
+    found = lm.read(x[:, :70], cache, lengths=lengths, logits="last")
+    assert close(found, torch.stack([whole[b, n - 1] for b, n in enumerate(lengths)]))
+    for step in range(30):  # each row goes on from where it stands
+        at = lengths + step
+        found = lm.read(x[torch.arange(3), at][:, None], cache)
+        assert close(found[:, 0], whole[torch.arange(3), at])
+    assert cache.seen.tolist() == [100, 31, 63]
+    some = torch.tensor([0, 5, 0])  # no token for two rows
+    rest = torch.stack([x[0, :8], x[1, 31:39], x[2, :8]])
+    found = lm.read(rest, cache, lengths=some, logits="last")
+    assert close(found[1], whole[1, 35]) and cache.seen.tolist() == [100, 36, 63]
+    found = lm.read(x[:, 63:64], cache, lengths=torch.tensor([0, 0, 1]), logits="last")
+    assert close(found[2], whole[2, 63])
+    assert close(lm.read(x[:, 64:72], cache, lengths=torch.tensor([0, 0, 8]))[2], whole[2, 64:72])
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_long_texts_go_through_in_pieces(monkeypatch: pytest.MonkeyPatch, original: bool) -> None:
+    monkeypatch.setattr(reading, "CHUNK", 16)
+    lm, x = make(replace(SMALL, original=original)), text(2, 100)
+    whole = lm(x).logits
+    assert close(lm.read(x, lm.cache(2)), whole)
+    assert close(lm.read(x, lm.cache(2), logits="last"), whole[:, -1])
+    found = lm.read(x, cache := lm.cache(2), lengths=torch.tensor([100, 13]), logits="last")
+    assert close(found, torch.stack([whole[0, 99], whole[1, 12]])) and cache.seen.tolist() == [100, 13]
+    assert lm.read(x, cache, logits="none") is None
+
+
+def test_dropout_is_off_and_training_goes_on() -> None:
+    lm = make(replace(with_attention(SMALL, dropout=0.5), feedforward=FeedForwardConfig(dim=48, dropout=0.5)))
+    x, expected = text(1, 30), None
+    expected = lm(x).logits
+    lm.train()
+    found = lm.read(x, lm.cache(1))
+    assert close(found, expected) and lm.training and lm.blocks[0].feedforward.dropout.training
+    lm(x).logits.sum().backward()  # what reading left behind does not stand in the way
+
+
+def test_spans_that_change_resize_the_cache() -> None:
+    lm, x = make(with_attention(SMALL, max_span=100)), text(1, 300)
+    cache = lm.cache(1)
+    lm.read(x[:, :150], cache)
+    before = cache.bytes()
+    with torch.no_grad():
+        for module in lm.spans_modules():
+            module.ratio.mul_(0.5)
+    lm.read(x[:, 150:151], cache)
+    assert cache.bytes() < before
+    assert [layer.reach for layer in cache.layers] == [[n + 1 for n in each] for each in lm.lookback()]
+    with torch.no_grad():
+        for module in lm.spans_modules():
+            module.ratio.mul_(2)
+    lm.read(x[:, 151:], cache)
+    assert cache.bytes() == before
+    with torch.no_grad():  # a table of positions that changes is read anew
+        lm = make(CONFIGS["distance_bias"])
+        cache = lm.cache(1)
+        lm.read(x[:, :5], cache)
+        first = lm.read(x[:, 5:6], cache.fork(1))
+        lm.position.bias.add_(torch.randn_like(lm.position.bias))
+        assert not close(lm.read(x[:, 5:6], cache), first)
+
+
+def test_a_cache_costs_the_sum_of_reaches() -> None:
+    lm = make(with_attention(replace(SMALL, kv_heads=2), max_span=1000))
+    cache = lm.cache(3)
+    reach = [max(each[g : g + 2]) + 1 for each in lm.lookback() for g in (0, 2)]
+    assert cache.bytes() == 3 * sum(reach) * 2 * 8 * 8
+    assert cache.full_bytes(5000) == 3 * 5000 * 3 * 2 * 2 * 8 * 8
+    assert lm.cache(3, bits=8).bytes() == 3 * sum(reach) * 2 * (8 + 4)
+
+
+@pytest.mark.parametrize("name", ["rotary", "paper", "dynamic"])
+def test_crop_reorder_and_fork(name: str) -> None:
+    lm, x = make(CONFIGS[name]), text(2, 100)
+    whole, cache = lm(x).logits, lm.cache(2, slack=7)
+    lm.read(x[:, :80], cache)
+    for _ in range(3):  # again and again, past where a ring has wrapped
+        lm.read(x[:, 80:87] + 1, cache)
+        cache.crop(torch.tensor([80, 80]))
+    lm.read(x[:, 80:84], cache)
+    cache.crop(torch.tensor([82, 84]))
+    assert cache.seen.tolist() == [82, 84]
+    forked = cache.fork(2)
+    assert forked.batch == 4 and forked.seen.tolist() == [82, 82, 84, 84]
+    with pytest.raises(ValueError, match=r"row 0 cannot be cropped from 82 to 50 tokens.*more slack than 7"):
+        cache.crop(torch.tensor([50, 50]))
+    cache.reorder(torch.tensor([1, 0, 1]))
+    new = torch.stack([x[1, 84:90], x[0, 82:88], x[1, 84:90]])
+    found = lm.read(new, cache)
+    assert close(found, torch.stack([whole[1, 84:90], whole[0, 82:88], whole[1, 84:90]]))
+    step = lm.read(x[[0, 0, 1, 1], [82, 82, 84, 84]][:, None], forked)  # knows nothing of what the other did
+    assert close(step[:, 0], whole[[0, 0, 1, 1], [82, 82, 84, 84]])
+
+
+def test_crop_to_anything_before_a_ring_has_wrapped() -> None:
+    lm, x = make(with_attention(SMALL, kind="full", max_span=50)), text(1, 60)
+    cache = lm.cache(1)
+    lm.read(x[:, :50], cache)
+    cache.crop(torch.tensor([3]))
+    assert close(lm.read(x[:, 3:40], cache), lm(x).logits[:, 3:40])
+    with pytest.raises(ValueError, match="row 0 has read 40 tokens; it cannot be cropped to 41"):
+        cache.crop(torch.tensor([41]))
+
+
+@pytest.mark.parametrize("bits", [0, 8])
+def test_saved_and_loaded(tmp_path, bits: int) -> None:
+    lm, x = make(CONFIGS["hybrid heads"]), text(2, 100)
+    cache = lm.cache(2, slack=3, bits=bits)
+    lm.read(x[:, :70], cache, lengths=torch.tensor([70, 22]))
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = Cache.load(tmp_path / "cache.safetensors", lm)
+    assert loaded.seen.tolist() == [70, 22] and loaded.slack == 3 and loaded.bits == bits
+    new = torch.stack([x[0, 70:75], x[1, 22:27]])
+    assert torch.equal(lm.read(new, loaded), lm.read(new, cache))
+    other = make(CONFIGS["hybrid heads"])
+    with torch.no_grad():
+        next(other.parameters()).add_(0.01)
+    with pytest.raises(ValueError, match=r"cache\.safetensors was saved by another model"):
+        Cache.load(tmp_path / "cache.safetensors", other)
+    with pytest.raises(ValueError, match=r"cache\.safetensors was saved by another model"):
+        Cache.load(tmp_path / "cache.safetensors", make(SMALL))
+    (tmp_path / "none").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="none cannot be read as a saved cache"):
+        Cache.load(tmp_path / "none", lm)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_eight_bits_are_near_the_truth(dtype: torch.dtype) -> None:
+    lm, x = make(CONFIGS["hybrid heads"]).to(dtype), text(2, 127)
+    truth = lm(x).logits
+    apart = (read_in(lm, x, PIECES["mixed"], bits=8) - truth).abs()
+    assert 0 < apart.mean() < 0.01 * truth.std() and apart.max() < 0.1 * truth.std()
+
+
+@pytest.mark.skipif(bool(kernel.problem()), reason="the compiled kernel is not here")
+def test_backends_agree_on_eight_bits() -> None:
+    x = text(2, 60)
+    native, banded = (make(with_attention(CONFIGS["grouped"], backend=b)).float() for b in ("native", "banded"))
+    assert torch.allclose(*(read_in(lm, x, [1] * 60, bits=8) for lm in (native, banded)), atol=1e-3)
+
+
+REFUSED = {
+    "the cache belongs to another model": lambda lm, x: lm.read(x, make(SMALL).cache(2)),
+    r"x has shape \[1, 9\]; expected 2 rows": lambda lm, x: lm.read(x[:1], lm.cache(2)),
+    r"x has shape \[2, 0\].*T at least 1": lambda lm, x: lm.read(x[:, :0], lm.cache(2)),
+    "outside the vocabulary of 37": lambda lm, x: lm.read(x + 37, lm.cache(2)),
+    r"lengths is \[3, 10\]; expected 2 numbers of real tokens, 0 … 9": lambda lm, x: lm.read(
+        x, lm.cache(2), lengths=torch.tensor([3, 10])
+    ),
+    "logits is 'some'": lambda lm, x: lm.read(x, lm.cache(2), logits="some"),
+    "bits is 4; expected 0": lambda lm, x: lm.cache(2, bits=4),
+    "slack is -1": lambda lm, x: lm.cache(2, slack=-1),
+    "copies is 0": lambda lm, x: lm.cache(2).fork(0),
+    r"rows holds \[2\]; expected numbers 0 … 1": lambda lm, x: lm.cache(2).reorder(torch.tensor([2])),
+    r"rows has shape \[1, 1\]": lambda lm, x: lm.cache(2).reorder(torch.tensor([[0]])),
+    r"lengths has shape \[1\]; expected whole numbers \[2\]": lambda lm, x: lm.cache(2).crop(torch.tensor([0])),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_bad_input_is_named(message: str) -> None:
+    lm = make(SMALL)
+    with pytest.raises(ValueError, match=message):
+        REFUSED[message](lm, text(2, 9))
+
+
+def test_a_refused_token_changes_nothing() -> None:
+    lm, x = make(SMALL), text(1, 40)
+    cache = lm.cache(1)
+    lm.read(x[:, :39], cache)
+    with pytest.raises(ValueError, match="token 37 is outside the vocabulary of 37"):
+        lm.read(torch.tensor([[37]]), cache)
+    assert close(lm.read(x[:, 39:], cache), lm(x).logits[:, 39:])
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_text() -> None:
+    config = ModelConfig(vocab=37, dim=32, layers=2, heads=4, attention=SMALL.attention)
+    lm = LM(config)
+    cache, x = lm.cache(1), text(1, 4096)
+    held, resident = cache.bytes(), []
+    from spanformer.cost.peak import resident_bytes
+
+    for _ in range(50):
+        lm.read(x, cache, logits="none")
+        resident.append(resident_bytes())
+    assert cache.bytes() == held and cache.seen.tolist() == [50 * 4096]
+    assert max(resident[10:]) <= 1.02 * resident[9]

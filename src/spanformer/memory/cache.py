@@ -147,5 +147,5 @@ def digest(model: Maker) -> str:
     found = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        found.update(memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
     return found.hexdigest()

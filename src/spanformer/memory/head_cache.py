@@ -54,7 +54,8 @@ class HeadCache:
                 raise ValueError(f"{name} is {number}; expected 0 or more")
         if not dtype.is_floating_point:
             raise ValueError(f"dtype is {dtype}; expected a floating-point dtype")
-        self.kept, self.slack, self.bits, self.zeros = kept, slack, bits, zeros
+        self.kept, self.slack, self.zeros = kept, slack, zeros
+        self.bits: Literal[0, 8] = bits
         self.dtype, self.device = dtype, torch.device(device)
         self.dims = (head_dim, value_dim or head_dim)
         self.reach = _reach(reach)

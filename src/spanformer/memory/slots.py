@@ -57,7 +57,7 @@ class Store:
 
     def tensors(self) -> dict[str, Tensor]:
         """All that it holds, by name; each has a row for each slot."""
-        named = {"keys": self.keys, "values": self.values}
+        named: dict[str, Tensor] = {"keys": self.keys, "values": self.values}
         return named | ({"key_scales": self.scales[0], "value_scales": self.scales[1]} if self.scales else {})
 
 
@@ -103,7 +103,7 @@ def _pick(store: Store, kind: int, pieces: list[tuple[int, int]] | Tensor, dtype
 def write_slots(store: Store, place: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> None:
     """k [B, Hkv, T, D] and v at positions place [B] and on; of row b only the first lengths[b]."""
     t = k.shape[2]
-    new = dict(zip(("keys", "values"), (k, v), strict=True))
+    new: dict[str, Tensor] = {"keys": k, "values": v}
     if store.bits:
         coded = [quantise(x) for x in (k, v)]
         new = {"keys": coded[0][0], "values": coded[1][0], "key_scales": coded[0][1], "value_scales": coded[1][1]}

@@ -117,7 +117,7 @@ class Decoder:
     def attend(self, q: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Attended:
         """q [B, H, 1, D] of the first query's shape and dtype; new: the keys and values [B, Hkv, 1, ·] to be written at
         the newest positions first, where it `writes`. To be called without gradients."""
-        return self._prepared.attend(q) if new is None else self._prepared.attend(q, new)
+        return self._prepared.attend(q, new)
 
 
 def _check_query(q: Tensor, rings: Rings) -> None:
@@ -223,8 +223,8 @@ class _Banded:
     def __init__(self, q: Tensor, rings: Rings, rule: Rule, scale: float) -> None:
         self.rings, self.rule, self.scale, self.limits = rings, rule, scale, rule.limits()
 
-    def attend(self, q: Tensor, new: None = None) -> Attended:
-        assert new is None
+    def attend(self, q: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Attended:
+        assert new is None, "whoever owns the rings writes them"
         found = [self._head(q[:, head, 0], head) for head in range(q.shape[1])]
         outs, lses = zip(*found, strict=True)
         return Attended(torch.stack(outs, 1)[:, :, None], torch.stack(lses, 1)[:, :, None])
