@@ -121,7 +121,7 @@ def test_twice_and_not_at_all() -> None:
     model = tiny("llama")
     with pytest.raises(ValueError, match="LlamaForCausalLM has no spans to detach"):
         hf.detach(model)
-    with pytest.raises(ValueError, match="has no spans; call spanformer.hf.attach on it first"):
+    with pytest.raises(ValueError, match=r"has no spans; call spanformer.hf.attach on it first"):
         hf.head_spans(model)
     hf.attach(model)
     with pytest.raises(ValueError, match="LlamaForCausalLM has spans already; detach them first"):
@@ -129,13 +129,13 @@ def test_twice_and_not_at_all() -> None:
     model.set_attn_implementation("sdpa")
     hf.detach(model)
     model.set_attn_implementation("spanformer")
-    with pytest.raises(ValueError, match="LlamaAttention has no spans.*call spanformer.hf.attach"):
+    with pytest.raises(ValueError, match=r"LlamaAttention has no spans.*call spanformer.hf.attach"):
         model(tokens(1, 3))
 
 
 def test_calls() -> None:
     model, ids = hf.attach(tiny("llama")), tokens(1, 4)
-    with pytest.raises(ValueError, match="attention mask is a tensor of shape .1, 1, 4, 4.; with spans pass"):
+    with pytest.raises(ValueError, match=r"attention mask is a tensor of shape .1, 1, 4, 4.; with spans pass"):
         model(ids, attention_mask=torch.ones(1, 1, 4, 4).bool())
     with pytest.raises(ValueError, match="lets tokens see later ones, and spans look back only"):
         model(ids, is_causal=False)
@@ -152,5 +152,5 @@ def test_a_window_that_changed() -> None:
 
 def test_a_static_cache() -> None:
     model = hf.attach(tiny("llama"))
-    with pytest.raises(ValueError, match="a static cache has room for every token.*SpanCache"):
+    with pytest.raises(ValueError, match=r"a static cache has room for every token.*SpanCache"):
         model.generate(tokens(1, 5), max_new_tokens=2, pad_token_id=0, cache_implementation="static")

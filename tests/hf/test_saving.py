@@ -54,7 +54,7 @@ def test_what_cannot_be_loaded(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"has no config.json; expected a folder that save_pretrained wrote"):
         hf.from_pretrained(tmp_path)
     tiny("llama").save_pretrained(tmp_path / "plain")
-    with pytest.raises(ValueError, match="holds no spans.*load it with AutoModelForCausalLM, then attach"):
+    with pytest.raises(ValueError, match=r"holds no spans.*load it with AutoModelForCausalLM, then attach"):
         hf.from_pretrained(tmp_path / "plain")
     folder = tmp_path / "spans"
     hf.attach(tiny("llama")).save_pretrained(folder)
@@ -70,7 +70,7 @@ def test_what_cannot_be_loaded(tmp_path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["spanformer"]["max_span"] = "long"
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match='"spanformer" in .*config.json is .*expected max_span, ramp, per, sinks'):
+    with pytest.raises(ValueError, match=r'"spanformer" in .*config.json is .*expected max_span, ramp, per, sinks'):
         hf.from_pretrained(folder)
 
 

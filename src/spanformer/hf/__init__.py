@@ -13,6 +13,7 @@ if int(_transformers.__version__.split(".")[0]) < 5:
 
 from spanformer.hf.attach import attach as attach
 from spanformer.hf.attach import detach as detach
+from spanformer.hf.cache import SpanCache as SpanCache
 from spanformer.hf.export import compare_losses as compare_losses
 from spanformer.hf.export import to_windows as to_windows
 from spanformer.hf.saving import from_pretrained as from_pretrained

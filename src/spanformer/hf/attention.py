@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from spanformer.hf.spans import NAME, HeadSpans, unwrap
 from spanformer.ops import attend
 
 IMPLEMENTATION = "spanformer"
+HELD = "held_by_spans"
+"""the attribute by which keys that went through a SpanCache name their layer of it"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +43,17 @@ class Seen:
     """[1 or B, Tq] where queries and keys stand in their text; None: the queries are the last, and nothing is padded"""
     k_positions: Tensor | None = None
     """[1 or B, Tk]"""
+    real: Tensor | None = None
+    """[B, Tq] which of the new tokens are no padding; None: all"""
+
+    @cached_property
+    def packed(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """For a cache, whose rows hold real tokens only: (order [B, Tq], real tokens first; its inverse; lengths [B] on
+        the CPU, how many are real). None if all are. Read once a forward pass, by the first layer that needs it."""
+        if self.real is None or bool(self.real.all()):
+            return None
+        order = self.real.int().argsort(dim=1, descending=True, stable=True)
+        return order, order.argsort(dim=1), self.real.sum(1).cpu()
 
 
 def make_mask(
@@ -80,7 +94,8 @@ def make_mask(
     bias = torch.zeros(shown.shape, device=device).masked_fill(~shown, -math.inf)[:, None]
     first = attention_mask.int().argmax(1, keepdim=True)  # how many tokens of padding stand before the text
     positions = positions - first
-    return replace(seen, bias=bias, q_positions=positions[:, kv_length - q_length :], k_positions=positions)
+    new = slice(kv_length - q_length, None)
+    return replace(seen, bias=bias, q_positions=positions[:, new], k_positions=positions, real=shown[:, new])
 
 
 def attend_spans(
@@ -107,24 +122,43 @@ def attend_spans(
     if not isinstance(seen, Seen):
         seen = _without_mask(seen, query, key, spans)
     _refuse(others)
-    if seen.keys != key.shape[2]:
-        raise ValueError(
-            f"there are {key.shape[2]} keys, and the mask was made for {seen.keys}; a cache whose layers "
-            "hold different lengths cannot be used here"
-        )
-    rule = spans.rule_for(seen.keys)
     if seen.window != spans.window:
         raise ValueError(
             f"this layer's sliding window is {seen.window}, and was {spans.window} when spans were "
             "attached; detach and attach again after changing the configuration"
         )
+    held = getattr(key, HELD, None)
+    if held is not None:
+        out = held.attend(query, key, value, seen, scaling, s_aux)
+    elif seen.keys != key.shape[2]:
+        raise ValueError(
+            f"there are {key.shape[2]} keys, and the mask was made for {seen.keys}; a cache whose layers "
+            "hold different lengths cannot be used here"
+        )
+    else:
+        out = attend_seen(query, key, value, seen, spans, dropout, scaling, s_aux)
+    return out.transpose(1, 2), None
+
+
+def attend_seen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Seen,
+    spans: HeadSpans,
+    dropout: float,
+    scaling: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """[B, H, Tq, Dv]: all keys that may be seen are here. s_aux [H]: a learned score without a value (gpt-oss)."""
+    rule = spans.rule_for(seen.keys)
     if seen.bias is not None or seen.documents is not None or s_aux is not None:
         documents = None
         if seen.documents is not None:
             documents = (seen.documents[:, seen.keys - query.shape[2] :], seen.documents)
         rule = replace(rule, key_bias=seen.bias, documents=documents, sinks=s_aux)
     placed = seen.documents is None or rule.kept  # packed texts need positions only to know their first tokens
-    out = attend(
+    return attend(
         query,
         key,
         value,
@@ -134,7 +168,6 @@ def attend_spans(
         q_positions=seen.q_positions if placed else None,
         k_positions=seen.k_positions if placed else None,
     ).out
-    return out.transpose(1, 2), None
 
 
 def register() -> None:

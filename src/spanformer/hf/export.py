@@ -70,8 +70,8 @@ def to_windows(
     config = base.config
     if any(spans.window is not None for spans in head_spans(base).values()):
         raise ValueError(
-            f"{type(base).__name__} has a sliding window of its own beside its spans, and a configuration holds only one "
-            "number for all; not exported"
+            f"{type(base).__name__} has a sliding window of its own beside its spans, and a configuration holds only "
+            "one number for all; not exported"
         )
     windows = plan_windows(base, how=how, context=context or config.max_position_embeddings or 0)
     values = {key: value for key, value in config.to_dict().items() if key not in (CONFIG, "transformers_version")}

@@ -58,7 +58,7 @@ class SpanCallback(TrainerCallback):
         layers = list(head_spans(model).values())
         found = {
             "spans_mean": mean_keeps(layers),
-            "spans_penalty": float(span_penalty(model, self.penalty)),
+            "spans_penalty": span_penalty(model, self.penalty).item(),
         }
         for record in (logs, state.log_history[-1] if state.log_history else None):
             if record is not None:

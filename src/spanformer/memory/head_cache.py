@@ -200,12 +200,13 @@ class HeadCache:
         bias = torch.zeros(b, len(kv_heads), k.shape[2], device=q.device)
         if hidden is not None:
             bias[..., self.kept :] += hidden
-        # a first token is either held (read before) or among the new ones, and never both; in a ring it does not count
-        bias[..., : self.kept].masked_fill_((first >= places)[:, None], -math.inf)
-        bias[..., self.kept :].masked_fill_(((others < self.kept) & (others < places))[:, None], -math.inf)
+        # a first token is either held (read before) or among the new ones, and never both; in a ring it does not count.
+        # What is hidden stands at no position of the text: attend counts on `kept` keys at the first ones, no more.
+        hide = torch.cat([first >= places, (others < self.kept) & (others < places)], 1)
+        bias.masked_fill_(hide[:, None], -math.inf)
         rule = rule + Rule(rule.heads, causal=False, key_bias=bias)
         at = places + torch.arange(t, device=q.device)
-        where = torch.cat([first, others], 1)
+        where = torch.cat([first, others], 1).masked_fill(hide, -1)
         return attend(q, k, v, rule, backend=backend, scale=scale, q_positions=at, k_positions=where)
 
     def _write(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> None:
