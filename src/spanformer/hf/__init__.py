@@ -16,6 +16,8 @@ from spanformer.hf.attach import detach as detach
 from spanformer.hf.cache import SpanCache as SpanCache
 from spanformer.hf.export import compare_losses as compare_losses
 from spanformer.hf.export import to_windows as to_windows
+from spanformer.hf.modeling import SpanformerConfig as SpanformerConfig
+from spanformer.hf.modeling import SpanformerForCausalLM as SpanformerForCausalLM
 from spanformer.hf.saving import from_pretrained as from_pretrained
 from spanformer.hf.spans import HeadSpans as HeadSpans
 from spanformer.hf.spans import cache_bytes as cache_bytes

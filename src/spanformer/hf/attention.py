@@ -48,12 +48,18 @@ class Seen:
 
     @cached_property
     def packed(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """For a cache, whose rows hold real tokens only: (order [B, Tq], real tokens first; its inverse; lengths [B] on
-        the CPU, how many are real). None if all are. Read once a forward pass, by the first layer that needs it."""
-        if self.real is None or bool(self.real.all()):
-            return None
-        order = self.real.int().argsort(dim=1, descending=True, stable=True)
-        return order, order.argsort(dim=1), self.real.sum(1).cpu()
+        """For a cache, whose rows hold real tokens only: see `pack_real`. Made once a forward pass, by the first layer
+        that needs it."""
+        return None if self.real is None else pack_real(self.real)
+
+
+def pack_real(real: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Of real [B, T], True where there is a token: (order [B, T] with real tokens first, its inverse, lengths [B] on
+    the CPU, how many they are); None if all are."""
+    if bool(real.all()):
+        return None
+    order = real.int().argsort(dim=1, descending=True, stable=True)
+    return order, order.argsort(dim=1), real.sum(1).cpu()
 
 
 def make_mask(

@@ -54,10 +54,10 @@ class SpanCache(Cache):
     def full_bytes(self) -> int:
         """What a cache of all tokens would hold by now."""
         first = self.layers[0]
+        assert isinstance(first, SpanLayer)
         if not first.is_initialized:
             return 0
-        length = int(first.get_seq_length())
-        return cache_bytes(self._model, length, batch=first.batch_size, dtype=first.dtype)[1]  # type: ignore[attr-defined]
+        return cache_bytes(self._model, first.length, batch=first.batch_size, dtype=first.dtype)[1]
 
 
 class SpanLayer(CacheLayerMixin):
@@ -68,7 +68,8 @@ class SpanLayer(CacheLayerMixin):
 
     def __init__(self, spans: HeadSpans, context: int = 0, slack: int = 0, bits: Literal[0, 8] = 0) -> None:
         super().__init__()
-        self.spans, self.context, self.slack, self.bits = spans, context, slack, bits
+        self.spans, self.context, self.slack = spans, context, slack
+        self.bits: Literal[0, 8] = bits
         self.length = 0
         self.room = 0
         """no text so far is longer: a ring that will be longer than this, less the sinks beside it, is not yet"""
