@@ -60,6 +60,8 @@ template <class T>
 SPANFORMER_INLINE void row_dots(const float* q, const T* rows, long stride, long D, float* out) {
   vf acc[W] = {};
   long d = 0;
+  for (long line = 0; line < W * stride * (long)sizeof(T); line += 64)
+    __builtin_prefetch(reinterpret_cast<const char*>(rows + 2 * W * stride) + line);
   for (; d + W <= D; d += W) {
     const vf x = load(q + d);
 #pragma GCC unroll 16

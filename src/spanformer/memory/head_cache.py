@@ -197,16 +197,14 @@ class HeadCache:
         k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in zip(early, (k, v), strict=True))
         first = torch.arange(self.kept, device=q.device).expand(b, -1)
         others = places + t - k.shape[2] + self.kept + torch.arange(k.shape[2] - self.kept, device=q.device)
+        # a first token is either held (read before) or among the new ones, and never both; in a ring it does not count
+        absent = torch.cat([first >= places, (others < self.kept) & (others < places)], 1)  # [B, Tk]
         bias = torch.zeros(b, len(kv_heads), k.shape[2], device=q.device)
         if hidden is not None:
             bias[..., self.kept :] += hidden
-        # a first token is either held (read before) or among the new ones, and never both; in a ring it does not count.
-        # What is hidden stands at no position of the text: attend counts on `kept` keys at the first ones, no more.
-        hide = torch.cat([first >= places, (others < self.kept) & (others < places)], 1)
-        bias.masked_fill_(hide[:, None], -math.inf)
-        rule = rule + Rule(rule.heads, causal=False, key_bias=bias)
+        rule = rule + Rule(rule.heads, causal=False, key_bias=bias.masked_fill_(absent[:, None], -math.inf))
+        where = torch.cat([first, others], 1).masked_fill_(absent, -1)
         at = places + torch.arange(t, device=q.device)
-        where = torch.cat([first, others], 1).masked_fill(hide, -1)
         return attend(q, k, v, rule, backend=backend, scale=scale, q_positions=at, k_positions=where)
 
     def _write(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> None:

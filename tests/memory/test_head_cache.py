@@ -1,0 +1,173 @@
+"""One layer's cache by itself: it gives what attention over the whole text gives, whatever rings, rows and sinks do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from spanformer import HeadCache, Rule, attend
+from spanformer.ops import kernel
+from spanformer.ops.rings import quantise
+
+BACKENDS = ["banded"] if kernel.problem() else ["native", "banded"]
+B, H, HKV, D, DV, LENGTH = 2, 4, 2, 24, 40, 130
+REACH = [50, 50, 7, 12]  # of the heads; the second key/value head needs 12
+RULES = {
+    "plain": lambda: Rule(H, reach=REACH),
+    "span": lambda: Rule(H, reach=REACH, span=torch.tensor([3.5, 20, 0, 4.0]), ramp=8.0),
+    "bias": lambda: Rule(H, reach=REACH, distance_bias=torch.linspace(0, -3, H * 60).view(H, 60)),
+    "vectors": lambda: Rule(H, reach=REACH, distance_vec=torch.linspace(-1, 1, 60 * D).view(1, 60, D)),
+    "sinks": lambda: Rule(H, reach=REACH, sinks=torch.linspace(-1, 1, H)),
+    "original": lambda: Rule(H, reach=[n - 1 for n in REACH], original=True),
+    "kept": lambda: Rule(H, reach=REACH, kept=5),
+    "kept, span, sinks": lambda: Rule(
+        H, reach=REACH, kept=3, span=torch.tensor([3.5, 20, 0, 4.0]), ramp=8.0, sinks=torch.linspace(-1, 1, H)
+    ),
+}
+
+
+def qkv(batch: int = B) -> tuple[Tensor, Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    shapes = (batch, H, LENGTH, D), (batch, HKV, LENGTH, D), (batch, HKV, LENGTH, DV)
+    q, k, v = (torch.randn(*shape, generator=g) for shape in shapes)
+    return q, k, v
+
+
+def truth(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
+    return attend(q.double(), k.double(), v.double(), _double(rule), backend="reference").out
+
+
+def _double(rule: Rule) -> Rule:
+    from dataclasses import replace
+
+    names = ("span", "distance_bias", "distance_vec", "sinks")
+    return replace(rule, **{n: None if getattr(rule, n) is None else getattr(rule, n).double() for n in names})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pieces", [[130], [1] * 130, [2, 1, 1, 60] + [1] * 20 + [46], [7] * 18 + [4]], ids=len)
+@pytest.mark.parametrize("name", RULES)
+def test_equals_attention_over_everything(name: str, pieces: list[int], backend: str) -> None:
+    rule, (q, k, v) = RULES[name](), qkv()
+    cache = HeadCache(B, [50, 12], D, DV, kept=rule.kept)
+    found = [
+        cache.attend(*some, rule, backend=backend).out
+        for some in zip(*(t.split(pieces, 2) for t in (q, k, v)), strict=True)
+    ]
+    torch.testing.assert_close(torch.cat(found, 2).double(), truth(q, k, v, rule), atol=2e-5, rtol=2e-5)
+    assert cache.seen.tolist() == [LENGTH] * B
+    assert cache.bytes() == 4 * B * (50 + 12 + 2 * rule.kept) * (D + DV)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["span", "kept, span, sinks", "original"])
+def test_rows_of_different_lengths(name: str, backend: str) -> None:
+    rule, (q, k, v) = RULES[name](), qkv(4)
+    expected, at = truth(q, k, v, rule), torch.zeros(4, dtype=torch.int64)
+    cache = HeadCache(4, [50, 12], D, DV, kept=rule.kept)
+    for n, lengths in enumerate(
+        [[2, 0, 5, 1], [60, 13, 1, 0], [1, 1, 1, 1], [0, 20, 3, 2], [1, 1, 1, 1], [9, 9, 9, 9]]
+    ):
+        real, t = torch.tensor(lengths), max(lengths)
+        rows = (at[:, None] + torch.arange(t)).clamp(max=LENGTH - 1)  # what lies beyond a row's length is padding
+        index = torch.arange(4)[:, None]
+        some = [x.transpose(1, 2)[index, rows].transpose(1, 2) for x in (q, k, v)]
+        found = cache.attend(*some, rule, lengths=None if n in (2, 4, 5) else real, backend=backend).out
+        for b in range(4):
+            want = expected[b, :, at[b] : at[b] + lengths[b]]
+            torch.testing.assert_close(found[b, :, : lengths[b]].double(), want, atol=2e-5, rtol=2e-5)
+        at = at + real
+        assert cache.seen.equal(at)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("steps", [[1] * 20, [20]], ids=len)
+@pytest.mark.parametrize("reach", [[60, 30], [20, 12], [20, 40]], ids=str)
+def test_a_ring_that_grew_does_not_see_what_it_forgot(reach: list[int], steps: list[int], backend: str) -> None:
+    (q, k, v), kept = qkv(), 2
+    cache = HeadCache(B, [50, 12], D, DV, kept=kept)
+    cache.append(k[:, :, :100], v[:, :, :100])
+    cache.resize(reach)
+    assert cache.bytes() == 4 * B * (sum(reach) + 2 * kept) * (D + DV)
+    rule = Rule(H, reach=[n for n in reach for _ in range(2)], kept=kept)
+    bias = torch.zeros(1, HKV, 120, dtype=torch.float64)
+    for g, was in enumerate((50, 12)):
+        bias[0, g, kept : 100 - was] = -torch.inf
+    hiding = rule + Rule(H, causal=False, key_bias=bias)
+    expected = truth(q[:, :, 100:120], k[:, :, :120], v[:, :, :120], hiding)
+    parts = [t[:, :, 100:120].split(steps, 2) for t in (q, k, v)]
+    found = [cache.attend(*some, rule, backend=backend).out for some in zip(*parts, strict=True)]
+    torch.testing.assert_close(torch.cat(found, 2).double(), expected, atol=2e-5, rtol=2e-5)
+    cache.resize([50, 12])
+    assert cache.bytes() == 4 * B * (62 + 2 * kept) * (D + DV)
+
+
+def test_zeros_before_the_text_come_back_when_a_ring_grows() -> None:
+    q, k, v = qkv()
+    cache = HeadCache(B, [10, 10], D, DV, zeros=1 << 40)
+    cache.append(k[:, :, :3], v[:, :, :3])
+    cache.resize([30, 30])
+    found = cache.attend(*(t[:, :, 3:4] for t in (q, k, v)), Rule(H, reach=30)).out
+    before = [torch.cat([torch.zeros_like(t[:, :, :26]), t[:, :, :4]], 2) for t in (k, v)]
+    expected = truth(q[:, :, 3:4], *before, Rule(H, reach=30))
+    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
+    assert cache.seen.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_eight_bits_are_off_by_at_most_what_is_stated(dtype: torch.dtype) -> None:
+    """The nearest of 255 steps: half a step, 1/254 of a row's largest number, and float32's rounding."""
+    _, k, v = (t.to(dtype) for t in qkv())
+    for x in (k, v, torch.zeros(3, 4, dtype=dtype)):
+        codes, scale = quantise(x)
+        off = (codes.double() * scale.double()[..., None] - x.double()).abs()
+        assert (off <= x.double().abs().amax(-1, keepdim=True) * (1 / 254 + 1e-6)).all()
+    codes, scale = quantise(torch.tensor([[1.0, torch.nan], [torch.inf, 0.0]]))
+    assert scale.isnan().all()  # a number that is none is passed on
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("steps", [[1] * 30, [30]], ids=len)
+def test_eight_bits_give_attention_to_rounded_keys_and_values(steps: list[int], backend: str) -> None:
+    rule, (q, k, v) = RULES["kept, span, sinks"](), qkv()
+    cache = HeadCache(B, [50, 12], D, DV, kept=3, bits=8)
+    cache.append(k[:, :, :100], v[:, :, :100])
+    assert cache.bytes() == B * (62 + 6) * (D + DV + 8)
+    rounded = [codes * scale[..., None] for codes, scale in map(quantise, (k, v))]
+    seen = [
+        r if len(steps) > 1 else torch.cat([r[:, :, :100], t[:, :, 100:]], 2)
+        for r, t in zip(rounded, (k, v), strict=True)
+    ]
+    expected = truth(q[:, :, 100:], *seen, rule)  # a step sees itself rounded too, a piece its own tokens as they are
+    parts = [t[:, :, 100:].split(steps, 2) for t in (q, k, v)]
+    found = [cache.attend(*some, rule, backend=backend).out for some in zip(*parts, strict=True)]
+    torch.testing.assert_close(torch.cat(found, 2).double(), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_bad_input_is_named() -> None:
+    q, k, v = (t[:, :, :3] for t in qkv())
+    cache = HeadCache(B, [50, 12], D, DV)
+    with pytest.raises(ValueError, match="head 2 sees 50 positions and the cache holds 12 for it"):
+        cache.attend(q, k, v, Rule(H, reach=50))
+    with pytest.raises(ValueError, match=r"v has shape \[2, 2, 3, 24\]; expected \[2, 2, 3, 40\]"):
+        cache.attend(q, k, k, Rule(H, reach=5))
+    with pytest.raises(ValueError, match="the rule keeps 2 first tokens and the cache 0"):
+        cache.attend(q, k, v, Rule(H, reach=5, kept=2))
+    with pytest.raises(ValueError, match="without blocks, key_bias and documents"):
+        cache.attend(q, k, v, Rule(H, reach=5, key_bias=torch.zeros(1, 1, 3)))
+    with pytest.raises(ValueError, match=r"reach is \[0, 4\]; expected at least 1 position"):
+        HeadCache(B, [0, 4], D)
+    with pytest.raises(ValueError, match="reach names 1 key/value heads; expected 2"):
+        cache.resize([4])
+    with pytest.raises(ValueError, match=r"dtype is torch\.int8; expected a floating-point dtype"):
+        HeadCache(B, [4], D, dtype=torch.int8)
+    assert cache.seen.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_rows_give_no_rows(backend: str) -> None:
+    cache = HeadCache(0, [5, 5], D)
+    for t in (1, 3):
+        found = cache.attend(*(torch.zeros(0, h, t, D) for h in (H, HKV, HKV)), Rule(H, reach=5), backend=backend)
+        assert found.out.shape == (0, H, t, D)
