@@ -1,12 +1,13 @@
 """Learned spans for a Hugging Face model: attach, learn in a plain loop, generate with a cache that forgets.
 
-    python examples/attach_spans.py                 a tiny Llama with random weights, in seconds
-    python examples/attach_spans.py MODEL           a causal language model of yours: a folder or a name
+python examples/attach_spans.py                 a tiny Llama with random weights, in seconds
+python examples/attach_spans.py MODEL           a causal language model of yours: a folder or a name
 """
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import torch
 import transformers
@@ -26,10 +27,13 @@ def tiny_llama() -> transformers.PreTrainedModel:
 def main() -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1]) if len(sys.argv) > 1 else tiny_llama()
     hf.attach(model, max_span=256, ramp=16)
-    text = torch.frombuffer(bytearray(open(__file__, "rb").read()), dtype=torch.uint8).long()
+    text = torch.tensor(list(Path(__file__).read_bytes()))
     ids = text[:1024].view(4, 256)  # byte ids, for whatever vocabulary
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    ratios = [spans.ratio for spans in hf.head_spans(model).values()]
+    others = [p for name, p in model.named_parameters() if not name.endswith("spans.ratio")]
+    # a ratio has a whole span to cross, so it takes larger steps than a weight
+    optimizer = torch.optim.AdamW([{"params": others, "lr": 3e-3}, {"params": ratios, "lr": 0.02}], weight_decay=0.0)
     for step in range(30):
         loss = model(ids, labels=ids).loss + hf.span_penalty(model, 0.02)
         loss.backward()
@@ -44,7 +48,7 @@ def main() -> None:
         print(f"{name}: key/value heads keep {spans.keeps()} tokens and {spans.sinks} sinks")
 
     model.eval()
-    cache = hf.SpanCache(model)
+    cache = hf.SpanCache(model, context=240)
     prompt = ids[:1, :200]
     model.generate(prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, max_new_tokens=40,
                    do_sample=False, pad_token_id=0)  # fmt: skip

@@ -36,7 +36,7 @@ def test_full_span_and_short_spans_with_the_cache(smollm2) -> None:
         own = model(ids).logits
         hf.attach(model)
         got = model(ids).logits
-    assert (got - own).abs().max() < 1e-4
+    assert (got - own).abs().max() < 1e-4  # logits are up to 40, and sdpa and eager differ as much
     own_loss, loss = (float(torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])) for logits in (own, got))
     assert loss == pytest.approx(own_loss, abs=1e-5) and loss < 2.5  # it has read the text before
     with torch.no_grad():

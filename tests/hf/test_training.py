@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -38,7 +42,7 @@ def train(model, tmp_path, penalty: float, steps: int = 6, **options):
 def test_trainer_learns_clamps_and_logs(tmp_path) -> None:
     model = hf.attach(tiny("llama"), max_span=64, init=0.98, ramp=8)
     trainer = train(model, tmp_path, penalty=1.0, gradient_checkpointing=True)
-    ratios = torch.cat([s.ratio for s in hf.head_spans(model).values()])
+    ratios = torch.cat([s.ratio.detach() for s in hf.head_spans(model).values()])
     assert bool(((ratios >= 0) & (ratios <= 1)).all()) and float(ratios.max()) < 0.98
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert len(logs) == 3 and all(e["spans_mean"] <= 68 and e["spans_penalty"] > 0 for e in logs)
@@ -119,3 +123,14 @@ def test_lora(after: bool, tmp_path) -> None:
         again = peft.PeftModel.from_pretrained(hf.attach(tiny("llama"), max_span=64, init=0.3, ramp=8), tmp_path)
         with torch.no_grad():
             assert torch.allclose(again(input_ids=ids).logits, want, atol=1e-6)
+
+
+def test_the_example_runs(capsys, monkeypatch) -> None:
+    """attach, a plain loop and generate: what docs/huggingface.md points at."""
+    path = Path(__file__).parents[2] / "examples" / "attach_spans.py"
+    monkeypatch.setattr("sys.argv", [str(path)])
+    runpy.run_path(str(path), run_name="__main__")
+    shares = re.findall(r"cache (\d+)% of full", out := capsys.readouterr().out)
+    assert len(shares) == 3 and int(shares[-1]) < int(shares[0]) and "and 4 sinks" in out
+    held, full = (int(n.replace(",", "")) for n in re.findall(r"(?:from|of them:) ([\d,]+)", out))
+    assert held < full
