@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -154,3 +157,16 @@ def test_a_static_cache() -> None:
     model = hf.attach(tiny("llama"))
     with pytest.raises(ValueError, match=r"a static cache has room for every token.*SpanCache"):
         model.generate(tokens(1, 5), max_new_tokens=2, pad_token_id=0, cache_implementation="static")
+
+
+@pytest.mark.parametrize(
+    "stand_in, reason",
+    [
+        ("None", 'spanformer.hf works on transformers, which is missing: pip install "spanformer[hf]"'),
+        ("types.SimpleNamespace(__version__='4.57.1')", "transformers is 4.57.1, and spanformer.hf needs 5.0 or newer"),
+    ],
+)
+def test_without_transformers(stand_in: str, reason: str) -> None:
+    code = f"import sys, types; sys.modules['transformers'] = {stand_in}; import spanformer; import spanformer.hf"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert reason in done.stderr.splitlines()[-1]

@@ -108,7 +108,7 @@ def test_lora(after: bool, tmp_path) -> None:
     assert learning and all("lora_" in n or "ratio" in n for n in learning)
     optimizer.step()
     hf.clamp_spans(model)
-    assert all(float((s.ratio - 0.3).abs().min()) > 0 for s in layers)
+    assert all(bool((s.ratio != 0.3).all()) for s in layers)
     with torch.no_grad():
         short = model(input_ids=ids).logits
         for s in layers:
