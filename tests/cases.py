@@ -40,6 +40,7 @@ class Case:
     spans: tuple[float, ...] = (5.5, 40.0)  # cycled over heads
     reach: tuple[int, ...] | None = None  # cycled over heads
     logits: float = 1.0  # standard deviation of q (k is 1)
+    kept: int = 0
     dropout: float = 0.0
     positions: str = "implicit"  # "implicit", "shuffled" (keys in any order), "rows" (each batch row elsewhere)
     layout: str = "bhtd"  # "bthd": heads and tokens transposed views, rows not contiguous
@@ -77,7 +78,7 @@ def make(case: Case) -> Made:
         "k": rand(c.b, c.hkv, c.tk, c.d),
         "v": rand(c.b, c.hkv, c.tk, dv),
     }
-    fixed: dict = {"causal": c.causal, "ramp": c.ramp, "original": c.original}
+    fixed: dict = {"causal": c.causal, "ramp": c.ramp, "original": c.original, "kept": c.kept}
     length = max(c.tq, c.tk)
     q_pos = k_pos = None
     if c.positions == "shuffled":

@@ -77,12 +77,15 @@ def distances(call: Call) -> Tensor:
 def visible_pairs(call: Call, distance: Tensor) -> Tensor:
     """[B, H, Tq, Tk], True where a pair has weight."""
     rule, (b, h, tq, _) = call.rule, call.q.shape
-    seen = (distance >= 0).expand(b, h, tq, call.k.shape[2])
+    near = (distance >= 0).expand(b, h, tq, call.k.shape[2])
+    seen = near
     if rule.reach is not None:
         reach = torch.as_tensor(rule.reach_list(), device=distance.device)
         seen = seen & (distance < reach[None, :, None, None])
     if rule.span is not None:
         seen = seen & (span_mask(call, distance).detach() > 0)
+    if rule.kept:
+        seen = seen | (near & kept_keys(call)[:, None, None])
     if rule.key_bias is not None:
         shown = rule.key_bias.detach() > -math.inf
         # NaN compares false, and a NaN bias must show: hide only what is exactly −inf
@@ -103,7 +106,14 @@ def span_mask(call: Call, distance: Tensor) -> Tensor:
     z = rule.span.to(wide)
     z = z[..., None] if rule.dynamic else z[None, :, None, None]
     m = (z - distance.to(wide) + rule.ramp) / rule.ramp  # z − d first: they are close on the ramp, so it is exact
-    return torch.where(m >= 1, 1, torch.where(m <= 0, 0, m))
+    m = torch.where(m >= 1, 1, torch.where(m <= 0, 0, m))
+    return torch.where(kept_keys(call)[:, None, None], 1, m) if rule.kept else m
+
+
+def kept_keys(call: Call) -> Tensor:
+    """[1 or B, Tk], True for keys that are seen whatever reach and span say."""
+    keys = call.positions()[1]
+    return (keys >= 0) & (keys < call.rule.kept)
 
 
 def kept_weights(call: Call) -> Tensor:

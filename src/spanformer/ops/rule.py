@@ -49,6 +49,8 @@ class Rule:
     a pair (queries' ids [.., Tq], keys' ids [.., Tk]) gives both."""
     sinks: Tensor | None = None
     """[H] a learned score that takes part in every softmax and has no value: somewhere to put unneeded mass."""
+    kept: int = 0
+    """Keys at positions 0 … kept − 1 are seen with full weight whatever reach and span say: sinks that are tokens."""
     blocks: BlockIndex | None = None
     """A block-sparse pattern over positions."""
     penalty: Tensor | None = None
@@ -64,6 +66,14 @@ class Rule:
             object.__setattr__(self, "reach", _as_reach(self.reach, self.heads))
         if not self.ramp > 0 or math.isinf(self.ramp):
             raise ValueError(f"ramp is {self.ramp}; expected a positive, finite number of tokens")
+        if self.kept < 0:
+            raise ValueError(f"kept is {self.kept}; expected a number of tokens, 0 or more")
+        unfit = [name for name in ("distance_bias", "distance_vec", "blocks") if getattr(self, name) is not None]
+        if self.kept and unfit:
+            raise ValueError(
+                f"kept is {self.kept} beside {' and '.join(unfit)}, which ends at some distance or position; a kept "
+                "key may be any distance away, so drop one of them"
+            )
         if self.original and not self.causal:
             raise ValueError("original=True excludes a token itself by looking back, so it needs causal=True")
         self._check_shapes()
@@ -123,7 +133,8 @@ class Rule:
         return self.span is not None and self.span.ndim == 3
 
     def limits(self) -> list[int]:
-        """Per head, how many distances can have weight: min(reach, ⌈span + ramp⌉). Reads the span (a sync on a GPU)."""
+        """Per head, how many distances can have weight, kept keys aside: min(reach, ⌈span + ramp⌉). Reads the span (a
+        sync on a GPU)."""
         reach = [UNLIMITED] * self.heads if self.reach is None else self.reach_list()
         if self.span is None:
             return reach
@@ -180,6 +191,7 @@ class Rule:
             key_bias=_either(self.key_bias, other.key_bias, _add_key_biases),
             documents=_either(self.documents, other.documents, _same_documents),
             sinks=_either(self.sinks, other.sinks, torch.logaddexp),  # two sinks weigh as much as their sum
+            kept=max(self.kept, other.kept),
             blocks=_either(self.blocks, other.blocks, lambda a, b: a & b),
             penalty=_either(self.penalty, other.penalty, lambda a, b: a + b),
             original=self.original or other.original,

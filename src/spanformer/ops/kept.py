@@ -1,0 +1,93 @@
+"""The first tokens of a text, which every later one goes on seeing: the attention sinks of StreamingLLM
+(Xiao et al., 2023), https://arxiv.org/abs/2309.17453
+
+A call whose rule has `kept` is two: one over the other keys, by the rule, and one over the kept keys, without reach and
+span. Backends see only calls without it; what they give is merged by lse.
+
+Shapes: B batch, Hkv key/value heads, Tk keys, N kept ones, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from spanformer.ops.call import Call
+from spanformer.ops.rule import Rule
+
+
+def split(call: Call) -> tuple[Call, Call]:
+    """(over the other keys, over the kept ones)."""
+    rule = replace(call.rule, kept=0)
+    free = replace(rule, reach=None, span=None, sinks=None)  # one of the two has the learned sink
+    if call.k_positions is None:
+        return _first_keys(call, rule, free)
+    kept = (call.k_positions >= 0) & (call.k_positions < call.rule.kept)  # [1 or B, Tk]
+    most = call.rule.kept  # of one row; packed documents may each begin at 0, and then it has to be counted
+    if call.k_documents is not None:
+        most = int(kept.sum(1).max())
+    index = kept.int().topk(min(most, kept.shape[1]), 1).indices  # [1 or B, N]
+    others = replace(call, rule=_hide(rule, kept))
+    there = kept.gather(1, index)
+    few = replace(
+        call,
+        k=_take(call.k, index),
+        v=_take(call.v, index),
+        rule=_hide(_take_bias(free, index), ~there),
+        k_positions=call.k_positions.expand(len(index), -1).gather(1, index),
+        k_documents=None if call.k_documents is None else _rows(call.k_documents, index),
+        seed=None if call.seed is None else call.seed + 1,  # index n is another key here
+    )
+    return others, few
+
+
+def _first_keys(call: Call, rule: Rule, free: Rule) -> tuple[Call, Call]:
+    """Positions are 0 … Tk − 1: the kept keys are the first ones."""
+    q_positions, k_positions = call.positions()
+    n = min(call.rule.kept, call.k.shape[2])
+    few = _some_keys(call, free, slice(0, n), q_positions, k_positions)
+    if call.dropout:  # which weights are dropped depends on the number of a key, so the keys stay where they are
+        hidden = torch.arange(call.k.shape[2], device=call.k.device)[None] < n
+        return replace(call, rule=_hide(rule, hidden)), few
+    return _some_keys(call, rule, slice(n, None), q_positions, k_positions), few
+
+
+def _some_keys(call: Call, rule: Rule, some: slice, q_positions: Tensor, k_positions: Tensor) -> Call:
+    bias = rule.key_bias
+    return replace(
+        call,
+        k=call.k[:, :, some],
+        v=call.v[:, :, some],
+        rule=rule if bias is None else replace(rule, key_bias=bias[..., some]),
+        q_positions=q_positions,
+        k_positions=k_positions[:, some],
+        k_documents=None if call.k_documents is None else call.k_documents[:, some],
+    )
+
+
+def _hide(rule: Rule, hidden: Tensor) -> Rule:
+    """The rule with −inf for the keys of hidden [1 or B, Tk]."""
+    bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, -math.inf)[:, None]
+    return rule + Rule(rule.heads, causal=False, key_bias=bias)
+
+
+def _take(t: Tensor, index: Tensor) -> Tensor:
+    """[B, Hkv, Tk, D] at index [1 or B, N] → [B, Hkv, N, D]"""
+    return t.gather(2, index[:, None, :, None].expand(t.shape[0], t.shape[1], -1, t.shape[3]))
+
+
+def _take_bias(rule: Rule, index: Tensor) -> Rule:
+    bias = rule.key_bias
+    if bias is None:
+        return rule
+    rows = max(len(bias), len(index))
+    at = index[:, None].expand(rows, bias.shape[1], -1)
+    return replace(rule, key_bias=bias.expand(rows, -1, -1).gather(2, at))
+
+
+def _rows(ids: Tensor, index: Tensor) -> Tensor:
+    rows = max(len(ids), len(index))
+    return ids.expand(rows, -1).gather(1, index.expand(rows, -1))
