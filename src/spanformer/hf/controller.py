@@ -53,15 +53,19 @@ class Budget:
         kept = (windows.double().ceil() + self.sinks).clamp(max=self.context)
         return float(kept.mean()) / self.context
 
-    def fit(self, windows: Tensor) -> Tensor:
-        """The windows times one factor, so that their mean is the budget's, each within 1 … longest."""
+    def fit(self, windows: Tensor, *, shortest: float = 1.0, spare: float = 0.0) -> Tensor:
+        """The windows times one factor, so that their mean is the budget's, each from `shortest` to the longest.
+
+        A window that would be longest may be longer by up to `spare` tokens, so that a soft edge centred on it dims
+        nothing; it is counted as the longest.
+        """
         goal = self.tokens - self.sinks
         low, high = 0.0, self.longest / max(float(windows.min()), 1e-9)
         for _ in range(60):  # the mean grows with the factor: halve the interval
             middle = (low + high) / 2
-            small = float((windows * middle).clamp(1, self.longest).mean()) < goal
+            small = float((windows * middle).clamp(shortest, self.longest).mean()) < goal
             low, high = (middle, high) if small else (low, middle)
-        return (windows * low).clamp(1, self.longest)
+        return (windows * low).clamp(shortest, self.longest + spare)
 
     def whole(self, windows: Tensor) -> Tensor:
         """Whole tokens, as a cache keeps them, and never more than the budget: [L, H] int64."""
@@ -119,3 +123,19 @@ def _hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     while len(hull) > 1 and hull[-1][1] >= hull[-2][1]:  # a longer window that costs more is bought for nothing
         hull.pop()
     return hull
+
+
+class Price:
+    """λ, the weight of the L1 penalty that keeps the budget, where the cost's slopes are all that is known.
+
+    With slopes s_h = ∂ cost / ∂ w_h, a token more is worth −s_h to head h. At λ = mean(−s) one step of descent on
+    cost + λ · Σ w leaves Σ w as it was: tokens only change hands, from heads that value them less to heads that value
+    them more. Averaged over steps, because one text's slopes are noisy; never negative.
+    """
+
+    def __init__(self, first: float, memory: float = 0.8) -> None:
+        self.weight, self.memory = first, memory
+
+    def step(self, slopes: Tensor) -> float:
+        self.weight = self.memory * self.weight + (1 - self.memory) * max(0.0, -float(slopes.mean()))
+        return self.weight
