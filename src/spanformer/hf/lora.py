@@ -33,7 +33,7 @@ def learn_lora(
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ImportError('LoRA needs peft, which is missing: pip install peft; or leave out --lora') from error
+        raise ImportError("LoRA needs peft, which is missing: pip install peft; or leave out --lora") from error
     if rank < 1 or steps < 1 or not lr > 0:
         raise ValueError(f"lora is {rank}, its steps {steps}, its lr {lr:g}; expected 1 or more, and a positive lr")
     begun = time.monotonic()
