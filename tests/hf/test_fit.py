@@ -1,4 +1,4 @@
-"""Spans learned to a budget: the budget is kept exactly, windows go where they are needed, and bytes are counted whole."""
+"""Spans learned to a budget: it is kept exactly, windows go where they are needed, and bytes are counted whole."""
 
 from __future__ import annotations
 

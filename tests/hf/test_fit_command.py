@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("transformers")
+
+import tokenizers
+import transformers
 
 from spanformer.cli.main import main
 from spanformer.hf.probe import make_task, probe, table

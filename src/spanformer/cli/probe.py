@@ -54,7 +54,8 @@ def run(options: ProbeOptions) -> None:
         if budget:
             if not fitted:
                 attach(model, max_span=budget.context, sinks=options.sinks)
-            set_windows(model, uniform(*window_table(model).shape, budget))
+            layers, heads = window_table(model).shape
+            set_windows(model, uniform(layers, heads, budget))
             found[f"uniform windows, {options.budget:g} of the memory"] = look("probing uniform windows")
     for title, rows in found.items():
         print(table(rows, f"{title}: pass keys found, and nats of a token of the key"))

@@ -9,6 +9,7 @@ Shapes: L layers, H key/value heads of a layer, G windows tried of each.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -26,18 +27,16 @@ class Budget:
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
-            raise ValueError(
-                f"budget is {self.share:g}; expected a share of the full key/value memory, above 0 up to 1"
-            )
+            raise ValueError(f"budget is {self.share:g}; expected a share of the full key/value memory, up to 1")
         if self.sinks + 1 >= self.context:
             raise ValueError(
                 f"sinks is {self.sinks} of {self.context} tokens of context; expected at least two tokens beside them"
             )
         if self.tokens < self.sinks + 1:
             raise ValueError(
-                f"budget is {self.share:g}, {self.tokens:.1f} of {self.context} tokens a head, but {self.sinks} sinks and "
-                f"the token itself take {self.sinks + 1}; ask for {(self.sinks + 1) / self.context:.4f} or more, or for "
-                "fewer sinks"
+                f"budget is {self.share:g}, {self.tokens:.1f} of {self.context} tokens a head, but {self.sinks} sinks "
+                f"and the token itself take {self.sinks + 1}; ask for {(self.sinks + 1) / self.context:.4f} or more, "
+                "or for fewer sinks"
             )
 
     @property
@@ -98,13 +97,14 @@ def allocate(costs: Tensor, grid: list[int], budget: Budget) -> tuple[Tensor, fl
         points = list(zip(tried, [*curve, 0.0][: len(tried)], strict=True))
         hull = _hull(points)
         windows.append(float(hull[0][0]))
-        for (w0, c0), (w1, c1) in zip(hull, hull[1:], strict=False):
+        for (w0, c0), (w1, c1) in itertools.pairwise(hull):
             pieces.append(((c0 - c1) / (w1 - w0), head, w1 - w0))
     spare = (budget.tokens - budget.sinks) * len(flat) - sum(windows)
     if spare < 0:  # even the shortest windows tried are too long: all alike
         return torch.full(costs.shape[:2], budget.tokens - budget.sinks), math.inf
     price = 0.0
-    for price, head, more in sorted(pieces, reverse=True):
+    for slope, head, more in sorted(pieces, reverse=True):
+        price = slope
         taken = min(more, spare)
         windows[head] += taken
         spare -= taken

@@ -122,7 +122,7 @@ class FitRun:
         c, layer = self.model.config, self.layers[0]
         return {
             "layers": len(self.layers), "dim": c.hidden_size, "heads": layer.heads, "kv_heads": layer.groups,
-            "head_dim": layer.head_size // 2, "feedforward": 3 * c.hidden_size * (getattr(c, "intermediate_size", 0) or 0),
+            "head_dim": layer.head_size // 2, "feedforward": 3 * c.hidden_size * getattr(c, "intermediate_size", 0),
             "persistent": 0, "vocab": c.vocab_size, "block": self.plan.context, "batch": 1,
             "max_span": self.plan.context,
         }  # fmt: skip
@@ -144,10 +144,9 @@ class FitRun:
                            last_ramp=min(32.0, plan.context / 32))  # fmt: skip
         windows = learn(self.model, self.train, self.held_out[:2], budget, found, config, on_event)
         bits["fitted spans"] = self.measure(windows, "fitted spans", on_event)
-        shape = windows.shape
         if plan.baselines:
             others = {
-                "uniform windows": uniform(*shape, budget),
+                "uniform windows": uniform(len(windows), windows.shape[1], budget),
                 "by attention mass": by_mass(found.lost, found.grid, budget),
             }
             bits |= {name: self.measure(other, name, on_event) for name, other in others.items()}

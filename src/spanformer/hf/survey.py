@@ -68,11 +68,10 @@ def survey(
     generator = torch.Generator().manual_seed(seed)
     costs = lost = None
     before = model.config._attn_implementation
+    assert before is not None
     seen: list[tuple[Tensor, Tensor, Tensor, float | None, Tensor, Tensor]] = []
 
-    def watch(
-        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: object, scaling: float | None = None, **_: object
-    ):
+    def watch(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, _mask, scaling: float | None = None, **_: object):
         if NAME not in module._modules:
             raise ValueError(f"{type(module).__name__} has no spans; attach them to the model before surveying it")
         full = attend(q, k, v, Rule(q.shape[1]), scale=scaling)

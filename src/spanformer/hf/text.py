@@ -50,7 +50,7 @@ def load_model(name: str, dtype: torch.dtype = torch.float32) -> tuple[PreTraine
     """(model, tokenizer) of a folder in Hugging Face's format, a .gguf file or a folder with one, or a hub's name."""
     path = Path(name)
     where, options = name, {}
-    if path.suffix == ".gguf" or path.is_dir() and not (path / "config.json").exists():
+    if path.suffix == ".gguf" or (path.is_dir() and not (path / "config.json").exists()):
         packed = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
         if len(packed) != 1 or not packed[0].is_file():
             found = f"{len(packed)} .gguf files and no config.json" if path.is_dir() else "no such file"
