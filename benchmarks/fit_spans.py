@@ -1,4 +1,4 @@
-"""Key/value memory against loss, for a pretrained model: spans learned by fit-spans beside windows that are not learned.
+"""Key/value memory against loss, for a pretrained model: learned spans beside windows that are not learned.
 
     python benchmarks/fit_spans.py MODEL --prose FOLDER_OF_WIKITEXT_2 [--only PIECE …]
 
