@@ -49,18 +49,25 @@ struct Call {
 
 // One query per batch row against a ring of keys and values per key/value head.
 // Head g of row b keeps `capacity[g]` slots from slot `first[g]` of that row on; the key at position p lies in slot
-// first[g] + p mod capacity[g]. The newest position of row b is newest[b] (−1: the row is empty).
+// first[g] + p mod capacity[g]. The newest position of row b is newest[b] (−1: the row is empty). The first `kept`
+// positions lie in the `kept` slots before first[g] instead: every query sees them, whatever reach and span say.
+// What changes from token to token stands first, so that ops/kernel.py writes only that anew.
 struct Decode {
-  int64_t dtype, threads;
-  int64_t B, H, Hkv, D, Dv;
-  int64_t shift;
-  double scale, ramp;
+  int64_t threads;
   Rows q, out;          // [B, H, 1, ·]
   float* lse;           // [B, H]
-  Rows k, v;            // [B, slots, ·]: batch and row strides count, head is unused
-  const int64_t *first, *capacity, *newest;  // [Hkv], [Hkv], [B]
-  const int64_t* reach;
+  Rows new_k, new_v;    // [B, Hkv, 1, ·] to be written at the newest positions first; null: they are there already
   const float* span;
+  int64_t dtype, bits;  // bits: of keys and values, 8 with a scale for each slot, or 0 for those of the dtype
+  int64_t B, H, Hkv, D, Dv;
+  int64_t shift, kept;
+  double scale, ramp;
+  Rows k, v;                   // [B, slots, ·]: batch and row strides count, head is unused
+  float *k_scale, *v_scale;    // [B, slots] with batch stride scale_batch, or null
+  int64_t scale_batch;
+  const int64_t *first, *capacity, *newest;  // [Hkv], [Hkv], [B]
+  const int64_t* oldest;       // [B, Hkv] positions below are held no more; null: all are held that fit
+  const int64_t* reach;
   int64_t dynamic;
   const float* distance_bias;
   int64_t bias_length;

@@ -15,6 +15,45 @@ SPANFORMER_INLINE vf load_row(const bf16* p) {
   std::memcpy(&x, p, sizeof x);
   return (vf)(__builtin_convertvector(x, vu) << 16);
 }
+SPANFORMER_INLINE vf load_row(const int8_t* p) {
+  typedef int8_t vb __attribute__((vector_size(W)));
+  vb x;
+  std::memcpy(&x, p, sizeof x);
+  return __builtin_convertvector(__builtin_convertvector(x, vi), vf);
+}
+
+// A row into its slot. In 8 bits: the nearest multiples of max |x| / 127, as ops/rings.py `quantise` rounds them.
+template <class T>
+static void put_row(const T* from, T* to, float*, long n) {
+  std::memcpy(to, from, n * sizeof(T));
+}
+template <class T>
+static void put_row(const T* from, int8_t* to, float* scale, long n) {
+  float most = 0.f;
+  bool bad = false;
+  for (long d = 0; d < n; d++) {
+    const float x = std::fabs(to_float(from[d]));
+    most = std::max(most, x), bad = bad || !(x <= std::numeric_limits<float>::max());
+  }
+  *scale = bad ? std::numeric_limits<float>::quiet_NaN() : most / 127.f;  // NaN times any code is NaN
+  const bool codes = !bad && *scale >= std::numeric_limits<float>::min();
+  for (long d = 0; d < n; d++) to[d] = codes ? (int8_t)std::nearbyint(to_float(from[d]) / *scale) : 0;
+}
+
+template <class T, class S>
+static void write_newest(const Decode& c) {
+  for (long b = 0; b < c.B; b++)
+    for (long g = 0; g < c.Hkv; g++) {
+      const long p = c.newest[b], slot = c.first[g] + (p < c.kept ? p - c.kept : p % c.capacity[g]);
+      if (p < 0) continue;
+      float* scales[2] = {c.k_scale ? c.k_scale + b * c.scale_batch + slot : nullptr,
+                          c.v_scale ? c.v_scale + b * c.scale_batch + slot : nullptr};
+      S* k = static_cast<S*>(c.k.data) + b * c.k.batch + slot * c.k.row;
+      S* v = static_cast<S*>(c.v.data) + b * c.v.batch + slot * c.v.row;
+      put_row(row<T>(c.new_k, b, g, 0), k, scales[0], c.D);
+      put_row(row<T>(c.new_v, b, g, 0), v, scales[1], c.Dv);
+    }
+}
 
 // out[r] = q · row r, for W rows at once: their sums across lanes become one transposition.
 template <class T>
@@ -51,26 +90,30 @@ SPANFORMER_INLINE void add_rows(const float* p, const T* rows, long stride, long
 }
 
 struct DecodePart {
-  long b, h, from, to;  // distances [from, to)
+  long b, h, from, to;  // distances [from, to), or with `kept` the kept positions [from, to)
+  bool kept;
   float top, total;
   float* sum;  // [Dv]
 };
 
-template <class T>
+template <class T, class S>  // of queries and outputs, of keys and values
 class PartDecode {
  public:
   PartDecode(const Decode& call, DecodePart& part) : c(call), x(part), n(part.to - part.from) {
     const long kv = x.h / (c.H / c.Hkv), capacity = c.capacity[kv];
     // Oldest first: slots ascend, and wrap at most once.
-    const long slot = (c.newest[x.b] - c.shift - (x.to - 1)) % capacity, before = std::min(n, capacity - slot);
+    const long slot = x.kept ? x.from - c.kept : (c.newest[x.b] - c.shift - (x.to - 1)) % capacity;
+    const long before = x.kept ? n : std::min(n, capacity - slot);
     stretches_[0] = {0, before, slot}, stretches_[1] = {before, n, 0};
-    K_ = static_cast<const T*>(c.k.data) + x.b * c.k.batch + c.first[kv] * c.k.row;
-    V_ = static_cast<const T*>(c.v.data) + x.b * c.v.batch + c.first[kv] * c.v.row;
+    K_ = static_cast<const S*>(c.k.data) + x.b * c.k.batch + c.first[kv] * c.k.row;
+    V_ = static_cast<const S*>(c.v.data) + x.b * c.v.batch + c.first[kv] * c.v.row;
+    if (sizeof(S) == 1) k_scale_ = c.k_scale + x.b * c.scale_batch + c.first[kv];
+    if (sizeof(S) == 1) v_scale_ = c.v_scale + x.b * c.scale_batch + c.first[kv];
   }
 
   void run() {
     scores();
-    soften();
+    if (!x.kept) add_distances(), soften();
     float top = -std::numeric_limits<float>::infinity();
     bool bad = false;
     for (long r = 0; r < n; r++) top = std::max(top, score_[r]), bad = bad || score_[r] != score_[r];
@@ -88,27 +131,38 @@ class PartDecode {
   DecodePart& x;
   const long n;
   Stretch stretches_[2];
-  const T *K_, *V_;
+  const S *K_, *V_;
+  const float *k_scale_ = nullptr, *v_scale_ = nullptr;
+  float query_[256];  // scaled, for log2
   float score_[DECODE_KEYS];  // oldest first: entry r is at distance x.to − 1 − r
 
   void scores() {
-    float query[256], few[W];
     const T* q = row<T>(c.q, x.b, x.h, 0);
-    for (long d = 0; d < c.D; d++) query[d] = to_float(q[d]) * (float)c.scale * LOG2E;
+    for (long d = 0; d < c.D; d++) query_[d] = to_float(q[d]) * (float)c.scale * LOG2E;
     for (const Stretch& s : stretches_) {
-      const T* k = K_ + s.slot * c.k.row;
+      const S* k = K_ + s.slot * c.k.row;
       long r = s.from;
-      for (; r + W <= s.to; r += W, k += W * c.k.row) row_dots(query, k, c.k.row, c.D, score_ + r);
-      for (; r < s.to; r++, k += c.k.row) score_[r] = exact_dot(query, k, c.D);
+      for (; r + W <= s.to; r += W, k += W * c.k.row) row_dots(query_, k, c.k.row, c.D, score_ + r);
+      for (; r < s.to; r++, k += c.k.row) score_[r] = exact_dot(query_, k, c.D);
+      rescale(s, k_scale_);
     }
+  }
+
+  void rescale(const Stretch& s, const float* scale) {
+    if (scale)
+      for (long r = s.from; r < s.to; r++) score_[r] *= scale[s.slot + r - s.from];
+  }
+
+  void add_distances() {
     if (!c.distance_vec) return;
+    float few[W];
     const float* table = c.distance_vec + x.h * c.vec_head;
     long d = x.from;  // nearest first, as the table lies
     for (; d + W <= x.to; d += W) {
-      row_dots(query, table + d * c.D, c.D, c.D, few);
+      row_dots(query_, table + d * c.D, c.D, c.D, few);
       for (long e = 0; e < W; e++) score_[x.to - 1 - d - e] += few[e];
     }
-    for (; d < x.to; d++) score_[x.to - 1 - d] += exact_dot(query, table + d * c.D, c.D);
+    for (; d < x.to; d++) score_[x.to - 1 - d] += exact_dot(query_, table + d * c.D, c.D);
   }
 
   void soften() {
@@ -134,7 +188,8 @@ class PartDecode {
   }
 
   void values(const Stretch& s) {
-    const T* v = V_ + s.slot * c.v.row;
+    rescale(s, v_scale_);
+    const S* v = V_ + s.slot * c.v.row;
     const long count = s.to - s.from;
     long d = 0;
     for (; d + 8 * W <= c.Dv; d += 8 * W) add_rows<8>(score_ + s.from, v + d, c.v.row, count, x.sum + d);
@@ -145,24 +200,31 @@ class PartDecode {
   }
 };
 
-template <class T>
+template <class T, class S>
 static void decode_all(const Decode& c) {
+  if (c.new_k.data) write_newest<T, S>(c);
   std::vector<DecodePart> parts;
   std::vector<long> first;  // by (b, h)
   double cost = 0;
   for (long b = 0; b < c.B; b++)
     for (long h = 0; h < c.H; h++) {
-      long n = std::min((long)c.newest[b] + 1, (long)c.capacity[h / (c.H / c.Hkv)]) - c.shift;
+      const long kv = h / (c.H / c.Hkv), seen = c.newest[b] + 1 - c.shift, few = std::min(seen, (long)c.kept);
+      const long oldest = std::max((long)c.kept, c.oldest ? (long)c.oldest[b * c.Hkv + kv] : 0L);
+      long n = std::min(seen - oldest, (long)c.capacity[kv] - c.shift);
       if (c.reach) n = std::min(n, (long)c.reach[h]);
       if (c.span) n = std::min(n, reach_of_span(c.span[c.dynamic ? b * c.H + h : h], c.ramp));
       first.push_back((long)parts.size());
-      for (long d = 0; d < n; d += DECODE_KEYS) parts.push_back({b, h, d, std::min(n, d + DECODE_KEYS), 0, 0, nullptr});
-      cost += (double)std::max(0L, n) * (c.D + c.Dv);
+      const auto cut = [&](long end, bool kept) {
+        for (long d = 0; d < end; d += DECODE_KEYS)
+          parts.push_back({b, h, d, std::min(end, d + DECODE_KEYS), kept, 0, 0, nullptr});
+      };
+      cut(n, false), cut(few, true);
+      cost += (double)(std::max(0L, n) + std::max(0L, few)) * (c.D + c.Dv);
     }
   first.push_back((long)parts.size());
   std::vector<float> sums(parts.size() * c.Dv);
   for (size_t t = 0; t < parts.size(); t++) parts[t].sum = &sums[t * c.Dv];
-  for_items((long)parts.size(), c.threads, cost, [&](long t) { PartDecode<T>(c, parts[t]).run(); });
+  for_items((long)parts.size(), c.threads, cost, [&](long t) { PartDecode<T, S>(c, parts[t]).run(); });
   for (long b = 0; b < c.B; b++)
     for (long h = 0; h < c.H; h++) {
       const long a = first[b * c.H + h], z = first[b * c.H + h + 1];

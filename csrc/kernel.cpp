@@ -10,7 +10,12 @@ extern const Kernel kernel;
 const Kernel kernel = {
     [](const Call& c) { c.dtype == kFloat32 ? forward_all<float>(c) : forward_all<bf16>(c); },
     [](const Call& c) { c.dtype == kFloat32 ? backward_all<float>(c) : backward_all<bf16>(c); },
-    [](const Decode& c) { c.dtype == kFloat32 ? decode_all<float>(c) : decode_all<bf16>(c); },
+    [](const Decode& c) {
+      if (c.bits == 8)
+        c.dtype == kFloat32 ? decode_all<float, int8_t>(c) : decode_all<bf16, int8_t>(c);
+      else
+        c.dtype == kFloat32 ? decode_all<float, float>(c) : decode_all<bf16, bf16>(c);
+    },
 };
 
 }  // namespace SPANFORMER_ISA

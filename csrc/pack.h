@@ -12,6 +12,7 @@ struct bf16 {
   uint16_t bits;
 };
 SPANFORMER_INLINE float to_float(float x) { return x; }
+SPANFORMER_INLINE float to_float(int8_t x) { return (float)x; }
 SPANFORMER_INLINE float to_float(bf16 x) {
   const uint32_t b = (uint32_t)x.bits << 16;
   float f;

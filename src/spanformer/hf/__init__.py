@@ -13,10 +13,12 @@ if int(_transformers.__version__.split(".")[0]) < 5:
 
 from spanformer.hf.attach import attach as attach
 from spanformer.hf.attach import detach as detach
+from spanformer.hf.export import compare_losses as compare_losses
+from spanformer.hf.export import to_windows as to_windows
+from spanformer.hf.saving import from_pretrained as from_pretrained
 from spanformer.hf.spans import HeadSpans as HeadSpans
 from spanformer.hf.spans import cache_bytes as cache_bytes
 from spanformer.hf.spans import clamp_spans as clamp_spans
 from spanformer.hf.spans import head_spans as head_spans
 from spanformer.hf.spans import span_penalty as span_penalty
-
-__all__ = ["HeadSpans", "attach", "cache_bytes", "clamp_spans", "detach", "head_spans", "span_penalty"]
+from spanformer.hf.trainer import SpanCallback as SpanCallback

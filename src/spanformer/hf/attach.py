@@ -43,11 +43,11 @@ def attach(
     check_attach(max_span, init, ramp, per, sinks)
     base = base_of(model)
     _refuse_model(base)
+    layers = probe(base)
     if max_span is None:
         max_span = getattr(base.config, "max_position_embeddings", None)
         if max_span is None:
             raise ValueError(f"{type(base).__name__} does not say how long its context is; give max_span")
-    layers = probe(base)
     before = base.config._attn_implementation
     for name, found in layers.items():
         if found.heads % found.kv_heads:

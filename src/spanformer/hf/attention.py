@@ -60,29 +60,27 @@ def make_mask(
             "this model draws a mask of its own (or_mask_function or and_mask_function), which spans "
             "cannot express; detach the spans for such inputs"
         )
+    if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
+        raise ValueError(
+            "a static cache has room for every token of every head, which is what spans save; leave "
+            "cache_implementation away, or pass past_key_values=spanformer.hf.SpanCache(model)"
+        )
     seen = Seen(kv_length, local_size)
-    if mask_function is not causal_mask_function:
-        seen = replace(seen, documents=_documents(mask_function, batch_size, q_length, kv_length, device))
-    static = isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length
     positions = torch.arange(kv_length, device=device)[None] + kv_offset
-    if static:  # a cache with room for more: what is not yet written lies in the future
-        at = torch.arange(q_length, device=device)[None] + q_offset
-        seen = replace(seen, q_positions=at, k_positions=positions)
-    if seen.documents is not None:
-        positions = positions - _starts(seen.documents)
-        seen = replace(seen, q_positions=positions[:, kv_length - q_length :], k_positions=positions)
+    if mask_function is not causal_mask_function:
+        documents = _documents(mask_function, batch_size, q_length, kv_length, device)
+        if documents is not None:
+            starts = positions - _starts(documents)
+            seen = Seen(kv_length, local_size, None, documents, starts[:, kv_length - q_length :], starts)
     if attention_mask is None:
         return seen
-    shown = attention_mask[:, kv_offset : kv_offset + kv_length].to(device=device, dtype=torch.bool)
-    if shown.shape[1] < kv_length:  # not yet written
-        shown = nn.functional.pad(shown, (0, kv_length - shown.shape[1]))
-    if shown.device.type == "cpu" and bool(shown[:, : q_length + int(q_offset) - kv_offset].all()):
+    shown = attention_mask[:, kv_offset : kv_offset + kv_length]
+    if shown.device.type == "cpu" and bool(shown.all()):
         return seen
     bias = torch.zeros(shown.shape, device=device).masked_fill(~shown, -math.inf)[:, None]
-    first = attention_mask.to(device=device, dtype=torch.int32).argmax(1, keepdim=True)  # tokens of padding at the left
-    k_positions = positions - first
-    q_positions = (torch.arange(q_length, device=device)[None] + q_offset) - first
-    return replace(seen, bias=bias, q_positions=q_positions, k_positions=k_positions)
+    first = attention_mask.int().argmax(1, keepdim=True)  # how many tokens of padding stand before the text
+    positions = positions - first
+    return replace(seen, bias=bias, q_positions=positions[:, kv_length - q_length :], k_positions=positions)
 
 
 def attend_spans(
@@ -189,8 +187,6 @@ def _refuse(others: dict[str, object]) -> None:
     for name, why in _REFUSED.items():
         if others.get(name) not in (None, False):
             raise ValueError(f"{name} is {others[name]!r}; {why}")
-    if others.get("is_causal") is False:
-        raise ValueError("is_causal is False; spans look back only, so this call needs a model without them (detach)")
 
 
 _REFUSED = {

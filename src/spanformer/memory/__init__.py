@@ -1,6 +1,8 @@
 """What a model remembers beyond the tokens in front of it."""
 
+from spanformer.memory.cache import Cache
+from spanformer.memory.head_cache import HeadCache
 from spanformer.memory.persistent import Persistent
 from spanformer.memory.segment import State, remember
 
-__all__ = ["Persistent", "State", "remember"]
+__all__ = ["Cache", "HeadCache", "Persistent", "State", "remember"]

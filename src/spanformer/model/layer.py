@@ -15,11 +15,9 @@ from torch import Tensor, nn
 
 from spanformer.attention import Attention, View
 from spanformer.memory import Persistent
+from spanformer.memory.groups import group_heads
 from spanformer.ops import Attended, Rule, merge
 from spanformer.position import Position
-
-GRAIN = 8  # tokens; what a group projects is rounded up to this
-SLACK = 64  # tokens; heads that differ by less are served together
 
 
 class SelfAttention(nn.Module):
@@ -41,8 +39,8 @@ class SelfAttention(nn.Module):
         view = replace(view, x=x)
         rule = self.mechanism.rule(view)
         lookback = self._lookback(rule)
-        q = _split(self.query(x), self.heads)
-        fresh = _split(self.key(x), self.kv_heads), _split(self.value(x), self.kv_heads)
+        q = split_heads(self.query(x), self.heads)
+        fresh = split_heads(self.key(x), self.kv_heads), split_heads(self.value(x), self.kv_heads)
         groups = group_heads(self._shared(lookback), past.shape[1])
         if rule.blocks is not None:  # patterns stand at fixed positions; trimming would shift them
             groups = [(list(range(self.kv_heads)), past.shape[1])]
@@ -102,12 +100,12 @@ class SelfAttention(nn.Module):
     def _project(self, memory: Tensor, linear: nn.Linear, kv_heads: list[int] | None) -> Tensor:
         """[B, heads, need, D]"""
         if kv_heads is None:
-            return _split(linear(memory), self.kv_heads)
+            return split_heads(linear(memory), self.kv_heads)
         weight = linear.weight.view(self.kv_heads, self.head_dim, -1)[kv_heads].flatten(0, 1)
-        return _split(F.linear(memory, weight), len(kv_heads))
+        return split_heads(F.linear(memory, weight), len(kv_heads))
 
 
-def _split(x: Tensor, heads: int) -> Tensor:
+def split_heads(x: Tensor, heads: int) -> Tensor:
     """[B, T, heads · D] → [B, heads, T, D], without a copy."""
     return x.view(x.shape[0], x.shape[1], heads, -1).transpose(1, 2)
 
@@ -120,19 +118,3 @@ def _last(view: View, keys: int, queries: int) -> View:
     return replace(
         view, documents=documents, padding=None if padding is None else padding[:, padding.shape[1] - keys :]
     )
-
-
-def group_heads(lookback: list[int], past: int) -> list[tuple[list[int], int]]:
-    """Heads to be served together, with how many remembered tokens they get: [(heads, need)], the longest first.
-
-    A head joins a group if it needs at least three quarters of what the group's longest head does, or lacks no more
-    than a few tokens of it: less than that is saved by a call of its own.
-    """
-    needs = [min(-(-n // GRAIN) * GRAIN, past) for n in lookback]
-    groups: list[tuple[list[int], int]] = []
-    for head in sorted(range(len(needs)), key=lambda h: -needs[h]):
-        if groups and needs[head] >= 0.75 * groups[-1][1] - SLACK:
-            groups[-1][0].append(head)
-        else:
-            groups.append(([head], needs[head]))
-    return [(sorted(heads), need) for heads, need in groups]

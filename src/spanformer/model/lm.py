@@ -5,7 +5,7 @@ Shapes: B batch, T tokens of a segment, M remembered tokens, V vocabulary.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spanformer.attention import AdaptiveSpan, Attention, DynamicSpan, View, read_spans
-from spanformer.memory import State
+from spanformer.memory import Cache, State
 from spanformer.memory.segment import memory_length
 from spanformer.model.block import Block
 from spanformer.model.build import make_block, make_position
@@ -21,6 +21,7 @@ from spanformer.model.config import ModelConfig
 from spanformer.model.embedding import AdaptiveEmbedding, AdaptiveHead, Embedding, Head
 from spanformer.model.feedforward import FeedForward
 from spanformer.model.norm import make_norm
+from spanformer.model.reading import Reader, make_cache, read
 
 NO_DOCUMENT = -1  # the id of tokens read before documents were numbered
 
@@ -63,6 +64,7 @@ class LM(nn.Module):
         self.dropout = nn.Dropout(e.dropout)
         self.checkpointing = False
         """recompute each block in the backward pass instead of keeping its activations"""
+        self._reader: Reader | None = None
 
     def forward(
         self,
@@ -104,6 +106,36 @@ class LM(nn.Module):
         if targets is None:
             return LMOutput(self.head.logits(h), None, state, penalty)
         return LMOutput(None, self.head.nll(h, targets), state, penalty)
+
+    def cache(self, batch: int, *, slack: int = 0, bits: Literal[0, 8] = 0) -> Cache:
+        """Room for what the heads see of `batch` texts that are read by `read`: for each key/value head as many keys
+        and values as it reaches, however long the texts are. slack: how many tokens `Cache.crop` can always take back.
+        bits: 8 stores them in 8 bits, each number off by at most 1/254 of the largest of its vector; 0: in the
+        model's own dtype."""
+        return make_cache(self, batch, slack, bits)
+
+    def read(
+        self,
+        x: Tensor,
+        cache: Cache,
+        *,
+        lengths: Tensor | None = None,
+        logits: Literal["all", "last", "none"] = "all",
+    ) -> Tensor | None:
+        """Read the next tokens x [B, T] of each row of the cache, without gradients and dropout.
+
+        lengths [B]: how many of a row's T tokens are real; the others are padding behind them. Returns the logits of
+        all tokens [B, T, V], or of each row's last real token [B, V] (of a row without any, they mean nothing), or
+        None. They are those of `lm(x)` over the whole text so far.
+        """
+        return read(self, x, cache, lengths, logits)
+
+    @property
+    def reader(self) -> Reader:
+        """The rules that `read` goes by."""
+        if self._reader is None:
+            self._reader = Reader(self)
+        return self._reader
 
     def start(self, batch: int) -> State:
         """The memory of a text that begins: empty, or zeros that are attended to, as in the paper's code."""

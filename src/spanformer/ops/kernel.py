@@ -17,11 +17,12 @@ from torch import Tensor
 
 from spanformer.ops.rule import Rule
 
-ABI = 1
+ABI = 2
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 MAX_HEAD_SIZE = 256
 CALL = struct.Struct("=11q3d68q")
-DECODE = struct.Struct("=8q2d29q")
+DECODE = struct.Struct("=28q2d23q")
+STEP = struct.Struct("=19q")  # the fields of a `Decode` that change from token to token, its first
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def _load(path: Path) -> Library:
         raise RuntimeError(f"the compiled kernel is of another version {found}; reinstall spanformer to rebuild it")
     entries = (lib.spanformer_forward, lib.spanformer_backward, lib.spanformer_decode)
     for entry in entries:
-        entry.argtypes, entry.restype = [ctypes.c_char_p], None
+        entry.argtypes, entry.restype = [ctypes.c_void_p], None  # bytes, or a buffer
     lib.spanformer_isa.restype = ctypes.c_char_p
     return Library(*entries, isa=lib.spanformer_isa().decode())
 
@@ -216,28 +217,46 @@ def run_backward(
     return Gradients(dq if q.dtype == torch.float32 else dq.to(q.dtype), dk, dv, span, bias, vec, key, sinks)
 
 
-def run_decode(
-    q: Tensor,
+def pack_decode(
+    dtype: torch.dtype,
+    heads: int,
     keys: Tensor,
     values: Tensor,
-    where: tuple[Tensor, Tensor, Tensor],
+    scales: tuple[Tensor, Tensor] | None,
+    where: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    kept: int,
     rule: Rule,
     terms: Terms,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """q [B, H, 1, D] against keys [B, N, D] and values [B, N, Dv]; where: first slots, capacities, newest positions."""
-    (b, h, _, d), dv = q.shape, values.shape[2]
-    first, capacity, newest = where
+) -> ctypes.Array[ctypes.c_char]:
+    """A `Decode` of queries of this dtype on keys [B, N, D] and values [B, N, Dv], each with scales [B, N] if they have
+    8 bits; where: first slots, capacities, newest and oldest positions. `run_decode` fills in what changes."""
+    first, capacity, newest, oldest = where
     reach, span, bias, vec = rule.reach, terms.span, terms.distance_bias, terms.distance_vec
     assert reach is None or isinstance(reach, Tensor)
-    out, lse = q.new_empty((b, h, 1, dv)), q.new_empty((b, h, 1), dtype=torch.float32)
-    keys, values = (t if t.stride(2) == 1 else t.contiguous() for t in (keys, values))
-    library().decode(DECODE.pack(
-        DTYPES[q.dtype], torch.get_num_threads(), b, h, capacity.numel(), d, dv, rule.original, scale, rule.ramp,
-        *rows(q), *rows(out), lse.data_ptr(),
+    (b, _, d), dv = keys.shape, values.shape[2]
+    packed = ctypes.create_string_buffer(DECODE.size)
+    DECODE.pack_into(
+        packed, 0, *(0,) * 19,
+        DTYPES[dtype], 8 if scales else 0, b, heads, capacity.numel(), d, dv, rule.original, kept, scale, rule.ramp,
         keys.data_ptr(), keys.stride(0), 0, keys.stride(1), values.data_ptr(), values.stride(0), 0, values.stride(1),
-        first.data_ptr(), capacity.data_ptr(), newest.data_ptr(),
-        _ptr(reach), _ptr(span), span is not None and span.ndim == 3,
+        *((scales[0].data_ptr(), scales[1].data_ptr(), scales[0].stride(0)) if scales else (0, 0, 0)),
+        first.data_ptr(), capacity.data_ptr(), newest.data_ptr(), _ptr(oldest),
+        _ptr(reach), span is not None and span.ndim == 3,
         _ptr(bias), bias.shape[1] if bias is not None else 0, *_vectors(vec), _ptr(terms.sinks),
-    ))  # fmt: skip
+    )  # fmt: skip
+    return packed
+
+
+def run_decode(
+    packed: ctypes.Array[ctypes.c_char], q: Tensor, new: tuple[Tensor, Tensor] | None, span: Tensor | None, dv: int
+) -> tuple[Tensor, Tensor]:
+    """q [B, H, 1, D] against the rings `packed` tells of, new keys and values [B, Hkv, 1, ·] written there first."""
+    b, h, _, _ = q.shape
+    out, lse = q.new_empty((b, h, 1, dv)), q.new_empty((b, h, 1), dtype=torch.float32)
+    fresh = (*rows(new[0]), *rows(new[1])) if new else (*_NO_ROWS, *_NO_ROWS)
+    STEP.pack_into(
+        packed, 0, torch.get_num_threads(), *rows(q), *rows(out), lse.data_ptr(), *fresh, _ptr(span)
+    )  # fmt: skip
+    library().decode(packed)
     return out, lse

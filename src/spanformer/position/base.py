@@ -5,8 +5,10 @@ Shapes: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D head
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from spanformer.ops import Rule
@@ -27,7 +29,8 @@ class Places(Protocol):
 
 
 class Position(nn.Module):
-    """The base of every encoding, and itself the one that tells nothing. Each overrides the one method it needs."""
+    """The base of every encoding, and itself the one that tells nothing. Each overrides what it needs, `turn`
+    and `turner` together."""
 
     def embed(self, x: Tensor, start: int) -> Tensor:
         """x [B, T, dim], the embedded tokens at positions start, start + 1, …; absolute encodings add to them."""
@@ -36,6 +39,11 @@ class Position(nn.Module):
     def turn(self, q: Tensor, k: Tensor, view: Places) -> tuple[Tensor, Tensor]:
         """q [B, H, Tq, D] and k [B, Hkv, Tk, D], each made to know where it stands."""
         return q, k
+
+    def turner(self, positions: Callable[[], Tensor], dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
+        """What `turn` does to queries or keys [B, H, T, D] at positions [T] or [B, T], made ready to be used by many
+        layers: for keys that are kept turned. None: nothing. The positions are asked for only if they are needed."""
+        return None
 
     def rule(self, view: Places, length: int) -> Rule | None:
         """What to add to the attention's rule, for distances 0 … length − 1.

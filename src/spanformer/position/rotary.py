@@ -10,6 +10,8 @@ Shapes: B batch, H heads, T tokens, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -39,10 +41,14 @@ class Rotary(Position):
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [B, H, T, D] alone, at positions [T] or [B, T]: for keys that are kept turned, beside new queries."""
-        cos, sin = self._angles(positions, x.dtype)
-        if positions.ndim == 2:
+        return self.turner(lambda: positions, x.dtype)(x)
+
+    def turner(self, positions: Callable[[], Tensor], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        at = positions()
+        cos, sin = self._angles(at, dtype)
+        if at.ndim == 2:
             cos, sin = cos[:, None], sin[:, None]
-        return _rotate(x, cos, sin)
+        return lambda x: _rotate(x, cos, sin)
 
     def _first(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of positions 0 … at least length − 1, kept from call to call; both [at least length, D]."""

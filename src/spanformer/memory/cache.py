@@ -1,0 +1,151 @@
+"""What a language model keeps of the texts it is reading, so that it goes on from there: one `HeadCache` a layer.
+
+Shapes: B batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from spanformer.memory.head_cache import HeadCache
+
+KIND, FORMAT = "spanformer cache", 1
+
+
+class Maker(Protocol):
+    """The model that a cache belongs to."""
+
+    def cache(self, batch: int, *, slack: int = 0, bits: Literal[0, 8] = 0) -> Cache: ...
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+
+class Cache:
+    """Made by `LM.cache`, filled by `LM.read`. Rows may stand at different places."""
+
+    def __init__(self, maker: Maker, layers: Sequence[HeadCache]) -> None:
+        """layers: all with one `place`."""
+        assert all(layer.place is layers[0].place for layer in layers)
+        self.maker, self.layers = maker, list(layers)
+
+    @property
+    def seen(self) -> Tensor:
+        """[B] int64 on the CPU: how many tokens each row has read."""
+        return self.layers[0].seen
+
+    @property
+    def batch(self) -> int:
+        return self.layers[0].batch
+
+    @property
+    def slack(self) -> int:
+        return self.layers[0].slack
+
+    @property
+    def bits(self) -> Literal[0, 8]:
+        return self.layers[0].bits
+
+    def bytes(self) -> int:
+        """What is allocated for keys and values, exactly."""
+        return sum(layer.bytes() for layer in self.layers)
+
+    def full_bytes(self, context: int) -> int:
+        """What full attention would keep for so many tokens of each row, in the model's dtype."""
+        each = (len(layer.reach) * sum(layer.dims) * layer.dtype.itemsize for layer in self.layers)
+        return self.batch * context * sum(each)
+
+    def advance(self, tokens: int, lengths: Tensor | None = None) -> None:
+        """Move every row on, by `tokens` or by lengths [B]."""
+        self.layers[0].advance(tokens, lengths)
+
+    def crop(self, lengths: Tensor) -> None:
+        """Back to lengths [B] tokens, as if the rest had not been read. Once a ring has wrapped, at most `slack` tokens
+        can be taken back."""
+        lengths = lengths.to("cpu", torch.int64)
+        for layer in self.layers:
+            layer.check_crop(lengths)
+        for layer in self.layers:
+            layer.note_written()
+        self.layers[0].crop(lengths)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row b becomes what row rows[b] was, rows [B']; B' may be another number."""
+        self.layers = self._rows(rows)
+
+    def fork(self, copies: int) -> Cache:
+        """Another cache with every row so many times, one after the other; the two know nothing of each other."""
+        if copies < 1:
+            raise ValueError(f"copies is {copies}; expected at least 1")
+        return Cache(self.maker, self._rows(torch.arange(self.batch).repeat_interleave(copies)))
+
+    def _rows(self, rows: Tensor) -> list[HeadCache]:
+        if rows.ndim != 1 or rows.is_floating_point() or rows.dtype == torch.bool:
+            raise ValueError(f"rows has shape {list(rows.shape)} and dtype {rows.dtype}; expected row numbers [B']")
+        rows = rows.to("cpu", torch.int64)
+        if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < self.batch):
+            raise ValueError(f"rows holds {rows.tolist()}; expected numbers 0 … {self.batch - 1}")
+        place = self.layers[0].place[rows]
+        return [layer.rows(rows, place) for layer in self.layers]
+
+    def save(self, path: str | Path) -> None:
+        """One safetensors file, with what it takes to go on reading; it also says which model made it."""
+        first = self.layers[0]
+        tensors = {"place": first.place}
+        for n, layer in enumerate(self.layers):
+            tensors |= {f"{n}.{name}": t for name, t in layer.store.tensors().items()}
+            tensors |= {f"{n}.reach": torch.tensor(layer.reach), f"{n}.written": layer.written}
+            tensors |= {} if layer.oldest is None else {f"{n}.oldest": layer.oldest}
+        about = {"kind": KIND, "format": FORMAT, "maker": digest(self.maker), "slack": self.slack, "bits": self.bits}
+        # a file's tensors may not share memory, and these do
+        save_file({name: t.clone() for name, t in tensors.items()}, path, {"spanformer": json.dumps(about)})
+
+    @staticmethod
+    def load(path: str | Path, model: Maker) -> Cache:
+        """What `save` wrote, for the same model: another one's keys and values would mean nothing to it."""
+        try:
+            with safe_open(path, "pt") as file:
+                about = json.loads((file.metadata() or {}).get("spanformer", "{}"))
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read as a saved cache ({error})") from error
+        if not isinstance(about, dict) or about.get("kind") != KIND or about.get("format") != FORMAT:
+            raise ValueError(f"{path} is not a cache saved by this version of spanformer")
+        if about.get("maker") != digest(model):
+            raise ValueError(f"{path} was saved by another model, or before this one was trained; read the text anew")
+        try:
+            return _fill(model, about, tensors)
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} does not hold what its model needs ({error}); the file is damaged") from error
+
+
+def _fill(model: Maker, about: dict, tensors: dict[str, Tensor]) -> Cache:
+    place = tensors["place"]
+    cache = model.cache(len(place), slack=about["slack"], bits=about["bits"])
+    for n, layer in enumerate(cache.layers):
+        layer.resize(tensors[f"{n}.reach"].tolist())
+        for name, held in layer.store.tensors().items():
+            if (saved := tensors[f"{n}.{name}"]).dtype != held.dtype:
+                raise ValueError(f"{n}.{name} has dtype {saved.dtype}; expected {held.dtype}")
+            held.copy_(saved)
+        layer.written.copy_(tensors[f"{n}.written"])
+        layer.oldest = tensors.get(f"{n}.oldest")
+    cache.layers[0].place.copy_(place)
+    return cache
+
+
+def digest(model: Maker) -> str:
+    """Of all names and weights of a model."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()

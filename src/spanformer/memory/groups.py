@@ -1,0 +1,22 @@
+"""Which heads are served together, so that one long head does not make its neighbours pay."""
+
+from __future__ import annotations
+
+GRAIN = 8  # tokens; what a group gets is rounded up to this
+SLACK = 64  # tokens; heads that differ by less are served together
+
+
+def group_heads(lookback: list[int], past: int) -> list[tuple[list[int], int]]:
+    """Heads to be served together, with how many remembered tokens they get: [(heads, need)], the longest first.
+
+    A head joins a group if it needs at least three quarters of what the group's longest head does, or lacks no more
+    than a few tokens of it: less than that is saved by a call of its own.
+    """
+    needs = [min(-(-n // GRAIN) * GRAIN, past) for n in lookback]
+    groups: list[tuple[list[int], int]] = []
+    for head in sorted(range(len(needs)), key=lambda h: -needs[h]):
+        if groups and needs[head] >= 0.75 * groups[-1][1] - SLACK:
+            groups[-1][0].append(head)
+        else:
+            groups.append(([head], needs[head]))
+    return [(sorted(heads), need) for heads, need in groups]

@@ -1,0 +1,158 @@
+"""The memory behind a layer's rings: one allocation, and moving rows of keys and values in and out of it.
+
+Head g of a row has `kept` slots, then capacity[g] slots of its ring; position p lies in slot first[g] + p mod
+capacity[g]. Shapes: B batch, Hkv key/value heads, T tokens, N slots of a row, D and Dv head sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from spanformer.ops import Rings
+from spanformer.ops.rings import quantise
+
+
+class Store:
+    """Views into `memory`, all of it: keys [B, N, D], values [B, N, Dv], and with 8 bits their scales [B, N]."""
+
+    def __init__(
+        self,
+        batch: int,
+        capacity: Sequence[int],
+        kept: int,
+        dims: tuple[int, int],
+        bits: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.batch, self.kept, self.bits, self.dtype = batch, kept, bits, dtype
+        self.capacities = list(capacity)
+        self.first = [sum(self.capacities[:g]) + kept * (g + 1) for g in range(len(self.capacities))]
+        self.dims = dims
+        slots = sum(self.capacities) + kept * len(self.capacities)
+        kind = torch.int8 if bits else dtype
+        shapes = [((batch, slots, dims[0]), kind), ((batch, slots, dims[1]), kind)]
+        shapes = [((batch, slots), torch.float32)] * 2 + shapes if bits else shapes  # the wider first: aligned
+        sizes = [torch.Size(shape).numel() * each.itemsize for shape, each in shapes]
+        with torch.inference_mode(False):  # to be written to in or out of it
+            self.memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+            *scales, self.keys, self.values = (
+                part.view(each).view(shape)
+                for part, (shape, each) in zip(self.memory.split(sizes), shapes, strict=True)
+            )
+        self.scales = (scales[0], scales[1]) if bits else None
+
+    def rings(self, newest: Tensor, kept: int, oldest: Tensor | None) -> Rings:
+        return Rings(self.keys, self.values, torch.tensor(self.capacities), newest, kept, oldest, self.scales)
+
+    def rows(self, index: Tensor) -> Store:
+        other = Store(len(index), self.capacities, self.kept, self.dims, self.bits, self.dtype, self.memory.device)
+        at = index.to(self.memory.device)
+        for mine, theirs in zip(self.tensors().values(), other.tensors().values(), strict=True):
+            torch.index_select(mine, 0, at, out=theirs)
+        return other
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that it holds, by name; each has a row for each slot."""
+        named = {"keys": self.keys, "values": self.values}
+        return named | ({"key_scales": self.scales[0], "value_scales": self.scales[1]} if self.scales else {})
+
+
+def read_slots(
+    store: Store, place: Tensor | None, kv_heads: list[int], count: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Keys [B, heads, count, D] and values of the `count` positions before place [B], or of the kept ones (None)."""
+    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for g in kv_heads:
+        if place is None:
+            pieces = [(store.first[g] - store.kept, store.kept)]
+        else:
+            pieces = _stretches(store, g, place - count, count)
+        for kind in (0, 1):
+            found[kind].append(_pick(store, kind, pieces, dtype))
+    return torch.stack(found[0], 1), torch.stack(found[1], 1)
+
+
+def _stretches(store: Store, g: int, start: Tensor, count: int) -> list[tuple[int, int]] | Tensor:
+    """Where positions start [B] … start + count − 1 of head g lie: as (first slot, how many) if all rows agree, else as
+    slots [B, count]."""
+    capacity, first = store.capacities[g], store.first[g]
+    if count <= capacity and len(start) and bool((start == start[0]).all()):
+        slot = int(start[0]) % capacity
+        before = min(count, capacity - slot)
+        return [(first + slot, before), (first, count - before)]
+    return first + (start[:, None] + torch.arange(count)) % capacity
+
+
+def _pick(store: Store, kind: int, pieces: list[tuple[int, int]] | Tensor, dtype: torch.dtype) -> Tensor:
+    rows = (store.keys, store.values)[kind]
+    scale = store.scales[kind] if store.scales else None
+    if isinstance(pieces, Tensor):
+        at = pieces.to(rows.device)
+        found = rows.gather(1, at[..., None].expand(-1, -1, rows.shape[2]))
+        scale = None if scale is None else scale.gather(1, at)
+    else:
+        found = torch.cat([rows[:, a : a + n] for a, n in pieces], 1)
+        scale = None if scale is None else torch.cat([scale[:, a : a + n] for a, n in pieces], 1)
+    return found.to(dtype) if scale is None else (found.float() * scale[..., None]).to(dtype)
+
+
+def write_slots(store: Store, place: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> None:
+    """k [B, Hkv, T, D] and v at positions place [B] and on; of row b only the first lengths[b]."""
+    t = k.shape[2]
+    new = dict(zip(("keys", "values"), (k, v), strict=True))
+    if store.bits:
+        coded = [quantise(x) for x in (k, v)]
+        new = {"keys": coded[0][0], "values": coded[1][0], "key_scales": coded[0][1], "value_scales": coded[1][1]}
+    held = store.tensors()
+    together = lengths is None and len(place) and bool((place == place[0]).all())
+    for g, capacity in enumerate(store.capacities):
+        if together:
+            _write_together(store, held, new, g, int(place[0]), t)
+            continue
+        count = torch.full_like(place, t) if lengths is None else lengths
+        token = torch.arange(t)
+        position, real = place[:, None] + token, token < count[:, None]
+        early = real & (position < store.kept)
+        ring = real & (position >= store.kept) & (token >= count[:, None] - capacity)
+        slot = store.first[g] + torch.where(early, position - store.kept, position % capacity)
+        row, column = (ring | early).nonzero(as_tuple=True)
+        to = slot[row, column]
+        at = [i.to(k.device) for i in (row, column, to)]
+        for name, rows in held.items():
+            rows[at[0], at[2]] = new[name][at[0], g, at[1]].to(rows.dtype)
+
+
+def _write_together(store: Store, held: dict[str, Tensor], new: dict[str, Tensor], g: int, place: int, t: int) -> None:
+    """All rows at one place: slices."""
+    capacity, first = store.capacities[g], store.first[g]
+    pieces = []
+    early = max(0, min(store.kept - place, t))
+    if early:
+        pieces.append((0, first - store.kept + place, early))
+    start = max(early, t - capacity)
+    while start < t:
+        slot = (place + start) % capacity
+        count = min(t - start, capacity - slot)
+        pieces.append((start, first + slot, count))
+        start += count
+    for name, rows in held.items():
+        for a, slot, count in pieces:
+            rows[:, slot : slot + count] = new[name][:, g, a : a + count]
+
+
+def move(old: Store, new: Store, place: Tensor) -> None:
+    """What both have room for, from one store to another with other capacities."""
+    for g, (was, now) in enumerate(zip(old.capacities, new.capacities, strict=True)):
+        position = place[:, None] - 1 - torch.arange(min(was, now))
+        source, target = old.first[g] + position % was, new.first[g] + position % now
+        if old.kept:
+            early = torch.arange(-old.kept, 0).expand(len(place), -1)
+            source, target = torch.cat([source, old.first[g] + early], 1), torch.cat([target, new.first[g] + early], 1)
+        row = torch.arange(len(place), device=old.memory.device)[:, None]
+        source, target = source.to(row.device), target.to(row.device)
+        for mine, theirs in zip(old.tensors().values(), new.tensors().values(), strict=True):
+            theirs[row, target] = mine[row, source]

@@ -1,0 +1,192 @@
+"""Reading a text little by little: what a layer's heads still see is kept as keys and values, and each new token costs
+what it sees, however long the text has become.
+
+Shapes: B batch, T new tokens, H heads, Hkv key/value heads, D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from spanformer.attention import View
+from spanformer.memory import Cache, HeadCache
+from spanformer.model.block import Block
+from spanformer.model.layer import SelfAttention, split_heads
+from spanformer.ops import Rule, merge
+from spanformer.position import Position
+
+if TYPE_CHECKING:
+    from spanformer.model.lm import LM
+
+CHUNK = 1024  # tokens of a long text that go through the layers at a time
+ZEROS = 1 << 40  # with `original`: so many zeros stand before a text, more than any head sees
+
+Logits = Literal["all", "last", "none"]
+
+
+def make_cache(lm: LM, batch: int, slack: int, bits: Literal[0, 8]) -> Cache:
+    weight = next(lm.blocks.parameters())
+    zeros = ZEROS if lm.config.original else 0
+    place = torch.full((batch,), zeros)
+    layers = [
+        HeadCache(
+            batch, reach, lm.config.head_dim, slack=slack, bits=bits, dtype=weight.dtype, device=weight.device,
+            zeros=zeros, place=place,
+        )
+        for reach in reaches(lm)
+    ]  # fmt: skip
+    return Cache(lm, layers)
+
+
+def reaches(lm: LM) -> list[list[int]]:
+    """[layers][Hkv] how many positions each key/value head's ring holds: what the longest head of its group looks back
+    at, and the token itself."""
+    shared = lm.config.heads // lm.config.groups
+    return [
+        [max(layer[h : h + shared]) + 1 for h in range(0, len(layer), shared)]
+        for layer in lm.lookback()
+    ]  # fmt: skip
+
+
+class Reader:
+    """A model's rules as they are now. They stay the same objects until a span or a position's table changes, so that
+    what is prepared for them serves many tokens."""
+
+    def __init__(self, lm: LM) -> None:
+        self.blocks = [block for block in lm.blocks if isinstance(block, Block)]
+        self.watched = [
+            (module, name)
+            for part in (*(block.attention.mechanism for block in self.blocks), lm.position)
+            for module in part.modules()
+            for name in module._parameters
+        ]
+        self.stamp: list[tuple[int, int]] | None = None
+        self.lookback: list[list[int]] = []
+        self.reach: list[list[int]] = []
+        self.rules: list[Rule | None] = []
+        self.added: list[Rule | None] = []
+
+    def renew(self, lm: LM, cache: Cache) -> None:
+        """See whether anything has changed, and fit the cache to it."""
+        stamp = [(id(p := getattr(module, name)), p._version) for module, name in self.watched]
+        if stamp != self.stamp:
+            self.stamp, self.rules = stamp, [None] * len(self.blocks)
+            self.lookback, self.reach = lm.lookback(), reaches(lm)
+            self.added = [lm.position.rule(View(), max(each) + 1) for each in self.lookback]
+        for layer, reach in zip(cache.layers, self.reach, strict=True):
+            if layer.reach != reach:
+                layer.resize(reach)
+
+    def rule(self, n: int, x: Tensor) -> Rule:
+        """What the heads of layer n see, for hidden states x [B, T, dim]."""
+        if (known := self.rules[n]) is not None:
+            return known
+        mechanism, added = self.blocks[n].attention.mechanism, self.added[n]
+        rule = mechanism.rule(View(x=x))
+        rule = rule if added is None else rule + added
+        if not rule.dynamic:
+            self.rules[n] = rule
+        return rule
+
+
+@torch.inference_mode()
+def read(lm: LM, x: Tensor, cache: Cache, lengths: Tensor | None, logits: Logits) -> Tensor | None:
+    """See `LM.read`."""
+    lengths = _check(lm, x, cache, lengths, logits)
+    lm.reader.renew(lm, cache)
+    training = lm.training
+    if training:
+        lm.eval()
+    try:
+        return _read_pieces(lm, x, cache, lengths, logits)
+    finally:
+        if training:
+            lm.train()
+
+
+def _read_pieces(lm: LM, x: Tensor, cache: Cache, lengths: Tensor | None, logits: Logits) -> Tensor | None:
+    """A long text goes through all layers piece by piece, so that no more than a piece of it is held at a time."""
+    every, last = [], None
+    for start in range(0, x.shape[1], CHUNK):
+        piece = x[:, start : start + CHUNK]
+        real = None if lengths is None else (lengths - start).clamp(0, piece.shape[1])
+        h = _read_piece(lm, piece, cache, real)
+        if logits == "all":
+            every.append(lm.head.logits(lm.norm(h)))
+        elif logits == "last":
+            last = h[:, -1] if real is None else _last_real(h, real, last)
+    if logits == "last":
+        assert last is not None
+        return lm.head.logits(lm.norm(last[:, None]))[:, 0]
+    return None if logits == "none" else every[0] if len(every) == 1 else torch.cat(every, 1)
+
+
+def _last_real(h: Tensor, real: Tensor, last: Tensor | None) -> Tensor:
+    """[B, dim] of each row's last token that is no padding; of an earlier piece where this one has none."""
+    row, real = torch.arange(len(h), device=h.device), real.to(h.device)
+    here = h[row, (real - 1).clamp(min=0)]
+    return torch.where((real > 0)[:, None], here, torch.zeros_like(here) if last is None else last)
+
+
+def _read_piece(lm: LM, x: Tensor, cache: Cache, real: Tensor | None) -> Tensor:
+    """x [B, T] → the last block's output [B, T, dim]; the cache is moved on."""
+    seen, reader = cache.seen, lm.reader
+    h = _embed(lm.position, lm.embedding(x), seen)
+    turn = lm.position.turner(lambda: _positions(seen, x), h.dtype)
+    for n, (block, layer) in enumerate(zip(reader.blocks, cache.layers, strict=True)):
+        y = block.norm1(h) if block.pre else h
+        found = _attend(block.attention, y, layer, reader.rule(n, y), turn, real)
+        h = block.feed(h + found if block.pre else block.norm1(h + found))[0]
+    cache.advance(x.shape[1], real)
+    return h
+
+
+def _attend(
+    attention: SelfAttention, x: Tensor, layer: HeadCache, rule: Rule, turn: Callable[[Tensor], Tensor] | None,
+    real: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """[B, T, dim] of the layer's attention to what it still holds and to x [B, T, dim]."""
+    q = split_heads(attention.query(x), attention.heads)
+    k, v = (split_heads(project(x), attention.kv_heads) for project in (attention.key, attention.value))
+    turned, k = (q, k) if turn is None else (turn(q), turn(k))
+    backend = attention.mechanism.backend
+    found = layer.read(turned, k, v, rule, lengths=real, backend=backend)
+    if attention.persistent is not None:
+        found = merge([found, attention.persistent.attend(q, backend=backend)])
+    return attention.out(found.out.transpose(1, 2).reshape(x.shape))
+
+
+def _embed(position: Position, h: Tensor, seen: Tensor) -> Tensor:
+    """Rows may begin at different places."""
+    if type(position).embed is Position.embed:
+        return h
+    return torch.cat([position.embed(row[None], start) for row, start in zip(h, seen.tolist(), strict=True)])
+
+
+def _positions(seen: Tensor, x: Tensor) -> Tensor:
+    """[B, T] where the tokens of x stand; [T] if all rows agree."""
+    step = torch.arange(x.shape[1], device=x.device)
+    if len(seen) and bool((seen == seen[0]).all()):
+        return step + int(seen[0])
+    return seen.to(x.device)[:, None] + step
+
+
+def _check(lm: LM, x: Tensor, cache: Cache, lengths: Tensor | None, logits: Logits) -> Tensor | None:
+    if x.ndim != 2 or x.is_floating_point() or not x.shape[1]:
+        raise ValueError(f"x has shape {list(x.shape)} and dtype {x.dtype}; expected token ids [B, T], T at least 1")
+    if cache.maker is not lm:
+        raise ValueError("the cache belongs to another model; make one with this model's cache()")
+    if len(x) != cache.batch:
+        raise ValueError(f"x has shape {list(x.shape)}; expected {cache.batch} rows, as the cache has")
+    if logits not in ("all", "last", "none"):
+        raise ValueError(f"logits is {logits!r}; expected 'all', 'last' or 'none'")
+    if lengths is None:
+        return None
+    lengths = lengths.to("cpu", torch.int64)
+    if lengths.shape != (len(x),) or (len(x) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= x.shape[1]):
+        raise ValueError(f"lengths is {lengths.tolist()}; expected {len(x)} numbers of real tokens, 0 … {x.shape[1]}")
+    return None if bool((lengths == x.shape[1]).all()) else lengths
