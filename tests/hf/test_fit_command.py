@@ -15,6 +15,7 @@ import transformers
 
 from spanformer.cli.main import main
 from spanformer.hf.probe import make_task, probe, table
+from spanformer.hf.fit import window_table
 from spanformer.hf.saved import load_fitted
 from spanformer.hf.text import load_model, make_windows, read_text, window_bits
 
@@ -53,7 +54,7 @@ def test_fit_spans_from_text_to_report_and_back(folder: Path, tmp_path: Path, ca
     events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
     assert [e["event"] for e in events if e["event"] in ("start", "step", "stop")] == ["start", *["step"] * 3, "stop"]
     model, _, fitted = load_fitted(str(out))
-    assert fitted and [s.keeps() for s in model.modules() if hasattr(s, "keeps")] == saved["windows"]
+    assert fitted and window_table(model).tolist() == saved["windows"]
     main(["probe", str(out), "--contexts", "200", "--depths", "2", "--tasks", "1", "--save", str(tmp_path / "p.json")])
     assert len(json.loads((tmp_path / "p.json").read_text())["fitted spans"]) == 2
 

@@ -24,7 +24,7 @@ class FitOptions(FitPlan):
     valid: str = ""
     """other text to measure on; empty: the last twentieth of the data"""
     out: str = "out/fit"
-    """a folder for spans.json, events.jsonl and the report"""
+    """a folder for the model with its spans, spans.json, events.jsonl and the report"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: bfloat16 where the processor multiplies it"""
 
@@ -49,7 +49,7 @@ def run(options: FitOptions) -> None:
         run.save(out, outcome)
     print(outcome.text())
     show_outcome(out)
-    print(f"spans: {out / 'spans.json'}; what they cost in long-range ability: spanformer probe {out}")
+    print(f"model: {out}; what its spans cost in long-range ability: spanformer probe {out}")
 
 
 def dtype_of(name: str):

@@ -15,7 +15,7 @@ from spanformer.hf.baselines import by_mass, uniform
 from spanformer.hf.controller import Budget, allocate
 from spanformer.hf.fit import Event, FitConfig, learn, set_windows
 from spanformer.hf.lora import learn_lora
-from spanformer.hf.saved import save_weights, save_windows
+from spanformer.hf.saved import save_fitted
 from spanformer.hf.spans import head_spans
 from spanformer.hf.survey import Survey, survey
 from spanformer.hf.text import Windows, bits_per_byte, load_model, make_windows, read_text
@@ -184,13 +184,18 @@ class FitRun:
         return high
 
     def save(self, out: Path, outcome: Outcome) -> None:
-        """spans.json; and the weights, where LoRA changed them (the model then has no spans any more)."""
-        figures = {"bits_per_byte": outcome.bits, "minutes": round(outcome.seconds / 60, 2)}
-        where = str(Path(self.name).resolve()) if Path(self.name).exists() else self.name
-        budget = Budget(outcome.share, self.plan.context, self.plan.sinks)
-        save_windows(out, "" if outcome.adapted else where, outcome.windows, budget, figures)
-        if outcome.adapted:
-            save_weights(self.model, self.tokenizer, out)
+        """The model with its spans, as transformers saves it, and the figures. Weights are those it was loaded from,
+        not what fitting rounded them to, unless LoRA changed them."""
+        model = self.model
+        if not outcome.adapted:
+            model = attach(load_model(self.name, "auto")[0], max_span=self.plan.context, sinks=self.plan.sinks)
+        set_windows(model, outcome.windows)
+        figures = {
+            "context": self.plan.context, "sinks": self.plan.sinks, "share": outcome.share,
+            "bits_per_byte": outcome.bits, "minutes": round(outcome.seconds / 60, 2),
+            "windows": outcome.windows.tolist(),
+        }  # fmt: skip
+        save_fitted(model, self.tokenizer, out, figures)
 
 
 def _progress(on_event: Event, title: str, done: int, total: int) -> None:

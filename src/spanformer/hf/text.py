@@ -46,7 +46,7 @@ class Windows:
         return self.context - self.start
 
 
-def load_model(name: str, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Any]:
+def load_model(name: str, dtype: torch.dtype | str = torch.float32) -> tuple[PreTrainedModel, Any]:
     """(model, tokenizer) of a folder in Hugging Face's format, a .gguf file or a folder with one, or a hub's name."""
     path = Path(name)
     where, options = name, {}
