@@ -14,8 +14,8 @@ import tokenizers
 import transformers
 
 from spanformer.cli.main import main
-from spanformer.hf.probe import make_task, probe, table
 from spanformer.hf.fit import window_table
+from spanformer.hf.probe import make_task, probe, table
 from spanformer.hf.saved import load_fitted
 from spanformer.hf.text import load_model, make_windows, read_text, window_bits
 

@@ -29,7 +29,8 @@ def learn_lora(
     lr: float = 1e-3,
     on_event: Event = lambda _kind, _row: None,
 ) -> None:
-    """Learn updates of the given rank to every linear layer in the blocks, windows held; merged into the weights."""
+    """Learn updates of the given rank to every linear layer in the blocks, windows held; merged into the weights,
+    which are float32 then."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -61,4 +62,5 @@ def learn_lora(
         on_event("lora", {"step": step, "kl": loss, "grad_norm": norm, "seconds": seconds})
         if minutes and seconds > 60 * minutes:
             break
+    adapted.float()  # an update of a few thousandths of a weight would be lost in bfloat16
     adapted.merge_and_unload()
