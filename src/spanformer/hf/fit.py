@@ -98,7 +98,7 @@ def learn(
     best = budget.whole(windows)
     layers = list(head_spans(model).values())
     _check_layers(layers)
-    teacher = [full_states(model, row, texts.start, budget.context) for row in texts.ids[: config.steps]]
+    teacher: dict[int, Tensor] = {}  # by number of the text, as they are first read
     reference = [full_states(model, row, held_out.start, budget.context) for row in held_out.ids]
     lowest = trial(model, best, held_out, reference)
     on_event("eval", {"step": 0, "kl": lowest, "seconds": time.monotonic() - begun, "windows": best.tolist()})
@@ -114,8 +114,10 @@ def learn(
         windows = budget.fit(theta.detach().exp(), shortest=config.last_ramp / 2, spare=ramp / 2)
         with torch.no_grad():
             theta.copy_(windows.log())
+        number = (step - 1) % len(texts)
+        if number not in teacher:
+            teacher[number] = full_states(model, texts.ids[number], texts.start, budget.context)
         set_windows(model, windows, ramp)
-        number = (step - 1) % len(teacher)
         loss, slope = window_slopes(model, layers, texts.ids[number], teacher[number], texts.start)
         weight = follow.step(slope)
         theta.grad = (slope + weight) * windows
