@@ -31,7 +31,7 @@ from spanformer.hf.spans import HeadSpans, head_spans
 from spanformer.hf.survey import Survey
 from spanformer.hf.text import Windows, chunks, hidden_states, logits_of
 
-Event = Callable[[str, dict], None]
+Event = Callable[[str, dict], object]
 """what happened (step, eval, note), and its numbers"""
 
 
