@@ -41,9 +41,9 @@ class FitConfig:
     """most steps; each reads one window of text"""
     minutes: float = 0.0
     """stop learning after so many; 0: no limit"""
-    lr: float = 0.1
-    """of log w: 0.1 is about a tenth of a window a step, at first; a tenth of that at the end"""
-    ramp: float = 128.0
+    lr: float = 0.08
+    """of log w: 0.1 would be about a tenth of a window a step, at first; a tenth of that at the end"""
+    ramp: float = 96.0
     """tokens of the soft edge, at first"""
     last_ramp: float = 32.0
     """and at the end"""

@@ -40,7 +40,7 @@ class FitPlan:
     """most steps of learning; each reads one text"""
     minutes: float = 0.0
     """learn no longer than so many minutes; 0: all steps"""
-    lr: float = 0.1
+    lr: float = 0.08
     """of the logarithm of a window"""
     lora: int = 0
     """rank of low-rank updates to the weights, learned after the spans; 0: none, all weights stay as they are"""
@@ -140,7 +140,7 @@ class FitRun:
         found = found or self.survey(on_event)
         share = self._tolerated(found, bits["full"], on_event) if plan.tolerance else plan.budget
         budget = Budget(share, plan.context, plan.sinks)
-        config = FitConfig(steps=plan.steps, minutes=plan.minutes, lr=plan.lr, ramp=min(128.0, plan.context / 16),
+        config = FitConfig(steps=plan.steps, minutes=plan.minutes, lr=plan.lr, ramp=min(96.0, plan.context / 16),
                            last_ramp=min(32.0, plan.context / 32))  # fmt: skip
         windows = learn(self.model, self.train, self.held_out[:2], budget, found, config, on_event)
         bits["fitted spans"] = self.measure(windows, "fitted spans", on_event)
