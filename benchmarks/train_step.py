@@ -55,7 +55,7 @@ def ratios(p: Profile) -> list[list[float]]:
     if p.spans == "paper":
         for n, row in enumerate(rows):
             row[:] = [share / p.span for share in (8, 16, 24, 32, 48, 64, 96, 128)][: p.heads]
-            row[-1] = 0.5 if n >= p.layers - p.layers // 3 else row[-1]
+            row[-1] = 0.72 if n >= p.layers - p.layers // 3 else row[-1]  # 300 on average
     return rows
 
 
