@@ -60,11 +60,9 @@ def test_every_mechanism_with_every_position(stack: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "stack", [("adaptive_span",), ("window:9", "full"), ("2 window:7 + 2 adaptive_span",)], ids=str
-)
-def test_the_papers_zeros_are_seen(stack: tuple[str, ...], kind: str) -> None:
-    for order, persistent, pieces in itertools.product(("pre", "post"), (0, 5), ([1] * 20 + [55], [50] + [1] * 25)):
+@pytest.mark.parametrize("stack", ["adaptive_span", "full", "2 window:7 + 2 adaptive_span"])
+def test_the_papers_zeros_are_seen(stack: str, kind: str) -> None:
+    for order, persistent, pieces in itertools.product(("pre", "post"), (0, 5), ([1] * 9 + [66], [66] + [1] * 9)):
         config = replace(
             with_attention(SMALL, stack=(stack,)), layers=2, original=True, order=order, persistent=persistent,
             position=PositionConfig(kind=kind), feedforward=FeedForwardConfig(kind="relu", dim=40, bias=True),
