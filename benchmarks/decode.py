@@ -161,10 +161,10 @@ def stream(length: int = 1_000_000, piece: int = 4096, every: int = 100_000) -> 
     lm.read(x.repeat(1, 2), begun := lm.cache(1), logits="none")
     rows: list[tuple[float, float, int]] = []
     while int(cache.seen[0]) < length:
-        for _ in range(every // piece - 8):
+        for _ in range(every // piece - 16):
             lm.read(x, cache, logits="none")
         resident = resident_bytes()
-        pieces, steps = _against(lm, x, cache, begun.fork(1), 9), _against(lm, x[:, :1], cache, begun.fork(1), 300)
+        pieces, steps = _against(lm, x, cache, begun.fork(1), 17), _against(lm, x[:, :1], cache, begun.fork(1), 300)
         rows.append((pieces, steps, resident))
         print(f"{int(cache.seen[0]):9,} tokens: {pieces:.3f} of a young text's time in pieces, {steps:.3f} by token; "
               f"{resident / 2**20:.1f} MiB resident, cache {cache.bytes():,} bytes")  # fmt: skip
