@@ -122,14 +122,18 @@ def run_ours(config: DataConfig, options: argparse.Namespace, results: dict) -> 
 
 
 def run_modern(config: DataConfig, options: argparse.Namespace, results: dict) -> dict:
-    """Pre-norm, RMSNorm, SwiGLU, rotary, AdamW; the position table's weights go into the feed-forward."""
+    """Pre-norm, RMSNorm, SwiGLU, rotary, Muon and AdamW, bfloat16; the position table's weights go into the
+    feed-forward."""
     model = ModelConfig(
         vocab=256, dim=DIM, layers=LAYERS, heads=HEADS, attention=AttentionConfig(max_span=SPAN),
         feedforward=FeedForwardConfig(kind="swiglu", dim=704),
     )  # fmt: skip
-    optim = OptimConfig(kind="adamw", lr=3e-3, span_lr=2e-2, warmup=30, weight_decay=0.1)
+    optim = OptimConfig(kind="muon", lr=4e-3, span_lr=2e-2, warmup=30, weight_decay=0.1)
     target = results.get("original", {})
-    found = run(config, options, "modern", model, optim, minutes=target.get("seconds", 350) / 3 / 60, eval_every=20)
+    found = run(
+        config, options, "modern", model, optim, steps=350, minutes=target.get("seconds", 350) / 3 / 60, eval_every=50,
+        dtype="bfloat16",
+    )  # fmt: skip
     rows = [e for e in read_run(options.out / "modern").evals if e.split == "valid"]
     there = [e for e in rows if e.bits <= target.get("bits", 0)]
     found["seconds_to_original"] = there[0].seconds if there else None
@@ -137,11 +141,13 @@ def run_modern(config: DataConfig, options: argparse.Namespace, results: dict) -
     return found
 
 
-def run(config, options, name, model, optim, *, minutes: float = 0.0, eval_every: int = 0) -> dict:
+def run(
+    config, options, name, model, optim, *, steps: int = 0, minutes: float = 0.0, eval_every: int = 0, dtype="float32"
+) -> dict:
     out = options.out / name
     shutil.rmtree(out, ignore_errors=True)
-    settings = TrainConfig(**{**vars(TRAIN), "steps": options.steps, "minutes": minutes, "eval_every": eval_every,
-                              "eval_tokens": VALID})  # fmt: skip
+    settings = TrainConfig(**{**vars(TRAIN), "steps": steps or options.steps, "minutes": minutes, "dtype": dtype,
+                              "eval_every": eval_every, "eval_tokens": VALID})  # fmt: skip
     train(RunConfig(out=str(out), data=config, model=model, optim=optim, train=settings))
     rows = read_run(out)
     lm = load(out)

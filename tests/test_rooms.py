@@ -28,7 +28,7 @@ DOORS: dict[str, set[str]] = {
     "cost": set(),
     "train": {"model", "data", "cost"},
     "infer": {"model", "memory", "ops"},
-    "hf": {"model", "infer", "ops", "attention"},
+    "hf": {"model", "infer", "ops", "attention", "memory"},
     "report": {"cost"},
     "bench": {"ops", "attention", "cost", "report"},
     "rl": {"model", "train"},

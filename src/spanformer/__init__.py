@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from spanformer.attention import AdaptiveSpan as AdaptiveSpan
     from spanformer.attention import DynamicSpan as DynamicSpan
+    from spanformer.infer import Sampling as Sampling
+    from spanformer.infer import generate as generate
     from spanformer.memory import Cache as Cache
     from spanformer.memory import HeadCache as HeadCache
     from spanformer.model.config import ModelConfig as ModelConfig
@@ -38,10 +40,12 @@ _HOME = {
     "ModelConfig": "spanformer.model.config",
     "Rings": "spanformer.ops",
     "Rule": "spanformer.ops",
+    "Sampling": "spanformer.infer",
     "attend": "spanformer.ops",
     "attend_rings": "spanformer.ops",
     "backends": "spanformer.ops",
     "choose_backend": "spanformer.ops",
+    "generate": "spanformer.infer",
     "load": "spanformer.model.load",
     "merge": "spanformer.ops",
 }

@@ -158,6 +158,7 @@ INTERRUPTED = {
     "adaptive embedding": {"data.tokens": "word", "model.embedding.cutoffs": [10, 30], "model.embedding.tied": True},
     "bfloat16": {"train.dtype": "bfloat16", "train.micro": 2},
     "sgd": {"optim.kind": "sgd"},
+    "muon": {"optim.kind": "muon"},
     "recomputed activations": {"train.checkpointing": True, "model.attention.dropout": 0.2},
 }
 

@@ -206,7 +206,7 @@ def test_clip_global(max_norm: float) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"kind": "lion"}, "kind is 'lion'; expected one of adamw, adagrad, sgd"),
+        ({"kind": "lion"}, "kind is 'lion'; expected one of adamw, muon, adagrad, sgd"),
         ({"schedule": "linear"}, "schedule is 'linear'; expected one of constant, cosine"),
         ({"lr": -1.0}, "lr is -1.0; expected a finite number, 0 or more"),
         ({"span_lr": math.nan}, "span_lr is nan; expected a finite number, 0 or more"),
@@ -221,3 +221,35 @@ def test_bad_settings(changes: dict, sentence: str) -> None:
     with pytest.raises(ValueError) as error:
         OptimConfig(**changes)
     assert str(error.value) == sentence
+
+
+def test_muon_turns_matrices_inside_blocks_and_leaves_the_rest_to_adamw() -> None:
+    """One step, by hand: the momentum's orthogonal factor, scaled to the size of AdamW's updates, with decay."""
+    torch.manual_seed(0)
+    named = {
+        "blocks.0.up.weight": nn.Parameter(torch.randn(6, 4)),
+        "embedding.weight": nn.Parameter(torch.randn(5, 4)),
+        "blocks.0.norm.weight": nn.Parameter(torch.ones(4)),
+        "blocks.0.spans": nn.Parameter(torch.rand(2)),
+    }
+    before = {name: p.detach().clone() for name, p in named.items()}
+    config = OptimConfig(kind="muon", lr=0.1, span_lr=0.5, momentum=0.9, weight_decay=0.2)
+    optimizer = make_optimizer(named.items(), config, lambda name: name.endswith("spans"))
+    for p in named.values():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    gradient = named["blocks.0.up.weight"].grad
+    u, _, v = torch.linalg.svd(gradient, full_matrices=False)
+    step = (before["blocks.0.up.weight"] * (1 - 0.1 * 0.2) - named["blocks.0.up.weight"].detach()) / 0.1
+    found = step / (0.2 * 6**0.5)
+    # Newton and Schulz' iteration leaves singular values between about 0.7 and 1.2 instead of 1
+    assert (torch.linalg.svdvals(found) - 1).abs().max() < 0.35
+    assert torch.linalg.matrix_norm(found - u @ v, 2) < 0.4
+    for name, lr, decay in (
+        ("embedding.weight", 0.1, 0.2),
+        ("blocks.0.norm.weight", 0.1, 0.0),
+        ("blocks.0.spans", 0.5, 0),
+    ):
+        wanted = before[name] * (1 - lr * decay) - lr * named[name].grad.sign()  # Adam's first step
+        torch.testing.assert_close(named[name].detach(), wanted, rtol=0, atol=1e-5)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1, 1, 1]

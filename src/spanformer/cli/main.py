@@ -28,11 +28,15 @@ class Command:
 COMMANDS = {
     "train": Command("spanformer.cli.train", "TRAIN", "train a language model from a run file"),
     "eval": Command("spanformer.cli.eval", "EVAL", "bits per character or perplexity of a text"),
+    "generate": Command("spanformer.cli.generate", "GENERATE", "what a model writes after a prompt"),
+    "score": Command("spanformer.cli.score", "SCORE", "bits per character of any file, token by token"),
     "spans": Command("spanformer.cli.spans", "SPANS", "what every head has learned, as a table and bars"),
     "report": Command("spanformer.cli.report", "RUNS", "one page of pictures of one run or several"),
     "sweep": Command("spanformer.cli.sweep", "SWEEP", "train at several span limits and compare"),
     "data": Command("spanformer.cli.data", "DATA", "prepare a corpus and say what is in it"),
     "import-original": Command("spanformer.cli.original", "IMPORT", "a checkpoint of the paper's code as our model"),
+    "fit-spans": Command("spanformer.cli.fit_spans", "FIT", "learn the spans of a pretrained model to a memory budget"),
+    "probe": Command("spanformer.cli.probe", "PROBE", "what a model still finds far back in a text"),
     "bench attention": Command("spanformer.cli.bench", "ATTENTION", "time attention against everything comparable"),
     "report attention": Command("spanformer.cli.report", "ATTENTION", "tables and pictures of an attention benchmark"),
 }
@@ -48,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         words, rest = find(arguments)
         leaf: Leaf = getattr(importlib.import_module(COMMANDS[words].module), COMMANDS[words].name)
         leaf.run(_parse(leaf, f"spanformer {words}", rest))
+    except BrokenPipeError:  # who reads the output has had enough of it, as in `spanformer … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+        raise SystemExit(141) from None
     except OSError as error:
         _end(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error), 2)
     except (ValueError, ImportError) as error:

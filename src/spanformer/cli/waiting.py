@@ -13,12 +13,19 @@ Tell = Callable[[str, float, float], None]
 
 
 @contextlib.contextmanager
-def waiting() -> Iterator[Tell]:
-    """Yields tell(title, done, total), which moves the bar."""
+def waiting(transient: bool = False) -> Iterator[Tell]:
+    """Yields tell(title, done, total), which moves the bar; a total of 0 is one that nobody knows. transient: the bar
+    goes away at the end."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("left"),
         TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    console = Console(stderr=True)
+    nowhere = transient and not console.is_terminal
+    with Progress(*columns, console=console, transient=transient, disable=nowhere) as progress:
         task = progress.add_task("starting", total=None)
-        yield lambda title, done, total: progress.update(task, description=escape(title), completed=done, total=total)
+
+        def tell(title: str, done: float, total: float) -> None:
+            progress.update(task, description=escape(title), completed=done, total=total or None)
+
+        yield tell

@@ -71,11 +71,23 @@ class BPE(Vocab):
             for encoded in self._tokenizer.encode_batch_fast(batch, add_special_tokens=False):
                 yield np.array(encoded.ids, self.dtype)
 
+    def prompt(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
+        return self.stream(map(_unicode, parts))
+
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "tokenizer": json.loads(self._tokenizer.to_str())}
+
+
+def _unicode(text: str) -> str:
+    """The package takes no lone surrogates, which is how Python keeps bytes of a command line that are no UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not UTF-8 at its character {error.start + 1:,}; convert it") from None
+    return text
 
 
 def package():

@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from spanformer.data.decoder import ByteDecoder, Decoder
+
 Unit = Literal["byte", "char", "word"]
 UNKNOWN, END = "<unk>", "<eos>"
 
@@ -25,6 +27,8 @@ class Vocab(ABC):
     """what a loss is reported per: bits per byte (or character), or perplexity per word"""
     size: int
     """V: ids are 0 … V − 1"""
+    unknown: int | None = None
+    """the id that stands for all that has none"""
 
     @abstractmethod
     def stream(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
@@ -32,6 +36,15 @@ class Vocab(ABC):
 
     @abstractmethod
     def decode(self, ids: Iterable[int] | np.ndarray) -> str: ...
+
+    def prompt(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
+        """The ids of a text that goes on after its last part. A token that the vocabulary lacks is a ValueError.
+        (Of bytes, the parts may also be bytes.)"""
+        return self.stream(parts)
+
+    def decoder(self, before: Iterable[int] = ()) -> Decoder | ByteDecoder:
+        """Takes ids one at a time and gives their text as soon as it is certain. before: ids they follow."""
+        return Decoder(self.decode, before)
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
@@ -58,6 +71,13 @@ class Bytes(Vocab):
         for part in parts:
             yield np.frombuffer(part, np.uint8)
 
+    def prompt(self, parts: Iterable[str] | Iterable[bytes]) -> Iterator[np.ndarray]:
+        # What is no UTF-8 in a command line's words is kept by Python in this way.
+        return self.stream(part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part for part in parts)
+
+    def decoder(self, before: Iterable[int] = ()) -> ByteDecoder:
+        return ByteDecoder(before)
+
     def encode(self, text: str | bytes) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8") if isinstance(text, str) else text, np.uint8).astype(np.int64)
 
@@ -76,7 +96,8 @@ class Chars(Vocab):
     def __init__(self, chars: str) -> None:
         self.chars = chars
         self.size = len(chars) + 1
-        self._ids = np.full(0x110000, self.size - 1, self.dtype)  # of every code point
+        self.unknown = len(chars)
+        self._ids = np.full(0x110000, self.unknown, self.dtype)  # of every code point
         self._ids[_code_points(chars)] = np.arange(len(chars))
 
     @classmethod
@@ -95,6 +116,20 @@ class Chars(Vocab):
     def stream(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
         for part in parts:
             yield self._ids[_code_points(part)]
+
+    def prompt(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
+        at = 0
+        for part in parts:
+            ids = self._ids[_code_points(part)]
+            unknown = np.flatnonzero(ids == self.unknown)
+            if len(unknown):
+                wrong = part[unknown[0]]
+                raise ValueError(
+                    f"the model does not know the character {wrong!r} (U+{ord(wrong):04X}), the prompt's number "
+                    f"{at + unknown[0] + 1:,}; expected only characters of the text it was trained on"
+                )
+            at += len(part)
+            yield ids
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         return "".join(self.chars[i] if i < len(self.chars) else "\ufffd" for i in map(int, ids))
@@ -115,6 +150,7 @@ class Words(Vocab):
         self.words = words
         self.size = len(words)
         self._ids = {word: i for i, word in enumerate(words)}
+        self.unknown = self._ids.get(UNKNOWN)
 
     @classmethod
     def learn(cls, documents: Iterable[Iterable[str]], size: int = 0) -> Words:
@@ -132,6 +168,16 @@ class Words(Vocab):
         unknown = self._ids[UNKNOWN]
         for words in split_words(parts):
             yield np.fromiter((self._ids.get(word, unknown) for word in words), self.dtype, len(words))
+
+    def prompt(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
+        for words in split_words(parts, ends=False):
+            for word in words:
+                if word not in self._ids:
+                    raise ValueError(
+                        f"the model does not know the word {word!r}; expected words of the text it was trained on, or "
+                        f"{UNKNOWN} in its place"
+                    )
+            yield np.fromiter(map(self._ids.__getitem__, words), self.dtype, len(words))
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         words = (self.words[int(i)] for i in ids)
@@ -183,11 +229,12 @@ def whole_words(parts: Iterable[str]) -> Iterator[str]:
         yield held
 
 
-def split_words(parts: Iterable[str]) -> Iterator[list[str]]:
-    """The words of one document, with an END for each line, the last one included if nothing ends it."""
+def split_words(parts: Iterable[str], ends: bool = True) -> Iterator[list[str]]:
+    """The words of one document, with an END for each line, the last one included if nothing ends it, unless the
+    document does not end here."""
     last = "\n"
     for text in whole_words(parts):
         last = text[-1]
         yield text.replace("\n", f" {END} ").split()
-    if last != "\n":
+    if ends and last != "\n":
         yield [END]

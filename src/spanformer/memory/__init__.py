@@ -3,6 +3,6 @@
 from spanformer.memory.cache import Cache
 from spanformer.memory.head_cache import HeadCache
 from spanformer.memory.persistent import Persistent
-from spanformer.memory.segment import State, remember
+from spanformer.memory.segment import State
 
-__all__ = ["Cache", "HeadCache", "Persistent", "State", "remember"]
+__all__ = ["Cache", "HeadCache", "Persistent", "State"]

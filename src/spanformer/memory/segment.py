@@ -16,6 +16,45 @@ import torch
 from torch import Tensor
 
 BLOCK = 64  # memory lengths are multiples of this: fewer shapes, and spare room for spans that grow
+ALIGNED = 64  # bytes; products may round otherwise on rows that lie otherwise, and a resumed run must not
+
+
+class Tape:
+    """Room behind what a layer remembers: new states are written after the old, which stay where they are.
+
+    So a long memory is neither copied in every segment nor there twice, once for the backward pass and once for the
+    next segment. Written is only what no state reaches yet: a state continued a second time gets a tape of its own.
+    """
+
+    def __init__(self, past: Tensor, x: Tensor) -> None:
+        b, old, dim = past.shape
+        room = old + x.shape[1] + max(x.shape[1], old // 8)
+        self.states = torch.empty(b, room, dim, dtype=x.dtype, device=x.device)
+        self.states[:, :old] = past
+        self.end = old
+        self.append(x)
+
+    def continues(self, past: Tensor, x: Tensor) -> bool:
+        """Whether past ends where this tape does, and x still fits."""
+        mine = self.states
+        return (
+            past.data_ptr() == self._view(self.end - past.shape[1]).data_ptr()
+            and past.stride() == mine.stride()
+            and past.dtype == x.dtype
+            and self.end + x.shape[1] <= mine.shape[1]
+        )
+
+    def append(self, x: Tensor) -> None:
+        self.states[:, self.end : self.end + x.shape[1]] = x
+        self.end += x.shape[1]
+
+    def last(self, length: int) -> Tensor:
+        """[B, length, dim], not to be written to."""
+        return self._view(self.end - length)
+
+    def _view(self, start: int) -> Tensor:
+        # .data: autograd takes a tensor it has saved as changed when anything on the tape is written
+        return self.states.data[:, start : self.end]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,12 +69,17 @@ class State:
     """[B, longest M] ids, if the text is packed documents"""
     padding: Tensor | None = None
     """[B, longest M] bool, True where a token is padding"""
+    tapes: tuple[Tape | None, ...] = ()
+    """per layer, what its hidden states lie on, if they do"""
 
     def rows(self, rows: slice) -> State:
         """Some rows of the batch alone."""
+        if len(range(*rows.indices(len(self.hidden[0])))) == len(self.hidden[0]):
+            return self
         return replace(
             self,
             hidden=tuple(h[rows] for h in self.hidden),
+            tapes=(),
             documents=None if self.documents is None else self.documents[rows],
             padding=None if self.padding is None else self.padding[rows],
         )
@@ -44,9 +88,12 @@ class State:
     def stack(states: list[State]) -> State:
         """The rows of several states, one below the other."""
         first = states[0]
+        if len(states) == 1:
+            return first
         return replace(
             first,
             hidden=tuple(torch.cat(rows) for rows in zip(*(s.hidden for s in states), strict=True)),
+            tapes=(),
             documents=None if first.documents is None else torch.cat([_there(s.documents) for s in states]),
             padding=None if first.padding is None else torch.cat([_there(s.padding) for s in states]),
         )
@@ -65,9 +112,17 @@ def memory_length(lookback: list[int]) -> int:
     return (longest // BLOCK + 2) * BLOCK if longest else 0
 
 
-def remember(past: Tensor, x: Tensor, length: int) -> Tensor:
-    """The last `length` of past [B, M, …] and x [B, T, …], detached."""
+@torch.no_grad()
+def remember(past: Tensor, x: Tensor, length: int, tape: Tape | None = None) -> tuple[Tensor, Tape | None]:
+    """The last `length` of past [B, M, dim] and x [B, T, dim], detached, and the tape they lie on; `tape`: past's."""
     new = x.shape[1]
     if length <= new:
-        return x[:, new - length :].detach()
-    return torch.cat([past[:, max(0, past.shape[1] - (length - new)) :], x.detach()], 1)
+        return x[:, new - length :].detach(), None
+    old = past[:, max(0, past.shape[1] - (length - new)) :]
+    if x.shape[-1] * x.element_size() % ALIGNED:
+        return torch.cat([old, x], 1), None
+    if tape is not None and tape.continues(past, x):
+        tape.append(x)
+    else:
+        tape = Tape(old, x)
+    return tape.last(old.shape[1] + new), tape

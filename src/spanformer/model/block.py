@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from spanformer.attention import View
-from spanformer.memory import remember
 from spanformer.model.layer import SelfAttention
 from spanformer.position import Position
 
@@ -32,16 +31,13 @@ class Block(nn.Module):
         self.attention, self.norm1, self.feedforward, self.norm2 = attention, norm1, feedforward, norm2
         self.pre = order == "pre"
 
-    def forward(
-        self, x: Tensor, past: Tensor, view: View, position: Position, keep: int
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x [B, T, dim], past [B, M, dim] → new x, the next memory [B, keep or fewer, dim], what to add to the loss."""
+    def forward(self, x: Tensor, past: Tensor, view: View, position: Position) -> tuple[Tensor, Tensor, Tensor | None]:
+        """x [B, T, dim], past [B, M, dim] → new x, what of it is remembered [B, T, dim], what to add to the loss."""
         h = self.norm1(x) if self.pre else x
-        memory = remember(past, h, keep)
         found, penalty = self.attention(h, past, view, position)
         x = x + found if self.pre else self.norm1(x + found)
         x, auxiliary = self.feed(x)
-        return x, memory, _plus(penalty, auxiliary)
+        return x, h, _plus(penalty, auxiliary)
 
     def feed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The feed-forward half, x [B, T, dim] → new x, what to add to the loss. No shape in it depends on spans, so

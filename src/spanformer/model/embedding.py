@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spanformer.model.linear import Linear
+
 
 class Embedding(nn.Embedding):
     """nn.Embedding, which also says which token it does not know."""
@@ -38,7 +40,7 @@ class Embedding(nn.Embedding):
         return super().forward(input)
 
 
-class Head(nn.Linear):
+class Head(Linear):
     """One softmax over all tokens; `tied_to` an embedding it has the same weight, [V, dim]."""
 
     def __init__(self, vocab: int, dim: int, bias: bool, tied_to: nn.Embedding | None = None) -> None:

@@ -11,6 +11,8 @@ from typing import Literal, get_args
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spanformer.model.linear import Linear
+
 Kind = Literal["relu", "gelu", "swiglu"]
 
 
@@ -29,9 +31,9 @@ class FeedForward(nn.Module):
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout is {dropout}; expected a share of the inner activations, 0 … 1 without 1")
         self.kind: Kind = kind
-        self.up = nn.Linear(dim, hidden, bias=bias)
-        self.gate = nn.Linear(dim, hidden, bias=bias) if kind == "swiglu" else None
-        self.down = nn.Linear(hidden, dim, bias=bias)
+        self.up = Linear(dim, hidden, bias=bias)
+        self.gate = Linear(dim, hidden, bias=bias) if kind == "swiglu" else None
+        self.down = Linear(hidden, dim, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
     @property
@@ -41,9 +43,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """x [..., dim] → (y [..., dim], None): no loss of its own, unlike `Experts`."""
-        inner = self.up(x)
         if self.gate is not None:
-            inner = F.silu(self.gate(x)) * inner
+            inner = F.silu(self.gate(x)) * self.up(x)
         else:
-            inner = F.relu(inner) if self.kind == "relu" else F.gelu(inner)
+            inner = self.up.relu(x) if self.kind == "relu" else F.gelu(self.up(x))
         return self.down(self.dropout(inner)), None

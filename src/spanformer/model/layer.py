@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spanformer.attention import Attention, View
 from spanformer.memory import Persistent
 from spanformer.memory.groups import group_heads
+from spanformer.model.linear import Linear, product
 from spanformer.ops import Attended, Rule, merge
 from spanformer.position import Position
 
@@ -25,10 +25,10 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = mechanism.heads, kv_heads, dim // mechanism.heads
         self.mechanism, self.persistent = mechanism, persistent
-        self.query = nn.Linear(dim, dim, bias=False)
-        self.key = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
-        self.value = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
-        self.out = nn.Linear(dim, dim, bias=False)
+        self.query = Linear(dim, dim, bias=False)
+        self.key = Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.value = Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.out = Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor, past: Tensor, view: View, position: Position) -> tuple[Tensor, Tensor | None]:
         """x [B, T, dim]; past [B, M, dim], remembered; view with documents and padding of past and x; the position
@@ -102,7 +102,7 @@ class SelfAttention(nn.Module):
         if kv_heads is None:
             return split_heads(linear(memory), self.kv_heads)
         weight = linear.weight.view(self.kv_heads, self.head_dim, -1)[kv_heads].flatten(0, 1)
-        return split_heads(F.linear(memory, weight), len(kv_heads))
+        return split_heads(product(memory, weight), len(kv_heads))
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from spanformer.attention import AdaptiveSpan, Attention, DynamicSpan, View, read_spans
 from spanformer.memory import Cache, State
-from spanformer.memory.segment import memory_length
+from spanformer.memory.segment import memory_length, remember
 from spanformer.model.block import Block
 from spanformer.model.build import make_block, make_position
 from spanformer.model.config import ModelConfig
@@ -87,22 +87,26 @@ class LM(nn.Module):
         padding = _beside("padding", state.padding, padding, x, past, False)
         h = self.dropout(self.position.embed(self.embedding(x), state.seen))
         lengths = self.memory_lengths()
-        hidden, penalty = [], h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
-        for block, past, keep in zip(self.blocks, state.hidden, lengths, strict=True):
+        memories, penalty = [], h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
+        tapes = state.tapes or (None,) * len(lengths)
+        for block, past, keep, tape in zip(self.blocks, state.hidden, lengths, tapes, strict=True):
             if self.config.original and past.shape[1] < keep:  # a span outgrew its memory: zeros, as at the start
                 past = F.pad(past, (0, 0, keep - past.shape[1], 0))
             keys = past.shape[1] + x.shape[1]
             view = View(documents=_last(documents, keys), padding=_last(padding, keys))
-            arguments = (h, past.to(h.dtype), view, self.position, keep)
+            past = past.to(h.dtype)
+            arguments = (h, past, view, self.position)
             if self.checkpointing and torch.is_grad_enabled():
-                h, memory, added = checkpoint(block, *arguments, use_reentrant=False)  # pyright: ignore
+                h, new, added = checkpoint(block, *arguments, use_reentrant=False)  # pyright: ignore
             else:
-                h, memory, added = block(*arguments)
-            hidden.append(memory)
+                h, new, added = block(*arguments)
+            memories.append(remember(past, new, keep, tape))
             penalty = penalty if added is None else penalty + added
         h = self.dropout(self.norm(h))
         longest = max(lengths)
-        state = State(tuple(hidden), state.seen + x.shape[1], _last(documents, longest), _last(padding, longest))
+        hidden, tapes = zip(*memories, strict=True)
+        seen = state.seen + x.shape[1]
+        state = State(hidden, seen, _last(documents, longest), _last(padding, longest), tapes)
         if targets is None:
             return LMOutput(self.head.logits(h), None, state, penalty)
         return LMOutput(None, self.head.nll(h, targets), state, penalty)

@@ -1,4 +1,4 @@
-"""Optimisers and learning rates: AdamW, SGD, and the Adagrad of Sukhbaatar et al. (2019), which clips every tensor.
+"""Optimisers and learning rates: AdamW, Muon, SGD, and Sukhbaatar et al.'s (2019) Adagrad, which clips each tensor.
 
 Adagrad, for a parameter tensor w with gradient g, learning rate η and clip c:
 
@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 Rates = tuple[Tensor, ...] | list[float]
@@ -30,18 +30,19 @@ Rates = tuple[Tensor, ...] | list[float]
 class OptimConfig:
     """How parameters learn."""
 
-    kind: Literal["adamw", "adagrad", "sgd"] = "adamw"
-    """The optimiser; adagrad is that of the adaptive span paper (there with lr 0.07, clip 0.03, no decay)."""
+    kind: Literal["adamw", "muon", "adagrad", "sgd"] = "adamw"
+    """The optimiser; muon is for the matrices inside blocks, all else then learns by adamw with the same lr; adagrad is
+    that of the adaptive span paper (there with lr 0.07, clip 0.03, no decay)."""
     lr: float = 1e-3
     """Learning rate after the warm-up."""
     span_lr: float = 0.0
     """Learning rate of the span parameters; 0: the same as lr."""
     momentum: float = 0.9
-    """Of sgd."""
+    """Of sgd and muon."""
     betas: tuple[float, ...] = (0.9, 0.95)
     """Of adamw: how much of the averages of gradients and of their squares stays at each step."""
     weight_decay: float = 0.1
-    """Of adamw, on matrices: each step shrinks them by lr · this. The other optimisers have none."""
+    """Of adamw and muon, on matrices: each step shrinks them by lr · this. The other optimisers have none."""
     clip: float = 1.0
     """Longest gradient: with adagrad of each parameter tensor, else of all together; 0: no limit."""
     schedule: Literal["constant", "cosine"] = "cosine"
@@ -53,7 +54,7 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         for name in ("kind", "schedule"):
-            choices = {"kind": ("adamw", "adagrad", "sgd"), "schedule": ("constant", "cosine")}[name]
+            choices = {"kind": ("adamw", "muon", "adagrad", "sgd"), "schedule": ("constant", "cosine")}[name]
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(choices)}")
         for name in ("lr", "span_lr", "weight_decay", "clip", "warmup"):
@@ -77,14 +78,22 @@ def make_optimizer(
     named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfig, is_span: Callable[[str], bool]
 ) -> Optimizer:
     """Groups: matrices (with decay), vectors (biases, norms: without), spans (their own learning rate, without)."""
-    matrices, vectors, spans = [], [], []
+    inner, matrices, vectors, spans = [], [], [], []
     for name, parameter in named_parameters:
         if parameter.requires_grad:
-            (spans if is_span(name) else matrices if parameter.ndim >= 2 else vectors).append(parameter)
+            if is_span(name):
+                kind = spans
+            elif config.kind == "muon" and parameter.ndim == 2 and name.startswith("blocks."):
+                kind = inner
+            else:
+                kind = matrices if parameter.ndim >= 2 else vectors
+            kind.append(parameter)
+    decay = config.weight_decay if config.kind in ("adamw", "muon") else 0.0
     groups = [
         {"params": parameters, "lr": lr, "base_lr": lr, "weight_decay": decay}
         for parameters, lr, decay in (
-            (matrices, config.lr, config.weight_decay if config.kind == "adamw" else 0.0),
+            (inner, config.lr, decay),
+            (matrices, config.lr, decay),
             (vectors, config.lr, 0.0),
             (spans, config.span_lr or config.lr, 0.0),
         )
@@ -96,6 +105,8 @@ def make_optimizer(
         case "adamw":
             first, second = config.betas
             return AdamW(groups, betas=(first, second), fused=True)  # on a CPU 5 to 8 times as fast as foreach
+        case "muon":
+            return MuonAndAdamW(groups[:1] if inner else [], groups[1:] if inner else groups, config)
         case "sgd":
             return SGD(groups, momentum=config.momentum, foreach=True)  # fused takes no distributed tensors
         case "adagrad":
@@ -142,6 +153,32 @@ def clip_global(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
 def _whole(t: Tensor) -> Tensor:
     gather = getattr(t, "full_tensor", None)  # a distributed tensor's, which all processes call together
     return gather() if gather else t
+
+
+class MuonAndAdamW(Optimizer):
+    """PyTorch's Muon (https://kellerjordan.github.io/posts/muon/) for some groups, its AdamW for the others, as one
+    optimiser: one list of groups, one state."""
+
+    def __init__(self, inner: list[dict], others: list[dict], config: OptimConfig) -> None:
+        if any(hasattr(p, "full_tensor") for group in inner for p in group["params"]):
+            raise ValueError(
+                "optim.kind is muon, which needs whole matrices, and they are sharded; use train.engine ddp"
+            )
+        super().__init__([*inner, *others], {})
+        first, second = config.betas
+        # the updates get the size of AdamW's, so that one learning rate serves both
+        muon = [Muon(inner, momentum=config.momentum, adjust_lr_fn="match_rms_adamw")] if inner else []
+        self.parts: list[Optimizer] = [*muon, AdamW(others, betas=(first, second), fused=True)]
+        for part in self.parts:
+            part.state = self.state
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        loss = None if closure is None else closure()
+        for part in self.parts:
+            part.step()
+        return loss
 
 
 class ClippedAdagrad(Optimizer):

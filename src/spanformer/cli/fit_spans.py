@@ -1,0 +1,120 @@
+"""`spanformer fit-spans MODEL --data TEXT --budget 0.25`: learn how far each head of a pretrained model must look."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from spanformer.cli.leaf import Leaf
+from spanformer.cli.waiting import Tell, waiting
+from spanformer.hf.plan import FitPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions(FitPlan):
+    model: tyro.conf.Positional[str]
+    """a folder in Hugging Face's format, a .gguf file or a folder with one, or a name on the hub"""
+    data: str
+    """text to learn from: a file, a folder or a glob"""
+    valid: str = ""
+    """other text to measure on; empty: the last twentieth of the data"""
+    out: str = "out/fit"
+    """a folder for the model with its spans, spans.json, events.jsonl and the report"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 where the processor multiplies it"""
+
+
+def run(options: FitOptions) -> None:
+    from spanformer.cli.outcome import show_outcome
+    from spanformer.hf.plan import FitRun
+    from spanformer.train.events import EventLog
+
+    out = Path(options.out)
+    if (out / "events.jsonl").exists():
+        raise ValueError(f"{out} already holds a run; choose another folder with --out")
+    begun = time.monotonic()
+    with waiting() as tell:
+        tell("loading", 0, 1)
+        run = FitRun(options.model, options.data, options.valid, options, dtype_of(options.dtype))
+        with EventLog(out / "events.jsonl", tensorboard=None) as log:
+            log.write("start", start_row(run, options, out))
+            rows = Rows(run, log.write, tell, begun)
+            outcome = run.fit(rows.take)
+            log.write("stop", {"step": rows.step, "reason": "fitted", "seconds": time.monotonic() - begun})
+        run.save(out, outcome)
+    print(outcome.text())
+    show_outcome(out)
+    print(f"model: {out}; what its spans cost in long-range ability: spanformer probe {out}")
+
+
+def dtype_of(name: str):
+    import torch
+
+    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() or torch.cuda.is_available()
+    return torch.bfloat16 if name == "bfloat16" or (name == "auto" and fast) else torch.float32
+
+
+def start_row(run, options: FitOptions, out: Path) -> dict:
+    """What a report reads first, as of a training run: bytes are the unit, and the learned numbers are the spans."""
+    import torch
+
+    import spanformer
+
+    texts = {"train": run.train, "valid": run.held_out}
+    return {
+        "format": 1, "version": spanformer.__version__, "run": out.name, "config": {"fit": asdict(options)},
+        "parameters": run.spans, "unit": "byte",
+        "tokens": {name: each.ids.numel() for name, each in texts.items()},
+        "units": {name: int(each.bytes.sum()) for name, each in texts.items()},
+        "shape": run.shape(),
+        "machine": {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "device": "cpu",
+                    "torch": torch.__version__, "processes": 1},
+    }  # fmt: skip
+
+
+class Rows:
+    """Turns what fitting tells into rows that a report reads, and moves the bar."""
+
+    def __init__(self, run, write, tell: Tell, begun: float) -> None:
+        self.run, self.write, self.tell, self.begun, self.step = run, write, tell, begun, 0
+
+    def take(self, kind: str, row: dict) -> None:
+        seconds = time.monotonic() - self.begun
+        if kind == "progress":
+            self.tell(row["title"], row["done"], row["total"])
+        elif kind == "step":
+            self.step = row["step"]
+            self.tell(f"step {row['step']}: {row['kl']:.4f} nats from the full model", row["step"], self.run.plan.steps)
+            self.write("step", self._step(row, seconds))
+        elif kind == "lora":
+            self.tell(f"LoRA {row['step']}: {row['kl']:.4f} nats", row["step"], self.run.plan.lora_steps)
+        elif kind == "bits":
+            self.write("eval", {"step": self.step, "split": "valid", "bits": row["bits"], "loss": row["loss"],
+                                "seconds": seconds, "tokens": row["tokens"]})  # fmt: skip
+        elif kind == "note":
+            self.write("note", {"step": self.step, "text": row["text"]})
+        elif kind == "eval":
+            text = f"whole windows at step {row['step']}: {row['kl']:.4f} nats from the full model on held-out text"
+            self.write("note", {"step": row["step"], "text": text})
+
+    def _step(self, row: dict, seconds: float) -> dict:
+        group, sinks, context = self.run.group, self.run.plan.sinks, self.run.plan.context
+        spans = [[w for w in layer for _ in range(group)] for layer in row["windows"]]
+        reach = [[min(context, int(w + row["ramp"] / 2) + 1 + sinks) for w in layer] for layer in spans]
+        flat = [w for layer in spans for w in layer]
+        tokens = row["step"] * context
+        return {
+            "step": row["step"], "seconds": seconds, "tokens": tokens, "loss": row["kl"], "bits": None,
+            "penalty": row["price"] * sum(map(sum, row["windows"])), "price": row["price"], "lr": row["lr"],
+            "grad_norm": row["grad_norm"], "tokens_per_second": tokens / max(row["seconds"], 1e-9), "spans": spans,
+            "reach": reach, "memory": [max(layer) for layer in reach], "span_average": sum(flat) / len(flat),
+            "span_longest": max(flat),
+        }  # fmt: skip
+
+
+FIT = Leaf(FitOptions, run)

@@ -1,0 +1,93 @@
+"""`spanformer score CHECKPOINT FILE`: how well a model predicts a file, as a whole and token by token."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TextIO
+
+import tyro
+
+from spanformer.cli.leaf import Leaf
+
+if TYPE_CHECKING:
+    from spanformer.data import Vocab
+    from spanformer.infer import Scored
+
+
+@dataclass(frozen=True)
+class ScoreOptions:
+    """How well a model predicts a file, in bits per character: the fewer, the better.
+
+    For example:  spanformer score out/demo setup.py --jsonl tokens.jsonl
+    """
+
+    checkpoint: tyro.conf.Positional[str]
+    """a run's folder (its best checkpoint), a checkpoint, or an imported model"""
+    file: tyro.conf.Positional[str]
+    """any file, of any length; - is standard input"""
+    jsonl: str = ""
+    """write a line for every token: {"at": its number, "id": …, "text": …, "bits": …}; - is standard output, and the
+    figures then go to standard error"""
+    chunk: int = 512
+    """tokens read at once"""
+
+
+def run(options: ScoreOptions) -> None:
+    from spanformer.cli.reading import TextFile, model_vocabulary
+    from spanformer.cli.waiting import waiting
+    from spanformer.infer import score
+    from spanformer.model.load import load, load_meta
+
+    file = TextFile(options.file)
+    meta, lm = load_meta(options.checkpoint), load(options.checkpoint)
+    vocab = model_vocabulary(meta, options.checkpoint)
+    start = time.perf_counter()
+    nats, tokens, unknown, rate = 0.0, 0, 0, 0.0
+    with _lines(options.jsonl) as lines, waiting(transient=True) as tell:
+        for scored in score(lm, vocab.stream(file.parts(vocab)), chunk=options.chunk):
+            if lines is not None:
+                lines.writelines(_rows(scored, tokens, vocab))
+            tokens += len(scored.ids)
+            nats += float(scored.nats.sum())
+            unknown += 0 if vocab.unknown is None else int((scored.ids == vocab.unknown).sum())
+            rate = tokens / (time.perf_counter() - start)
+            title = f"{file.name} · {nats / tokens / math.log(2):.3f} bits per token · {rate:,.0f} tokens/s"
+            tell(title, file.done, file.size)
+    if not tokens:
+        raise ValueError(f"{file.name} is empty; expected some text")
+    bits = nats / math.log(2)
+    out = sys.stderr if options.jsonl == "-" else sys.stdout
+    print(f"{bits / file.characters:.4f} bits per character, {bits / file.done:.4f} per byte", file=out)
+    print(
+        f"{tokens:,} tokens ({file.characters:,} characters, {file.done:,} bytes) at {rate:,.0f} tokens/s; "
+        f"{bits / tokens:.4f} bits per token, perplexity {math.exp(min(nats / tokens, 700)):.2f}",
+        file=out,
+    )
+    if unknown:
+        print(f"the model does not know {unknown:,} of the tokens; they count as its one unknown token", file=out)
+
+
+@contextlib.contextmanager
+def _lines(path: str) -> Iterator[TextIO | None]:
+    if path == "-":
+        yield sys.stdout
+    elif path:
+        with open(path, "w", encoding="utf-8") as file:
+            yield file
+    else:
+        yield None
+
+
+def _rows(scored: Scored, at: int, vocab: Vocab) -> Iterator[str]:
+    for n, (token, nats) in enumerate(zip(scored.ids.tolist(), scored.nats.tolist(), strict=True)):
+        row = {"at": at + n, "id": token, "text": vocab.decode([token]), "bits": round(nats / math.log(2), 6)}
+        yield json.dumps(row, ensure_ascii=False) + "\n"
+
+
+SCORE = Leaf(ScoreOptions, run)

@@ -1,0 +1,186 @@
+"""Learned spans for a Hugging Face causal language model, without editing its code.
+
+    attach(model, max_span=2048)      each attention module gets `spans`, and attends by them
+    detach(model)                     the model as it was
+
+Which modules attend, with how many heads of which size, is not guessed from the architecture: two tokens are sent
+through the model with a function that writes down who calls it, and gradients are sent back to see that they arrive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from spanformer.hf.attention import IMPLEMENTATION, Seen, make_mask, register
+from spanformer.hf.spans import NAME, HeadSpans, check_attach
+
+PROBE = "spanformer_probe"
+CONFIG = "spanformer"
+"""the key of config.json that says how spans are attached"""
+
+
+def attach(
+    model: nn.Module,
+    *,
+    max_span: int | None = None,
+    init: float = 1.0,
+    ramp: float = 32.0,
+    per: str = "kv_head",
+    sinks: int = 4,
+) -> PreTrainedModel:
+    """Give every attention head of a causal language model a learned span, and return the model.
+
+    max_span: S, the longest span; the model's own context (max_position_embeddings) unless given.
+    init: the ratio of S that spans start from; at 1.0 the model computes what it did before, up to S tokens back.
+    ramp: how many tokens the soft edge of a span takes.
+    per: "kv_head", one span for each key/value head, so that a cache can forget; "head", one for each query head.
+    sinks: so many first tokens of a text stay visible to all heads (but in layers with a sliding window of their own).
+    """
+    check_attach(max_span, init, ramp, per, sinks)
+    base = base_of(model)
+    _refuse_model(base)
+    layers = probe(base)
+    if max_span is None:
+        max_span = getattr(base.config, "max_position_embeddings", None)
+        if max_span is None:
+            raise ValueError(f"{type(base).__name__} does not say how long its context is; give max_span")
+    before = base.config._attn_implementation
+    for name, found in layers.items():
+        if found.heads % found.kv_heads:
+            raise ValueError(
+                f"{name} has {found.heads} heads over {found.kv_heads} key/value heads, which is no whole "
+                "number of groups; spans cannot be attached"
+            )
+    for name, found in layers.items():
+        spans = HeadSpans(
+            found.heads, found.kv_heads, max_span, ramp=ramp, init=init, per=per, sinks=sinks,
+            window=found.window, head_size=found.head_size,
+        )  # fmt: skip
+        base.get_submodule(name).add_module(NAME, spans.to(found.device))
+    register()
+    base.set_attn_implementation(IMPLEMENTATION)
+    settings = {"max_span": max_span, "ramp": float(ramp), "per": per, "sinks": sinks}
+    setattr(base.config, CONFIG, settings)
+    base._attention_before_spans = before  # type: ignore[assignment]
+    return model  # type: ignore[return-value]
+
+
+def detach(model: nn.Module) -> PreTrainedModel:
+    """Take the spans away again: the model attends as before `attach`, and holds no parameter of ours."""
+    base = base_of(model)
+    if not hasattr(base.config, CONFIG):
+        raise ValueError(f"{type(base).__name__} has no spans to detach")
+    for module in list(base.modules()):
+        if NAME in module._modules:
+            delattr(module, NAME)
+    base.set_attn_implementation(base.__dict__.pop("_attention_before_spans"))
+    delattr(base.config, CONFIG)
+    return model  # type: ignore[return-value]
+
+
+def base_of(model: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model itself, out of PEFT's wrapper."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    if not isinstance(base, PreTrainedModel):
+        raise ValueError(
+            f"model is a {type(base).__name__}; expected a transformers PreTrainedModel "
+            "(for a model of ours see spanformer.hf.modeling)"
+        )
+    return base
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What an attention module was seen to do."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    """of a key and a value together"""
+    window: int | None
+    device: torch.device
+
+
+def probe(model: PreTrainedModel) -> dict[str, Layer]:
+    """Each attention module by its name, found by sending two tokens through the model and gradients back."""
+    names = {module: name for name, module in model.named_modules()}
+    found: dict[str, Layer] = {}
+    leaves: list[Tensor] = []
+
+    def watch(module, query, key, value, attention_mask, softcap=None, position_bias=None, **_others):
+        name = names[module]
+        if name in found:
+            raise ValueError(f"{name} attends twice in one pass, so one span cannot describe it")
+        for term, value_of in (("softcap", softcap), ("position_bias", position_bias)):
+            if value_of is not None:
+                raise ValueError(
+                    f"{name} uses {term}, which a span's rule does not know; for Gemma 2 set "
+                    "config.attn_logit_softcapping = None to go without"
+                )
+        if not isinstance(attention_mask, Seen) or key.shape[2] != query.shape[2]:
+            raise ValueError(f"{name} attends without a causal mask: an encoder or cross-attention; spans look back")
+        heads, kv_heads = query.shape[1], key.shape[1]
+        size = key.shape[3] + value.shape[3]
+        found[name] = Layer(heads, kv_heads, size, attention_mask.window, query.device)
+        leaf = value.new_zeros((query.shape[0], query.shape[2], heads, value.shape[3]), requires_grad=True)
+        leaves.append(leaf)
+        return leaf, None
+
+    AttentionInterface.register(PROBE, watch)
+    AttentionMaskInterface.register(PROBE, make_mask)
+    before, modes = model.config._attn_implementation or "eager", [(m, m.training) for m in model.modules()]
+    try:
+        model.set_attn_implementation(PROBE)
+        model.eval()
+        ids = torch.zeros((1, 2), dtype=torch.long, device=next(model.get_input_embeddings().parameters()).device)
+        with torch.inference_mode(False), torch.enable_grad():
+            logits = model(input_ids=ids, use_cache=False).logits
+            if not found:
+                raise ValueError(_NO_INTERFACE.format(type(model).__name__))
+            grads = (None,) * len(leaves)
+            if logits.requires_grad:
+                grads = torch.autograd.grad(logits.float().sum(), leaves, allow_unused=True)
+    finally:
+        model.set_attn_implementation(before)
+        for module, training in modes:
+            module.training = training
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(PROBE, None)
+    deaf = [name for name, grad in zip(found, grads, strict=True) if grad is None]
+    if deaf:
+        raise ValueError(
+            f"no gradient comes back to {deaf[0]} ({len(deaf)} of {len(found)} attention layers): a quantised or "
+            "frozen module behind it cannot be differentiated; load the model unquantised to learn spans"
+        )
+    return found
+
+
+_NO_INTERFACE = (
+    "{} does not go through transformers' attention interface, so spans cannot be attached to it; use a model "
+    "that does (Llama, Qwen, Mistral, Gemma, GPT-2, GPT-NeoX, …)"
+)
+
+
+def _refuse_model(model: PreTrainedModel) -> None:
+    name, config = type(model).__name__, model.config
+    if hasattr(config, CONFIG) and hasattr(model, "_attention_before_spans"):
+        raise ValueError(f"{name} has spans already; detach them first to attach others")
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        raise ValueError(
+            f"{name} has cross-attention, which looks at another text where there is no distance to "
+            "learn; spans are for decoder-only models"
+        )
+    if config.get_text_config() is not config:
+        raise ValueError(
+            f"{name} is made of several models; attach spans to its text model alone, loaded as a causal language model"
+        )
+    if model.get_output_embeddings() is None or not model.can_generate():
+        raise ValueError(f"{name} is no causal language model; load it with AutoModelForCausalLM")
+    if getattr(config, "attention_chunk_size", None) is not None:
+        raise ValueError(f"{name} attends within chunks (attention_chunk_size), where a span has no meaning")
+    if not model._can_set_attn_implementation():
+        raise ValueError(_NO_INTERFACE.format(name))

@@ -1,0 +1,236 @@
+"""The attention function and the mask function that transformers calls in a model with spans.
+
+Both are registered, under one name: with an attention function alone transformers makes no mask at all, and causality
+would be lost without a word. The mask function makes no L × L tensor but a `Seen`: what is hidden beside the future, as
+[B, Tk] numbers, made once a forward pass and shared by all layers.
+
+Shapes: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D and Dv head sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
+
+from spanformer.hf.spans import NAME, HeadSpans, unwrap
+from spanformer.ops import attend
+
+IMPLEMENTATION = "spanformer"
+HELD = "held_by_spans"
+"""the attribute by which keys that went through a SpanCache name their layer of it"""
+
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What one forward pass hides from every layer that shares it, beside the future."""
+
+    keys: int
+    """Tk"""
+    window: int | None
+    """the layers' own sliding window"""
+    bias: Tensor | None = None
+    """[B, 1, Tk] −inf at padding"""
+    documents: Tensor | None = None
+    """[B, Tk] ids of packed texts"""
+    q_positions: Tensor | None = None
+    """[1 or B, Tq] where queries and keys stand in their text; None: the queries are the last, and nothing is padded"""
+    k_positions: Tensor | None = None
+    """[1 or B, Tk]"""
+    real: Tensor | None = None
+    """[B, Tq] which of the new tokens are no padding; None: all"""
+
+    @cached_property
+    def packed(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """For a cache, whose rows hold real tokens only: see `pack_real`. Made once a forward pass, by the first layer
+        that needs it."""
+        return None if self.real is None else pack_real(self.real)
+
+
+def pack_real(real: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Of real [B, T], True where there is a token: (order [B, T] with real tokens first, its inverse, lengths [B] on
+    the CPU, how many they are); None if all are."""
+    if bool(real.all()):
+        return None
+    order = real.int().argsort(dim=1, descending=True, stable=True)
+    return order, order.argsort(dim=1), real.sum(1).cpu()
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **_others: object,  # transformers' own, for other implementations
+) -> Seen:
+    if use_vmap:
+        raise ValueError(
+            "this model draws a mask of its own (or_mask_function or and_mask_function), which spans "
+            "cannot express; detach the spans for such inputs"
+        )
+    if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
+        raise ValueError(
+            "a static cache has room for every token of every head, which is what spans save; leave "
+            "cache_implementation away, or pass past_key_values=spanformer.hf.SpanCache(model)"
+        )
+    seen = Seen(kv_length, local_size)
+    positions = torch.arange(kv_length, device=device)[None] + kv_offset
+    if mask_function is not causal_mask_function:
+        documents = _documents(mask_function, batch_size, q_length, kv_length, device)
+        if documents is not None:
+            starts = positions - _starts(documents)
+            seen = Seen(kv_length, local_size, None, documents, starts[:, kv_length - q_length :], starts)
+    if attention_mask is None:
+        return seen
+    shown = attention_mask[:, kv_offset : kv_offset + kv_length]
+    if shown.device.type == "cpu" and bool(shown.all()):
+        return seen
+    bias = torch.zeros(shown.shape, device=device).masked_fill(~shown, -math.inf)[:, None]
+    first = attention_mask.int().argmax(1, keepdim=True)  # how many tokens of padding stand before the text
+    positions = positions - first
+    new = slice(kv_length - q_length, None)
+    return replace(seen, bias=bias, q_positions=positions[:, new], k_positions=positions, real=shown[:, new])
+
+
+def attend_spans(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Seen | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: object,  # transformers' own, and what it passes for other implementations
+) -> tuple[Tensor, None]:
+    """query [B, H, Tq, D], key [B, Hkv, Tk, D], value [B, Hkv, Tk, Dv] → [B, Tq, H, Dv]"""
+    spans = module._modules.get(NAME)
+    if type(spans) is not HeadSpans:
+        spans = unwrap(spans)
+        if not isinstance(spans, HeadSpans):
+            raise ValueError(
+                f"{type(module).__name__} has no spans, but its attention implementation is "
+                f"{IMPLEMENTATION!r}; call spanformer.hf.attach on the model"
+            )
+    seen = attention_mask
+    if not isinstance(seen, Seen):
+        seen = _without_mask(seen, query, key, spans)
+    _refuse(others)
+    if seen.window != spans.window:
+        raise ValueError(
+            f"this layer's sliding window is {seen.window}, and was {spans.window} when spans were "
+            "attached; detach and attach again after changing the configuration"
+        )
+    held = getattr(key, HELD, None)
+    if held is not None:
+        out = held.attend(query, key, value, seen, scaling, s_aux)
+    elif seen.keys != key.shape[2]:
+        raise ValueError(
+            f"there are {key.shape[2]} keys, and the mask was made for {seen.keys}; a cache whose layers "
+            "hold different lengths cannot be used here"
+        )
+    else:
+        out = attend_seen(query, key, value, seen, spans, dropout, scaling, s_aux)
+    return out.transpose(1, 2), None
+
+
+def attend_seen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Seen,
+    spans: HeadSpans,
+    dropout: float,
+    scaling: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """[B, H, Tq, Dv]: all keys that may be seen are here. s_aux [H]: a learned score without a value (gpt-oss)."""
+    rule = spans.rule_for(seen.keys)
+    if seen.bias is not None or seen.documents is not None or s_aux is not None:
+        documents = None
+        if seen.documents is not None:
+            documents = (seen.documents[:, seen.keys - query.shape[2] :], seen.documents)
+        rule = replace(rule, key_bias=seen.bias, documents=documents, sinks=s_aux)
+    placed = seen.documents is None or rule.kept  # packed texts need positions only to know their first tokens
+    return attend(
+        query,
+        key,
+        value,
+        rule,
+        dropout=dropout,
+        scale=scaling,
+        q_positions=seen.q_positions if placed else None,
+        k_positions=seen.k_positions if placed else None,
+    ).out
+
+
+def register() -> None:
+    """Make both functions known to transformers; a second time changes nothing."""
+    AttentionInterface.register(IMPLEMENTATION, attend_spans)
+    AttentionMaskInterface.register(IMPLEMENTATION, make_mask)
+
+
+def _documents(mask: Callable, batch: int, queries: int, keys: int, device: torch.device | str) -> Tensor | None:
+    """[B, Tk] ids of the texts that transformers found packed in each row; None if every row is one.
+
+    A mask function hides its reasons, but tells of any pair: a text begins where a token does not see its neighbour.
+    """
+    rows, at = torch.arange(batch, device=device)[:, None], torch.arange(keys, device=device)
+    if keys < 2:
+        return None
+    before, after = at[None, :-1], at[None, 1:]
+    if bool(mask(rows, rows[:1], before, after).any()):
+        raise ValueError(
+            "this model lets tokens see later ones, and spans look back only: an encoder, or a mask of "
+            "its own for images; detach the spans for such inputs"
+        )
+    if queries != keys:  # with a cache transformers knows of no packed texts
+        return None
+    begins = ~mask(rows, rows[:1], after, before).expand(batch, keys - 1)
+    if not bool(begins.any()):
+        return None
+    return nn.functional.pad(begins.long().cumsum(1), (1, 0))
+
+
+def _starts(documents: Tensor) -> Tensor:
+    """[B, Tk] where each token's text begins."""
+    at = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = nn.functional.pad(documents.diff(dim=1) != 0, (1, 0), value=True)
+    return torch.where(begins, at, 0).cummax(1).values
+
+
+def _without_mask(mask: Tensor | None, query: Tensor, key: Tensor, spans: HeadSpans) -> Seen:
+    if mask is None and query.shape[2] <= key.shape[2]:
+        return Seen(key.shape[2], spans.window)
+    shape = "missing" if mask is None else f"a tensor of shape {list(mask.shape)}"
+    raise ValueError(
+        f"the attention mask is {shape}; with spans pass the model attention_mask [batch, tokens] or "
+        "none, never a mask of four axes"
+    )
+
+
+def _refuse(others: dict[str, object]) -> None:
+    """Terms of other implementations that would be lost without a word."""
+    for name, why in _REFUSED.items():
+        if others.get(name) not in (None, False):
+            raise ValueError(f"{name} is {others[name]!r}; {why}")
+
+
+_REFUSED = {
+    "softcap": "scores are not capped here: a model that does so (Gemma 2) cannot take spans; set "
+    "config.attn_logit_softcapping = None to go without",
+    "position_bias": "a bias between positions made by the layer is not known here; detach the spans for this model",
+    "output_attentions": "attention weights are never formed here; detach the spans to look at them",
+}

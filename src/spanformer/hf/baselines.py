@@ -1,0 +1,44 @@
+"""Windows that are not learned, to hold learned ones against at equal memory.
+
+    uniform        every head keeps the same number of tokens
+    local_global   five layers with a short window to one that keeps all, as several published models are built
+    by_mass        training-free: windows that lose the least attention, measured on calibration text
+
+Each gives [L, H] whole windows, sinks aside: L layers, H key/value heads of a layer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spanformer.hf.controller import Budget, allocate
+
+LOCAL_LAYERS = 5
+"""to each global one"""
+
+
+def uniform(layers: int, heads: int, budget: Budget) -> Tensor:
+    return budget.whole(torch.full((layers, heads), budget.tokens - budget.sinks))
+
+
+def local_global(layers: int, heads: int, budget: Budget) -> Tensor:
+    """Every sixth layer keeps all; what that leaves of the budget is shared evenly by the others."""
+    is_global = torch.arange(layers) % (LOCAL_LAYERS + 1) == LOCAL_LAYERS
+    left = budget.tokens * layers - budget.context * int(is_global.sum())
+    each = left / max(layers - int(is_global.sum()), 1) - budget.sinks
+    if each < 1:
+        least = int(is_global.sum()) / layers
+        raise ValueError(
+            f"budget is {budget.share:g}, and the global layers alone take {least:.3f} of the memory; "
+            f"{LOCAL_LAYERS} local layers to one global need more than that"
+        )
+    windows = torch.full((layers, heads), each)
+    windows[is_global] = float(budget.longest)
+    return budget.whole(windows)
+
+
+def by_mass(lost: Tensor, grid: list[int], budget: Budget) -> Tensor:
+    """lost [L, H, G]: the share of a head's attention that falls outside a window of grid[g] and the sinks, averaged
+    over queries (`survey` measures it). The least of it is lost in all."""
+    return budget.whole(allocate(lost, grid, budget)[0])

@@ -1,0 +1,212 @@
+"""A transformers cache in which every key/value head keeps what its span lets it see, and no more.
+
+    model.generate(ids, past_key_values=SpanCache(model))
+
+Each layer is a `HeadCache`: a ring for each key/value head, and the first tokens beside it. The new keys a model hands
+to `update` come back to it unchanged but for a note of who holds the others; the attention function then attends
+through that layer, which knows by then which of the new tokens are padding.
+
+Shapes: B batch, H query heads, Hkv key/value heads, T new tokens, D and Dv head sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from spanformer.hf.attention import HELD, Seen, attend_seen
+from spanformer.hf.spans import HeadSpans, cache_bytes, head_spans
+from spanformer.memory import HeadCache
+from spanformer.ops import Rule
+
+GROWTH = 256  # tokens by which a ring that is not yet as long as its span grows at least; or an eighth of its length
+TAKEN_BACK = 64  # tokens that assisted decoding may take back
+
+
+class SpanCache(Cache):
+    """For a model with spans attached, to be given to its generate() or forward as past_key_values.
+
+    context: how many tokens will be read in all, if known: memory is then taken once, and no more than needed.
+    slack: how many tokens `crop` can take back once a ring is full. Assisted decoding asks for 64 by itself.
+    bits: 8 keeps keys and values in 8 bits; 0 in the model's dtype.
+    """
+
+    def __init__(self, model: nn.Module, *, context: int = 0, slack: int = 0, bits: Literal[0, 8] = 0) -> None:
+        named = head_spans(model)
+        places = [getattr(model.get_submodule(name), "layer_idx", None) for name in named]
+        if sorted(p for p in places if p is not None) != list(range(len(named))):
+            raise ValueError(
+                f"{type(model).__name__} numbers its attention layers {places}; a SpanCache needs one layer for each "
+                "number, so use the model's own cache"
+            )
+        spans = dict(zip(places, named.values(), strict=True))
+        super().__init__(layers=[SpanLayer(spans[n], context, slack, bits) for n in range(len(named))])
+        self._model = model
+
+    def bytes(self) -> int:
+        """What is allocated for keys and values, exactly."""
+        return sum(layer.bytes() for layer in self.layers)  # type: ignore[attr-defined]
+
+    def full_bytes(self) -> int:
+        """What a cache of all tokens would hold by now."""
+        first = self.layers[0]
+        assert isinstance(first, SpanLayer)
+        if not first.is_initialized:
+            return 0
+        return cache_bytes(self._model, first.length, batch=first.batch_size, dtype=first.dtype)[1]
+
+
+class SpanLayer(CacheLayerMixin):
+    """One layer's keys and values. `length` counts tokens as transformers does, padding included."""
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, spans: HeadSpans, context: int = 0, slack: int = 0, bits: Literal[0, 8] = 0) -> None:
+        super().__init__()
+        self.spans, self.context, self.slack = spans, context, slack
+        self.bits: Literal[0, 8] = bits
+        self.length = 0
+        self.room = 0
+        """no text so far is longer: a ring that will be longer than this, less the sinks beside it, is not yet"""
+        self.rings: HeadCache | None = None
+        self._rule: tuple[tuple, Rule] | None = None
+
+    # ---- what transformers calls
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size = key_states.shape[0]
+        self._widths = key_states.shape[3], value_states.shape[3]
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object):
+        """The new keys and values as they are, with a note on the keys: the attention function comes back with them."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.length += key_states.shape[2]
+        setattr(key_states, HELD, self)
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def activate_past_recording(self) -> None:
+        if self.rings is None:
+            self.slack = max(self.slack, TAKEN_BACK)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back so many tokens, as a negative number."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop was given {tokens_to_remove}; expected a negative number, how many tokens to take back"
+            )
+        if self.rings is not None and tokens_to_remove:
+            self.rings.crop(self.rings.seen + tokens_to_remove)
+            self.length += tokens_to_remove
+
+    def reset(self) -> None:
+        self.rings, self.room, self.length, self.is_initialized = None, 0, 0, False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._take_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            self._take_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.is_initialized:
+            self._take_rows(torch.arange(self.batch_size)[indices.cpu()])
+
+    def offload(self) -> None:
+        raise ValueError("a SpanCache is small because it forgets, and is not moved to the CPU and back")
+
+    prefetch = offload
+
+    # ---- what the attention function calls
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float | None, s_aux: Tensor | None) -> Tensor:
+        """q [B, H, T, D] over what is held and the new k [B, Hkv, T, D] and v [B, Hkv, T, Dv], which are kept."""
+        t = q.shape[2]
+        packed = seen.packed if seen.real is not None else None
+        if self.rings is None and self.length == t:  # a text begins: all there is to see is here
+            out = attend_seen(q, k, v, seen, self.spans, 0.0, scale, s_aux)
+            rings = self._rings(t)
+            if packed is None:
+                rings.append(k, v)
+            else:
+                rings.append(_turn(k, packed[0]), _turn(v, packed[0]), packed[2])
+            return out
+        if torch.is_grad_enabled() and q.requires_grad:
+            raise ValueError("a SpanCache gives no gradients; read on under torch.no_grad(), or without a cache")
+        rings, rule = self._rings(t), self.rule(s_aux)
+        if packed is None:
+            return rings.attend(q, k, v, rule, scale=scale).out
+        order, back, lengths = packed
+        q, k, v = (_turn(x, order) for x in (q, k, v))
+        return _turn(rings.attend(q, k, v, rule, lengths=lengths, scale=scale).out, back)
+
+    def rule(self, s_aux: Tensor | None) -> Rule:
+        """The same object while nothing changes: what HeadCache has prepared for it then stays."""
+        sink = None if s_aux is None else (id(s_aux), s_aux._version)
+        state = (self.spans._change(), self.room, sink)
+        if self._rule is None or self._rule[0] != state:
+            rule = self.spans.rule()
+            assert rule.reach is not None and rule.span is not None
+            reach = torch.as_tensor(rule.reach).clamp(max=self._longest)
+            span = rule.span.detach()
+            self._rule = (state, replace(rule, reach=reach, span=span, sinks=None if s_aux is None else s_aux.detach()))
+        return self._rule[1]
+
+    def bytes(self) -> int:
+        return 0 if self.rings is None else self.rings.bytes()
+
+    def _rings(self, new: int) -> HeadCache:
+        """With room for so many more tokens, and for the spans as they are now."""
+        change = self.spans._change()
+        if self.length <= self.room and self._made_for == change:
+            assert self.rings is not None
+            return self.rings
+        if self.length > self.room:
+            exact = self.room == 0 and self.context >= self.length
+            self.room = (
+                self.context if exact else self.length + (0 if self.room == 0 else max(GROWTH, self.length // 8))
+            )
+        keeps = self.spans.keeps()
+        reach = [min(n, self._longest) for n in keeps]
+        self._made_for = change
+        if self.rings is None:
+            self.rings = HeadCache(
+                self.batch_size, reach, *self._widths, kept=self.spans.sinks, slack=self.slack, bits=self.bits,
+                dtype=self.dtype, device=self.device,
+            )  # fmt: skip
+        else:
+            self.rings.resize(reach)
+        return self.rings
+
+    _made_for: tuple[int, int] | None = None
+
+    @property
+    def _longest(self) -> int:
+        return max(1, self.room - self.spans.sinks)
+
+    def _take_rows(self, index: Tensor) -> None:
+        if self.rings is not None:
+            self.rings = self.rings.rows(index)
+            self.batch_size = len(index)
+
+
+def _turn(x: Tensor, order: Tensor) -> Tensor:
+    """[B, heads, T, D] with its tokens in the order [B, T]."""
+    return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))

@@ -1,0 +1,122 @@
+"""Learned spans as windows, the form that other engines understand: a configuration with `layer_types` and one
+`sliding_window`, in which each layer either has that window or sees everything.
+
+That form is poorer than spans: all heads of a layer share its window, all layers share one number, there is no ramp and
+there are no sinks. `to_windows` makes the model of that form, and `compare_losses` measures what it costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, MinistralConfig, PreTrainedModel
+
+from spanformer.hf.attach import CONFIG, base_of
+from spanformer.hf.spans import NAME, head_spans
+
+How = Literal["longest", "mean", "shortest"]
+_SAME_AS_MINISTRAL = ("llama", "mistral")
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What a model's spans come to as windows."""
+
+    sliding_window: int
+    layer_types: list[str]
+    wanted: list[int]
+    """[layers] the window each layer would have had by itself"""
+    tokens: int
+    """that all layers keep together, of `context` tokens"""
+    context: int
+
+
+def plan_windows(model: nn.Module, *, how: How = "longest", context: int) -> Windows:
+    """The window of each layer is its longest, mean (rounded up) or shortest head's; the one number that all must share
+    is the one with which the layers keep the fewest tokens of such a context: layers that need more see everything.
+    """
+    if how not in ("longest", "mean", "shortest"):
+        raise ValueError(f"how is {how!r}; expected 'longest', 'mean' or 'shortest'")
+    if context < 1:
+        raise ValueError(f"context is {context}; expected at least 1 token")
+    wanted = [_window(spans.keeps(), how) for spans in head_spans(model).values()]
+
+    def kept(window: int) -> int:
+        return sum(min(window, context) if n <= window else context for n in wanted)
+
+    best = min(sorted(set(wanted)), key=kept)
+    types = ["sliding_attention" if n <= best else "full_attention" for n in wanted]
+    return Windows(best, types, wanted, kept(best), context)
+
+
+def _window(keeps: list[int], how: How) -> int:
+    if how == "mean":
+        return -(-sum(keeps) // len(keeps))
+    return max(keeps) if how == "longest" else min(keeps)
+
+
+def to_windows(
+    model: nn.Module, *, how: How = "longest", context: int | None = None
+) -> tuple[PreTrainedModel, Windows]:
+    """A model of plain windows with the weights of this one, and what its windows are; `save_pretrained` writes it for
+    any engine. context: for how long a text its windows should be thriftiest; the model's own length unless given.
+
+    Llama and Mistral have no windows by layer: they become a Ministral, which is the same but for those.
+    """
+    base = base_of(model)
+    config = base.config
+    if any(spans.window is not None for spans in head_spans(base).values()):
+        raise ValueError(
+            f"{type(base).__name__} has a sliding window of its own beside its spans, and a configuration holds only "
+            "one number for all; not exported"
+        )
+    windows = plan_windows(base, how=how, context=context or config.max_position_embeddings or 0)
+    values = {key: value for key, value in config.to_dict().items() if key not in (CONFIG, "transformers_version")}
+    if config.model_type in _SAME_AS_MINISTRAL:
+        if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
+            raise ValueError(f"{type(base).__name__} has biases, which no model with windows by layer has")
+        kind: type = MinistralConfig
+        values = {key: value for key, value in values.items() if key in MinistralConfig().to_dict()}
+        values.pop("model_type")
+    else:
+        kind = type(config)
+        if "layer_types" not in values or "sliding_window" not in values:
+            raise ValueError(
+                f"{type(base).__name__} has no windows by layer (layer_types) in its configuration, so its spans "
+                "cannot be exported as such; save it with save_pretrained instead"
+            )
+        if "use_sliding_window" in values:
+            values["use_sliding_window"] = True
+    values |= {"layer_types": windows.layer_types, "sliding_window": windows.sliding_window}
+    values.pop("architectures", None)
+    with torch.random.fork_rng(devices=[]):
+        other = AutoModelForCausalLM.from_config(kind(**values), dtype=base.dtype)
+    weights = {name: t for name, t in base.state_dict().items() if not name.endswith(f".{NAME}.ratio")}
+    other.load_state_dict(weights)
+    other.generation_config = base.generation_config
+    return other.to(base.device).train(base.training), windows
+
+
+@torch.no_grad()
+def mean_loss(model: nn.Module, ids: Tensor) -> float:
+    """Nats per token of ids [N, T], read row by row, each without what came before."""
+    if ids.ndim != 2 or ids.shape[1] < 2 or not len(ids):
+        raise ValueError(f"ids has shape {list(ids.shape)}; expected [N, T] with at least 2 tokens a row")
+    training, total = model.training, 0.0
+    model.eval()
+    try:
+        for row in ids:
+            logits = model(input_ids=row[None], use_cache=False).logits[0, :-1]
+            total += float(nn.functional.cross_entropy(logits.float(), row[1:].to(logits.device), reduction="sum"))
+    finally:
+        model.train(training)
+    return total / (len(ids) * (ids.shape[1] - 1))
+
+
+def compare_losses(model: nn.Module, ids: Tensor, *, how: How = "longest") -> dict[str, float]:
+    """Nats per token of ids [N, T] with spans, and with the windows that `to_windows` would export for T tokens."""
+    other, _ = to_windows(model, how=how, context=ids.shape[1])
+    return {"spans": mean_loss(model, ids), "windows": mean_loss(other, ids)}

@@ -1,0 +1,210 @@
+"""Learn the spans of a pretrained model to a budget of key/value memory; all other weights stay as they are.
+
+1. Survey (survey.py): from a few texts, what each key/value head would lose with each of a dozen windows.
+2. Begin with the windows that lose least within the budget (controller.py).
+3. Learn: windows w with a soft edge, and Adam on log w, minimise
+
+       KL(full model ‖ model with windows) + λ · Σ_h w_h
+
+   The full model's predictions are a far quieter guide than the next token of the text. λ, the price of a token, is the
+   one at which the heads together would neither grow nor shrink; what a step misses of the budget, one factor for all
+   heads makes up. The soft edge narrows while the steps do.
+4. Every few steps whole windows, as a cache keeps them, are tried on held-out text. The best ones are kept.
+
+Shapes: L layers, Hkv key/value heads of a layer, T tokens, E width of the hidden states.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from spanformer.hf.attach import CONFIG, base_of
+from spanformer.hf.controller import Budget, Price, allocate
+from spanformer.hf.spans import HeadSpans, head_spans
+from spanformer.hf.survey import Survey
+from spanformer.hf.text import Windows, chunks, hidden_states, logits_of
+
+Event = Callable[[str, dict], object]
+"""what happened (step, eval, note), and its numbers"""
+
+
+@dataclass(frozen=True)
+class FitConfig:
+    steps: int = 48
+    """most steps; each reads one window of text"""
+    minutes: float = 0.0
+    """stop learning after so many; 0: no limit"""
+    lr: float = 0.08
+    """of log w: 0.1 would be about a tenth of a window a step, at first; a tenth of that at the end"""
+    ramp: float = 96.0
+    """tokens of the soft edge, at first"""
+    last_ramp: float = 32.0
+    """and at the end"""
+    check: int = 12
+    """steps between two trials on held-out text"""
+    patience: int = 2
+    """stop after so many trials without a gain"""
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 0), ("check", 1), ("patience", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected {least} or more")
+        if not (self.lr > 0 and self.ramp >= self.last_ramp >= 1 and self.minutes >= 0):
+            raise ValueError(
+                f"lr is {self.lr:g}, ramp {self.ramp:g} to {self.last_ramp:g}, minutes {self.minutes:g}; expected a "
+                "positive lr, a ramp that narrows down to 1 token or more, and 0 minutes or more"
+            )
+
+
+def window_table(model: nn.Module) -> Tensor:
+    """[L, Hkv] how many tokens each key/value head keeps beside the sinks."""
+    return torch.tensor([layer.keeps() for layer in head_spans(model).values()])
+
+
+@torch.no_grad()
+def set_windows(model: nn.Module, windows: Tensor, ramp: float | None = None) -> None:
+    """Give every key/value head its window [L, Hkv], with a soft edge of `ramp` tokens centred on it; None: a hard one,
+    so that a head sees w tokens and keeps w."""
+    layers = list(head_spans(model).values())
+    for layer, row in zip(layers, windows.float(), strict=True):
+        layer.ramp = 1.0 if ramp is None else ramp
+        first = row - 1 if ramp is None else row - ramp / 2  # where the edge begins
+        if layer.kv_heads != layer.groups:
+            first = first.repeat_interleave(layer.kv_heads // layer.groups)
+        layer.ratio.copy_((first / layer.max_span).clamp(0, 1))
+    settings = getattr(base_of(model).config, CONFIG)
+    settings["ramp"] = layers[0].ramp
+
+
+def learn(
+    model: PreTrainedModel,
+    texts: Windows,
+    held_out: Windows,
+    budget: Budget,
+    found: Survey,
+    config: FitConfig,
+    on_event: Event = lambda _kind, _row: None,
+) -> Tensor:
+    """Whole windows [L, Hkv] within the budget, learned from the survey's; the model is left with them, hard-edged."""
+    begun = time.monotonic()
+    windows, price = allocate(found.costs, found.grid, budget)
+    best = budget.whole(windows)
+    layers = list(head_spans(model).values())
+    _check_layers(layers)
+    teacher: dict[int, Tensor] = {}  # by number of the text, as they are first read
+    reference = [full_states(model, row, held_out.start, budget.context) for row in held_out.ids]
+    lowest = trial(model, best, held_out, reference)
+    on_event("eval", {"step": 0, "kl": lowest, "seconds": time.monotonic() - begun, "windows": best.tolist()})
+    theta = nn.Parameter(windows.clamp(min=config.last_ramp / 2).log())
+    adam = torch.optim.Adam([theta], lr=config.lr, betas=(0.8, 0.95))
+    follow = Price(price if math.isfinite(price) else 0.0)
+    worse = 0
+    for step in range(1, config.steps + 1):
+        done = (step - 1) / config.steps
+        ramp = config.ramp + (config.last_ramp - config.ramp) * done
+        for group in adam.param_groups:
+            group["lr"] = config.lr * (1 - 0.9 * done)
+        windows = budget.fit(theta.detach().exp(), shortest=config.last_ramp / 2, spare=ramp / 2)
+        with torch.no_grad():
+            theta.copy_(windows.log())
+        number = (step - 1) % len(texts)
+        if number not in teacher:
+            teacher[number] = full_states(model, texts.ids[number], texts.start, budget.context)
+        set_windows(model, windows, ramp)
+        loss, slope = window_slopes(model, layers, texts.ids[number], teacher[number], texts.start)
+        weight = follow.step(slope)
+        theta.grad = (slope + weight) * windows
+        adam.step()
+        on_event("step", {
+            "step": step, "kl": loss, "price": weight, "ramp": ramp, "lr": adam.param_groups[0]["lr"],
+            "grad_norm": float(theta.grad.norm()), "seconds": time.monotonic() - begun, "windows": windows.tolist(),
+        })  # fmt: skip
+        late = bool(config.minutes) and time.monotonic() - begun > 60 * config.minutes
+        if step % config.check == 0 or step == config.steps or late:
+            whole = budget.whole(budget.fit(theta.detach().exp()))
+            now = trial(model, whole, held_out, reference)
+            on_event("eval", {"step": step, "kl": now, "seconds": time.monotonic() - begun, "windows": whole.tolist()})
+            worse = 0 if now < lowest else worse + 1
+            if now < lowest:
+                lowest, best = now, whole
+        if late or worse >= config.patience:
+            on_event("note", {"step": step, "text": "out of time" if late else f"no gain in {worse} trials: stopped"})
+            break
+    set_windows(model, best)
+    return best
+
+
+@torch.no_grad()
+def full_states(model: PreTrainedModel, ids: Tensor, start: int, context: int) -> Tensor:
+    """[T − start, E] of the model when every head sees the whole context: the teacher. Leaves the windows so."""
+    for layer in head_spans(model).values():
+        layer.ramp = 1.0
+        layer.ratio.fill_(1.0)
+        if layer.max_span < min(context, layer.window or context):
+            raise ValueError(f"max_span is {layer.max_span}, and texts have {context} tokens; attach longer spans")
+    return hidden_states(model, ids[None], start)[0]
+
+
+@torch.no_grad()
+def trial(model: PreTrainedModel, windows: Tensor, texts: Windows, reference: list[Tensor]) -> float:
+    """KL from the full model, in nats per token, with hard windows."""
+    set_windows(model, windows)
+    total = 0.0
+    for row, wanted in zip(texts.ids, reference, strict=True):
+        states = hidden_states(model, row[None], texts.start)[0]
+        total += sum(float(_kl(model, states[part], wanted[part])) for part in chunks(len(states)))
+    return total / (len(texts) * texts.targets)
+
+
+def window_slopes(
+    model: PreTrainedModel, layers: list[HeadSpans], ids: Tensor, wanted: Tensor, start: int
+) -> tuple[float, Tensor]:
+    """(KL in nats per token, its derivative by every window [L, Hkv]) on one text."""
+    for layer in layers:
+        layer.ratio.requires_grad_(True)
+    states = hidden_states(model, ids[None], start)[0]
+    loss = backward_kl(model, states, wanted)
+    slopes = []
+    for layer in layers:
+        assert layer.ratio.grad is not None
+        slopes.append(layer.ratio.grad.float() / layer.max_span)
+        layer.ratio.grad = None
+        layer.ratio.requires_grad_(False)
+    return loss, torch.stack(slopes)
+
+
+def backward_kl(model: PreTrainedModel, states: Tensor, wanted: Tensor) -> float:
+    """Backward from the mean KL, a few tokens' logits at a time: all of them would be T × vocabulary numbers."""
+    leaf = states.detach().requires_grad_(True)
+    total = 0.0
+    for part in chunks(len(states)):
+        loss = _kl(model, leaf[part], wanted[part]) / len(states)
+        loss.backward()
+        total += float(loss.detach())
+    states.backward(leaf.grad)
+    return total
+
+
+def _kl(model: PreTrainedModel, states: Tensor, wanted: Tensor) -> Tensor:
+    """Σ over tokens of KL(full ‖ now)."""
+    with torch.no_grad():
+        goal = logits_of(model, wanted).log_softmax(-1)
+    now = logits_of(model, states).log_softmax(-1)
+    return (goal.exp() * (goal - now)).sum()
+
+
+def _check_layers(layers: list[HeadSpans]) -> None:
+    if len({layer.groups for layer in layers}) != 1 or any(layer.window is not None for layer in layers):
+        raise ValueError(
+            "this model's layers have different numbers of key/value heads or sliding windows of their own; spans are "
+            "fitted to models whose layers are alike"
+        )
+    if any(layer.kv_heads != layer.groups for layer in layers):
+        raise ValueError('spans are attached per="head"; fitting learns one for each key/value head: per="kv_head"')

@@ -1,0 +1,66 @@
+"""Low-rank updates (LoRA, https://arxiv.org/abs/2106.09685) that help a model do with the windows it was given.
+
+They learn what the spans learned from: the full model's own predictions, not the text's next tokens. So whatever they
+gain was lost to the windows; a model that only got used to the text would move away from its teacher.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from spanformer.hf.controller import Budget
+from spanformer.hf.fit import Event, backward_kl, full_states, set_windows
+from spanformer.hf.text import Windows, hidden_states
+
+
+def learn_lora(
+    model: PreTrainedModel,
+    texts: Windows,
+    windows: torch.Tensor,
+    budget: Budget,
+    *,
+    rank: int,
+    steps: int,
+    minutes: float = 0.0,
+    lr: float = 1e-3,
+    on_event: Event = lambda _kind, _row: None,
+) -> None:
+    """Learn updates of the given rank to every linear layer in the blocks, windows held; merged into the weights,
+    which are float32 then."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ImportError("LoRA needs peft, which is missing: pip install peft; or leave out --lora") from error
+    if rank < 1 or steps < 1 or not lr > 0:
+        raise ValueError(f"lora is {rank}, its steps {steps}, its lr {lr:g}; expected 1 or more, and a positive lr")
+    begun = time.monotonic()
+    teacher = [full_states(model, row, texts.start, budget.context) for row in texts.ids[:steps]]
+    set_windows(model, windows)
+    adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    inner = adapted.get_base_model()
+    learned = [p for name, p in adapted.named_parameters() if "lora_" in name]
+    for p in adapted.parameters():
+        p.requires_grad_(False)
+    for p in learned:
+        p.data = p.data.float()
+        p.requires_grad_(True)
+    adam = torch.optim.AdamW(learned, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    for step in range(1, steps + 1):
+        for group in adam.param_groups:
+            group["lr"] = lr * min(1.0, step / 8) * (1 - (step - 1) / steps)
+        number = (step - 1) % len(teacher)
+        states = hidden_states(inner, texts.ids[number][None], texts.start)[0]  # type: ignore[arg-type]
+        loss = backward_kl(inner, states, teacher[number])  # type: ignore[arg-type]
+        norm = float(nn.utils.clip_grad_norm_(learned, 1.0))
+        adam.step()
+        adam.zero_grad()
+        seconds = time.monotonic() - begun
+        on_event("lora", {"step": step, "kl": loss, "grad_norm": norm, "seconds": seconds})
+        if minutes and seconds > 60 * minutes:
+            break
+    adapted.float()  # an update of a few thousandths of a weight would be lost in bfloat16
+    adapted.merge_and_unload()

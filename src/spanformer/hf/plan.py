@@ -1,0 +1,202 @@
+"""One fit from beginning to end: load, survey, learn, measure, save. The command line and the benchmark both run it."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from spanformer.hf.attach import attach
+from spanformer.hf.baselines import by_mass, uniform
+from spanformer.hf.controller import Budget, allocate
+from spanformer.hf.fit import Event, FitConfig, learn, set_windows
+from spanformer.hf.lora import learn_lora
+from spanformer.hf.saved import save_fitted
+from spanformer.hf.spans import head_spans
+from spanformer.hf.survey import Survey, survey
+from spanformer.hf.text import Windows, bits_per_byte, load_model, make_windows, read_text
+
+
+@dataclass(frozen=True)
+class FitPlan:
+    budget: float = 0.25
+    """share of the full key/value memory that may be kept, sinks included"""
+    tolerance: float = 0.0
+    """instead of a budget: the loss on held-out text may rise by this share (0.01 is 1 %); the smallest memory that
+    the survey's windows reach it with is the budget, and learning improves on it"""
+    context: int = 2048
+    """tokens of a text; memory is counted for so many"""
+    start: int = 0
+    """loss is counted from this position on; 0: half the context"""
+    sinks: int = 4
+    """first tokens that stay visible to every head"""
+    survey: int = 8
+    """texts that the windows to begin with are chosen from"""
+    steps: int = 48
+    """most steps of learning; each reads one text"""
+    minutes: float = 0.0
+    """learn no longer than so many minutes; 0: all steps"""
+    lr: float = 0.08
+    """of the logarithm of a window"""
+    lora: int = 0
+    """rank of low-rank updates to the weights, learned after the spans; 0: none, all weights stay as they are"""
+    lora_steps: int = 60
+    lora_lr: float = 1e-3
+    measure: int = 4
+    """held-out texts that bits per byte are measured on"""
+    baselines: bool = True
+    """also measure uniform windows, and windows chosen by attention mass, of the same memory"""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.context < 8:
+            raise ValueError(f"context is {self.context}; expected at least 8 tokens")
+        for name, least in (("survey", 1), ("steps", 0), ("measure", 1), ("lora", 0), ("lora_steps", 1), ("start", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected {least} or more")
+        if self.start >= self.context:
+            raise ValueError(f"start is {self.start}; expected a position inside the context of {self.context}")
+        if not 0 <= self.tolerance < 1:
+            raise ValueError(f"tolerance is {self.tolerance:g}; expected a share of the loss, such as 0.01")
+        Budget(self.budget, self.context, self.sinks)
+
+    @property
+    def first(self) -> int:
+        return self.start or self.context // 2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    windows: Tensor
+    """[L, Hkv] tokens a head keeps beside the sinks"""
+    share: float
+    """of the full key/value memory"""
+    bits: dict[str, float]
+    """bits per byte of held-out text: full, fitted, uniform, by mass"""
+    seconds: float
+    adapted: bool
+    """whether LoRA changed the weights"""
+
+    def text(self) -> str:
+        full = self.bits["full"]
+        lines = [f"{self.share:.3f} of the key/value memory, fitted in {self.seconds / 60:.1f} minutes; held-out text:"]
+        for name, bits in self.bits.items():
+            lines.append(f"  {name:<24}{bits:.4f} bits per byte  {100 * (bits / full - 1):+.2f} %")
+        return "\n".join(lines)
+
+
+class FitRun:
+    """A model with spans attached, and the texts it is fitted to and measured on."""
+
+    def __init__(self, model: str, data: str, valid: str, plan: FitPlan, dtype: torch.dtype) -> None:
+        self.name, self.plan = model, plan
+        text = read_text(data)
+        cut = len(text) - len(text) // 20
+        other = read_text(valid) if valid else text[cut:]
+        self.model, self.tokenizer = load_model(model, dtype)
+        made = {"context": plan.context, "start": plan.first}
+        need = max(plan.survey, plan.steps)
+        self.train = make_windows(text if valid else text[:cut], self.tokenizer, limit=need, **made)
+        order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(plan.seed))
+        self.train = Windows(self.train.ids[order], self.train.bytes[order], plan.first)
+        self.held_out = make_windows(other, self.tokenizer, limit=plan.measure, **made)
+        attach(self.model, max_span=plan.context, sinks=plan.sinks)
+        self.model.requires_grad_(False)
+        self.layers = list(head_spans(self.model).values())
+
+    @property
+    def spans(self) -> int:
+        return sum(layer.ratio.numel() for layer in self.layers)
+
+    @property
+    def group(self) -> int:
+        """query heads of a key/value head"""
+        return self.layers[0].heads // self.layers[0].groups
+
+    def shape(self) -> dict:
+        """The fields of cost.model.Shape, for a report."""
+        c, layer = self.model.config, self.layers[0]
+        return {
+            "layers": len(self.layers), "dim": c.hidden_size, "heads": layer.heads, "kv_heads": layer.groups,
+            "head_dim": layer.head_size // 2, "feedforward": 3 * c.hidden_size * getattr(c, "intermediate_size", 0),
+            "persistent": 0, "vocab": c.vocab_size, "block": self.plan.context, "batch": 1,
+            "max_span": self.plan.context,
+        }  # fmt: skip
+
+    def survey(self, on_event: Event) -> Survey:
+        return survey(
+            self.model, self.train[: self.plan.survey], sinks=self.plan.sinks, seed=self.plan.seed,
+            on_progress=lambda done, total: _progress(on_event, "surveying the heads", done, total),
+        )  # fmt: skip
+
+    def fit(self, on_event: Event = lambda _kind, _row: None, found: Survey | None = None) -> Outcome:
+        """found: a survey made before, to share between budgets."""
+        plan, begun = self.plan, time.monotonic()
+        bits = {"full": self.measure(None, "full", on_event)}
+        found = found or self.survey(on_event)
+        share = self._tolerated(found, bits["full"], on_event) if plan.tolerance else plan.budget
+        budget = Budget(share, plan.context, plan.sinks)
+        config = FitConfig(steps=plan.steps, minutes=plan.minutes, lr=plan.lr, ramp=min(96.0, plan.context / 16),
+                           last_ramp=min(32.0, plan.context / 32))  # fmt: skip
+        windows = learn(self.model, self.train, self.held_out[:2], budget, found, config, on_event)
+        bits["fitted spans"] = self.measure(windows, "fitted spans", on_event)
+        if plan.baselines:
+            others = {
+                "uniform windows": uniform(len(windows), windows.shape[1], budget),
+                "by attention mass": by_mass(found.lost, found.grid, budget),
+            }
+            bits |= {name: self.measure(other, name, on_event) for name, other in others.items()}
+        if plan.lora:
+            learn_lora(self.model, self.train, windows, budget, rank=plan.lora, steps=plan.lora_steps,
+                       minutes=plan.minutes, lr=plan.lora_lr, on_event=on_event)  # fmt: skip
+            bits["fitted spans and LoRA"] = self.measure(windows, "LoRA", on_event)
+        set_windows(self.model, windows)
+        return Outcome(windows, budget.share_of(windows), bits, time.monotonic() - begun, bool(plan.lora))
+
+    def measure(self, windows: Tensor | None, title: str, on_event: Event = lambda _kind, _row: None) -> float:
+        """Bits per byte of held-out text with these windows; None: every head sees everything."""
+        if windows is None:
+            windows = torch.full((len(self.layers), self.layers[0].groups), self.plan.context - self.plan.sinks)
+        set_windows(self.model, windows)
+        bits = bits_per_byte(
+            self.model, self.held_out, lambda done, total: _progress(on_event, f"measuring: {title}", done, total)
+        )
+        targets = self.held_out.targets * len(self.held_out)
+        loss = bits * math.log(2) * float(self.held_out.bytes.sum()) / targets
+        if title in ("full", "fitted spans", "LoRA"):
+            on_event("bits", {"bits": bits, "loss": loss, "tokens": targets})
+        return bits
+
+    def _tolerated(self, found: Survey, full: float, on_event: Event) -> float:
+        """The smallest share whose windows, as the survey chooses them, raise the loss by no more than is tolerated."""
+        low, high = (self.plan.sinks + 2) / self.plan.context, 1.0
+        for _ in range(6):
+            share = math.sqrt(low * high)
+            budget = Budget(share, self.plan.context, self.plan.sinks)
+            windows = budget.whole(allocate(found.costs, found.grid, budget)[0])
+            rise = self.measure(windows, f"a share of {share:.3f}", on_event) / full - 1
+            on_event("note", {"step": 0, "text": f"{share:.3f} of the memory raises the loss by {100 * rise:.2f} %"})
+            low, high = (low, share) if rise <= self.plan.tolerance else (share, high)
+        return high
+
+    def save(self, out: Path, outcome: Outcome) -> None:
+        """The model with its spans, as transformers saves it, and the figures. Weights are those it was loaded from,
+        not what fitting rounded them to, unless LoRA changed them."""
+        model = self.model
+        if not outcome.adapted:
+            model = attach(load_model(self.name, "auto")[0], max_span=self.plan.context, sinks=self.plan.sinks)
+        set_windows(model, outcome.windows)
+        figures = {
+            "context": self.plan.context, "sinks": self.plan.sinks, "share": outcome.share,
+            "bits_per_byte": outcome.bits, "minutes": round(outcome.seconds / 60, 2),
+            "windows": outcome.windows.tolist(),
+        }  # fmt: skip
+        save_fitted(model, self.tokenizer, out, figures)
+
+
+def _progress(on_event: Event, title: str, done: int, total: int) -> None:
+    on_event("progress", {"title": title, "done": done, "total": total})

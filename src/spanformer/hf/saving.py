@@ -1,0 +1,94 @@
+"""A model with spans back from the folder that its own `save_pretrained` wrote.
+
+The folder is an ordinary one of Hugging Face: safetensors with `….spans.ratio` among the weights, and how the spans are
+attached under "spanformer" in config.json. Nothing in it is executed. Loaded without spanformer it is the model without
+spans, and transformers names the ratios as unexpected.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from spanformer.hf.attach import CONFIG, attach
+from spanformer.hf.spans import NAME, head_spans
+
+_KEYS = {"max_span": int, "ramp": float, "per": str, "sinks": int}
+_TAIL = f".{NAME}.ratio"
+
+
+def from_pretrained(folder: str | Path, *, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
+    """The model that `save_pretrained` left in a folder, with its spans attached. dtype: of the model's weights, those
+    of the file unless given; ratios stay as they were saved."""
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json; expected a folder that save_pretrained wrote")
+    config = AutoConfig.from_pretrained(folder)
+    settings = getattr(config, CONFIG, None)
+    if settings is None:
+        raise ValueError(
+            f'{folder} holds no spans (config.json has no "{CONFIG}"); load it with AutoModelForCausalLM, then attach'
+        )
+    _check(settings, folder)
+    delattr(config, CONFIG)
+    ratios = read_ratios(folder)
+    with _ratios_expected(config):
+        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
+    attach(model, **settings)
+    layers = head_spans(model)
+    if set(layers) != set(ratios):
+        odd = sorted(set(layers) ^ set(ratios))
+        raise ValueError(f"the spans in {folder} do not fit its model: {odd[0]} has them on one side only")
+    for name, spans in layers.items():
+        ratio = ratios[name]
+        if ratio.shape != spans.ratio.shape or not bool(((ratio >= 0) & (ratio <= 1)).all()):
+            raise ValueError(
+                f"{name}{_TAIL} in {folder} has shape {list(ratio.shape)}; expected {list(spans.ratio.shape)} ratios "
+                "from 0 to 1"
+            )
+        with torch.no_grad():
+            spans.ratio.copy_(ratio)
+    return model
+
+
+def read_ratios(folder: Path) -> dict[str, Tensor]:
+    """The ratios in a folder's safetensors files, by the name of their attention module."""
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    names = [SAFE_WEIGHTS_NAME]
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    found: dict[str, Tensor] = {}
+    for name in names:
+        path = folder / Path(name).name
+        if not path.is_file():
+            raise ValueError(f"{folder} has no {path.name}; spans are read from safetensors files")
+        with safe_open(path, "pt") as file:
+            found |= {key.removesuffix(_TAIL): file.get_tensor(key) for key in file.keys() if key.endswith(_TAIL)}  # noqa: SIM118
+    return found
+
+
+def _check(settings: object, folder: Path) -> None:
+    fits = isinstance(settings, dict) and set(settings) == set(_KEYS)
+    if not fits or not all(type(settings[key]) is kind for key, kind in _KEYS.items()):  # type: ignore[index]
+        raise ValueError(f'"{CONFIG}" in {folder / "config.json"} is {settings}; expected {", ".join(_KEYS)}')
+
+
+@contextmanager
+def _ratios_expected(config: object) -> Iterator[None]:
+    """While the model is loaded, its class does not report ratios as unexpected: they are read here."""
+    kind = AutoModelForCausalLM._model_mapping[type(config)]  # type: ignore[index]
+    attribute = "_keys_to_ignore_on_load_unexpected"
+    own, before = attribute in vars(kind), getattr(kind, attribute, None)
+    setattr(kind, attribute, [*(before or []), _TAIL.replace(".", r"\.") + "$"])
+    try:
+        yield
+    finally:
+        setattr(kind, attribute, before) if own else delattr(kind, attribute)

@@ -1,0 +1,144 @@
+"""Text for fitting and measuring a pretrained model: windows of tokens, and bits per byte on the end of each.
+
+A window's first part is context only. Loss is counted on the targets at positions `start` … T − 1, where a head that
+looks far back has something to see; it is given per byte of the text those tokens spell, so that tokenizers compare.
+
+Shapes: N windows, T tokens of one, E width of the hidden states.
+"""
+
+from __future__ import annotations
+
+import glob
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+
+@dataclass(frozen=True, eq=False)
+class Windows:
+    """ids [N, T]; bytes [N]: how many bytes the targets of each window spell, those at positions `start` … T − 1."""
+
+    ids: Tensor
+    bytes: Tensor
+    start: int
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, which: slice) -> Windows:
+        return Windows(self.ids[which], self.bytes[which], self.start)
+
+    @property
+    def context(self) -> int:
+        """T"""
+        return self.ids.shape[1]
+
+    @property
+    def targets(self) -> int:
+        """how many targets of a window count"""
+        return self.context - self.start
+
+
+def load_model(name: str, dtype: torch.dtype | str = torch.float32) -> tuple[PreTrainedModel, Any]:
+    """(model, tokenizer) of a folder in Hugging Face's format, a .gguf file or a folder with one, or a hub's name."""
+    path = Path(name)
+    where, options = name, {}
+    if path.suffix == ".gguf" or (path.is_dir() and not (path / "config.json").exists()):
+        packed = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
+        if len(packed) != 1 or not packed[0].is_file():
+            found = f"{len(packed)} .gguf files and no config.json" if path.is_dir() else "no such file"
+            raise ValueError(
+                f"{name} holds no model ({found}); give a folder in Hugging Face's format, or one .gguf file"
+            )
+        where, options = str(packed[0].parent), {"gguf_file": packed[0].name}
+    elif not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ValueError(f"there is no folder {name}; give a model's folder, a .gguf file, or a name on the hub")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, **options)
+        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
+    except (OSError, ValueError) as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"{name} could not be loaded as a causal language model: {reason}") from error
+    model.eval()
+    return model.requires_grad_(False), tokenizer
+
+
+def read_text(source: str) -> str:
+    """The text of a file, of all files in a folder, or of a glob (** for all depths), in the order of their names."""
+    path = Path(source)
+    names = [source] if path.is_file() else sorted(map(str, path.rglob("*"))) if path.is_dir() else []
+    names = names or sorted(glob.glob(source, recursive=True))
+    files = [name for name in names if Path(name).is_file()]
+    if not files:
+        raise ValueError(f"{source} names no text; give a file, a folder or a glob")
+    return "\n".join(Path(name).read_text(encoding="utf-8", errors="replace") for name in files)
+
+
+def make_windows(text: str, tokenizer: Any, *, context: int, start: int, limit: int = 0) -> Windows:
+    """Windows of `context` tokens one after another; limit: at most so many, spread over the text (0: all)."""
+    if not 1 <= start < context:
+        raise ValueError(f"start is {start}; expected a position from 1 to {context - 1}, inside the context")
+    ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
+    count = len(ids) // context
+    if count == 0:
+        raise ValueError(
+            f"the text has {len(ids):,} tokens, and one window takes {context:,}; give more text or a shorter context"
+        )
+    windows = ids[: count * context].view(count, context)
+    if limit and limit < count:
+        windows = windows[torch.linspace(0, count - 1, limit).round().long()]
+    spelt = [tokenizer.decode(row, clean_up_tokenization_spaces=False) for row in windows[:, start:].tolist()]
+    return Windows(windows, torch.tensor([len(each.encode()) for each in spelt]), start)
+
+
+def hidden_states(model: PreTrainedModel, ids: Tensor, start: int) -> Tensor:
+    """[N, T − start, E]: the last hidden states that predict the targets from `start` on."""
+    states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    return states[:, start - 1 : -1]
+
+
+def logits_of(model: PreTrainedModel, states: Tensor) -> Tensor:
+    """[…, E] → […, vocabulary] in float32."""
+    head = model.get_output_embeddings()
+    assert head is not None
+    logits = head(states).float()
+    scale = getattr(model.config, "logits_scaling", None)  # Granite divides
+    return logits if scale is None else logits / scale
+
+
+def chunks(length: int, size: int = 256) -> Iterator[slice]:
+    """Slices over so many targets: all logits of a window at once would be T × vocabulary numbers."""
+    for begin in range(0, length, size):
+        yield slice(begin, min(begin + size, length))
+
+
+@torch.no_grad()
+def window_bits(
+    model: PreTrainedModel, windows: Windows, on_progress: Callable[[int, int], None] | None = None
+) -> list[float]:
+    """The bits that the counted targets of each window take, [N]. Divide their sum by the sum of bytes."""
+    found = []
+    for number, row in enumerate(windows.ids):
+        states = hidden_states(model, row[None], windows.start)[0]
+        targets = row[windows.start :]
+        nats = sum(
+            float(functional.cross_entropy(logits_of(model, states[part]), targets[part], reduction="sum"))
+            for part in chunks(len(targets))
+        )
+        found.append(nats / math.log(2))
+        if on_progress:
+            on_progress(number + 1, len(windows))
+    return found
+
+
+def bits_per_byte(
+    model: PreTrainedModel, windows: Windows, on_progress: Callable[[int, int], None] | None = None
+) -> float:
+    return sum(window_bits(model, windows, on_progress)) / float(windows.bytes.sum())

@@ -1,0 +1,110 @@
+"""The loop: draw a token for every row, read them, and again; or read several at once where they can be guessed.
+
+Shapes: B rows (texts), n tokens read in a step, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spanformer.infer.lookup import Lookup
+from spanformer.infer.sampling import Repeats, Sampling, choose
+from spanformer.infer.text import Writer
+from spanformer.memory.cache import Cache
+from spanformer.model.lm import LM
+
+
+class Piece(NamedTuple):
+    """One new token of one row."""
+
+    row: int
+    id: int
+    text: str
+    """what is certain with it: "" while a character or a stop string may be unfinished, and more once that is known"""
+
+
+@dataclass(frozen=True)
+class Row:
+    index: int
+    ids: np.ndarray
+    """[n] the last tokens of its prompt"""
+    writer: Writer
+    random: torch.Generator
+
+    def write(self, token: int, last: bool) -> Piece:
+        return Piece(self.index, token, self.writer.add(token) + (self.writer.finish() if last else ""))
+
+
+class Chooser:
+    """Draws the next token of every row, and remembers of earlier ones what the next depend on."""
+
+    def __init__(self, rows: list[Row], sampling: Sampling, vocab: int, device: torch.device, guess: int) -> None:
+        """guess: of a single row, up to so many tokens a step."""
+        self.rows, self.sampling = rows, sampling
+        self.most, self.lookup, self.repeats = guess, Lookup() if guess else None, None
+        if sampling.repetition != 1:
+            self.repeats = Repeats(len(rows), vocab, sampling.repetition_window, device)
+        for n, row in enumerate(rows):
+            self._remember(n, row.ids.tolist())
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """[B] tokens from logits [B, V]."""
+        seen = None if self.repeats is None else self.repeats.counts > 0
+        tokens = choose(logits, self.sampling, seen, [row.random for row in self.rows])
+        for n, token in enumerate(tokens.tolist()):
+            self._remember(n, [token])
+        return tokens
+
+    def guess(self, most: int) -> list[int]:
+        """What may come next, if anything is known of it."""
+        return [] if self.lookup is None else self.lookup.guess(min(most, self.most))
+
+    def keep(self, rows: list[int]) -> None:
+        self.rows = [self.rows[n] for n in rows]
+        if self.repeats is not None:
+            self.repeats.keep(rows)
+
+    def _remember(self, row: int, tokens: list[int]) -> None:
+        if self.repeats is not None:
+            self.repeats.add(row, tokens)
+        if self.lookup is not None:
+            self.lookup.add(tokens)
+
+
+def decode(model: LM, cache: Cache, logits: Tensor, chooser: Chooser, max_tokens: int) -> Iterator[Piece]:
+    """logits [B, V]: what follows the texts in the cache. Rows that have ended are taken out of it.
+
+    Where tokens are guessed (of a single row), each is drawn all the same, from the same random numbers: a guess that
+    was right has been read already, and what was read beyond the first wrong one is taken back.
+    """
+    ahead = logits[:, None]  # [B, n, V]: what follows the token read last, and each guess after it
+    guessed: list[int] = []
+    made = right = 0
+    while True:
+        tokens = chooser.draw(ahead[:, right])
+        made += 1
+        ids = tokens.tolist()
+        for row, token in zip(chooser.rows, ids, strict=True):
+            yield row.write(token, made == max_tokens)
+        going = [n for n, row in enumerate(chooser.rows) if not row.writer.stopped and made < max_tokens]
+        if going and right < len(guessed) and ids[0] == guessed[right]:
+            right += 1
+            continue
+        if right < len(guessed):
+            cache.crop(cache.seen - (len(guessed) - right))
+        if not going:
+            return
+        if len(going) < len(ids):
+            cache.reorder(torch.tensor(going))
+            chooser.keep(going)
+        guessed, right = chooser.guess(max_tokens - made - 1), 0
+        x = torch.cat([tokens[going, None], tokens.new_tensor([guessed] * len(going))], 1)
+        found = model.read(x, cache)
+        assert found is not None
+        ahead = found[..., : logits.shape[1]]

@@ -1,0 +1,187 @@
+"""What follows a prompt: text or tokens, drawn or searched for.
+
+Shapes: B rows (prompts), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spanformer.infer.beam import beam_search
+from spanformer.infer.decode import Chooser, Piece, Row, decode
+from spanformer.infer.lookup import KEPT
+from spanformer.infer.prompt import OnRead, Prompt, last_tokens, matters, parts_of, read_prompts
+from spanformer.infer.sampling import Sampling
+from spanformer.infer.text import Vocabulary, Writer, check_stop
+from spanformer.memory.cache import Cache
+from spanformer.model.lm import LM
+
+BEFORE = 8  # tokens of the prompt that the decoder of text is shown
+
+
+def generate(
+    model: LM,
+    prompt: Prompt,
+    *,
+    vocab: Vocabulary | None = None,
+    max_tokens: int = 256,
+    sampling: Sampling | None = None,
+    stop: Sequence[str] = (),
+    seed: int | None = None,
+    beams: int = 1,
+    lookup: int = 0,
+    chunk: int = 512,
+    cache: Cache | None = None,
+    on_read: OnRead | None = None,
+) -> Iterator[Piece]:
+    """What follows the prompt, token by token as it is made.
+
+    prompt: a text, ids [T], or an iterator over arrays of ids, which may be of any length.
+    vocab: turns texts to tokens and back (those of `spanformer.data`); without one, prompts are ids and pieces have no
+        text.
+    stop: texts that end the text, and are left out.
+    seed: the same gives the same text; None: another each time.
+    beams: above 1, search for the likeliest text instead of drawing one.
+    lookup: guess up to so many tokens where the text repeats itself and check them in one step, which changes the speed
+        and not the tokens.
+    chunk: tokens of the prompt read at once.
+    cache: goes on after the text in it, which has one row, and at least `lookup` tokens of slack; None: a new one.
+    on_read: called with the tokens read so far, and all of them, while the prompt is read.
+    """
+    return generate_batch(
+        model, [prompt], vocab=vocab, max_tokens=max_tokens, sampling=sampling, stop=stop, seed=seed, beams=beams,
+        lookup=lookup, chunk=chunk, cache=cache, on_read=on_read,
+    )  # fmt: skip
+
+
+def generate_batch(
+    model: LM,
+    prompts: Sequence[Prompt],
+    *,
+    vocab: Vocabulary | None = None,
+    max_tokens: int = 256,
+    sampling: Sampling | None = None,
+    stop: Sequence[str] = (),
+    seed: int | None = None,
+    beams: int = 1,
+    lookup: int = 0,
+    chunk: int = 512,
+    cache: Cache | None = None,
+    on_read: OnRead | None = None,
+) -> Iterator[Piece]:
+    """What follows each of several prompts, of whatever lengths; pieces say which row they belong to.
+
+    A row's text does not depend on the others: row b draws as it would alone with seed + b. For the rest, and for beams
+    and lookup, which take one prompt, see `generate`.
+    """
+    if not prompts:
+        raise ValueError("there are no prompts; expected one or more")
+    if beams < 1:
+        raise ValueError(f"beams is {beams}; expected 1 or more")
+    if lookup < 0:
+        raise ValueError(f"lookup is {lookup}; expected a number of tokens to guess, or 0 for none")
+    if beams > 1 and sampling is not None:
+        raise ValueError(f"beams is {beams}, a search that draws nothing; leave sampling out, or use 1 beam")
+    if beams > 1 and lookup:
+        raise ValueError(f"beams is {beams} and lookup is {lookup}; expected one of the two")
+    if len(prompts) > 1 and (beams > 1 or lookup):
+        raise ValueError(f"{'beams' if beams > 1 else 'lookup'} takes one prompt at a time; got {len(prompts)}")
+    check_stop(stop, vocab)
+    settings = _Settings(model, vocab, max_tokens, sampling or Sampling(), tuple(stop), seed, chunk, on_read)
+    rows = settings.rows(prompts, KEPT if lookup else 0)
+    cache = settings.cache(len(rows), cache, lookup)
+    return _search(settings, rows, cache, beams) if beams > 1 else _decode(settings, rows, cache, lookup)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    model: LM
+    vocab: Vocabulary | None
+    max_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    seed: int | None
+    chunk: int
+    on_read: OnRead | None
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected 1 or more")
+        if self.seed is not None and not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"seed is {self.seed}; expected 0 … 2⁶³ − 1")
+
+    @property
+    def size(self) -> int:
+        """Tokens that may be chosen: a model can have more than its vocabulary."""
+        limit = self.model.config.vocab
+        return limit if self.vocab is None else min(limit, self.vocab.size)
+
+    def rows(self, prompts: Sequence[Prompt], least: int) -> list[Row]:
+        """least: keep so many tokens of each prompt even if fewer matter."""
+        seed = secrets.randbits(62) if self.seed is None else self.seed
+        most = max(least, matters(self.model), self.sampling.repetition_window)
+        rows = []
+        for index, prompt in enumerate(prompts):
+            ids = last_tokens(parts_of(prompt, self.vocab, self.size), most)
+            if not len(ids):
+                which = "the prompt" if len(prompts) == 1 else f"prompt {index + 1}"
+                raise ValueError(f"{which} is empty; expected at least one token to go on from")
+            decoder = None if self.vocab is None else self.vocab.decoder(ids[-BEFORE:].tolist())
+            random = torch.Generator().manual_seed((seed + index) % (1 << 63))
+            rows.append(Row(index, ids, Writer(decoder, self.stop), random))
+        return rows
+
+    def cache(self, rows: int, given: Cache | None, slack: int) -> Cache:
+        if given is None:
+            return self.model.cache(rows, slack=slack)
+        if given.batch != rows:
+            raise ValueError(f"the cache has {given.batch} rows; expected one for each prompt, {rows}")
+        if given.slack < slack:
+            raise ValueError(
+                f"lookup is {slack} and the cache can take back {given.slack} tokens; expected a cache with a slack of "
+                f"{slack} or more"
+            )
+        return given
+
+    def read(self, rows: list[Row], cache: Cache) -> Tensor:
+        """[B, V] what follows the prompts."""
+        most = matters(self.model)
+        logits = read_prompts(self.model, [row.ids[-most:] for row in rows], cache, self.chunk, self.on_read)
+        if not bool(logits.isfinite().all()):
+            raise ValueError("the model's predictions are not finite numbers; its weights are damaged")
+        return logits[:, : self.size]
+
+
+def _decode(settings: _Settings, rows: list[Row], cache: Cache, lookup: int) -> Iterator[Piece]:
+    logits = settings.read(rows, cache)
+    chooser = Chooser(rows, settings.sampling, settings.size, logits.device, lookup)
+    yield from decode(settings.model, cache, logits, chooser, settings.max_tokens)
+
+
+def _search(settings: _Settings, rows: list[Row], cache: Cache, beams: int) -> Iterator[Piece]:
+    row, vocab, stop = rows[0], settings.vocab, settings.stop
+    looks_at = 4 + max((len(text.encode()) for text in stop), default=0)  # tokens; each has a byte or more
+
+    def has_ended(last: tuple[int, ...]) -> bool:
+        if not stop or vocab is None:
+            return False
+        writer = Writer(vocab.decoder(), stop)
+        for token in last:
+            writer.add(token)
+        writer.finish()
+        return writer.stopped
+
+    logits = settings.read(rows, cache)
+    waiting: int | None = None  # the last token also brings what is still to be written
+    for token in beam_search(settings.model, cache, logits, beams, settings.max_tokens, has_ended, looks_at):
+        if waiting is not None:
+            yield row.write(waiting, False)
+        waiting = token
+    if waiting is not None:
+        yield row.write(waiting, True)

@@ -1,0 +1,60 @@
+"""How well a model predicts a text that comes in parts, token by token, in constant memory.
+
+Shapes: n tokens read at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from spanformer.infer.prompt import checked
+from spanformer.model.lm import LM
+
+
+class Scored(NamedTuple):
+    ids: np.ndarray
+    """[n] int64, the next tokens of the text"""
+    nats: np.ndarray
+    """[n] float64, how surprised the model was by each, having read all before it"""
+
+
+def score(model: LM, parts: Iterable[np.ndarray], *, chunk: int = 512) -> Iterator[Scored]:
+    """parts: arrays of ids, of any lengths. The first token, which nothing comes before, counts as a uniform guess."""
+    if chunk < 1:
+        raise ValueError(f"chunk is {chunk}; expected 1 or more")
+    return _score(model, checked(parts, model.config.vocab, "the text"), chunk)
+
+
+def _score(model: LM, parts: Iterable[np.ndarray], chunk: int) -> Iterator[Scored]:
+    device = next(model.parameters()).device
+    model.eval()
+    before, state = np.empty(0, np.int64), None
+    for ids in in_chunks(parts, chunk):
+        first = np.empty(0) if len(before) else np.array([math.log(model.config.vocab)])
+        text = np.concatenate([before, ids])
+        before = text[-1:]
+        if len(text) == 1:
+            yield Scored(ids, first)
+            continue
+        x = torch.from_numpy(text)[None].to(device)
+        with torch.inference_mode():
+            found = model(x[:, :-1], state, targets=x[:, 1:])
+        state = found.state
+        yield Scored(ids, np.concatenate([first, found.nll[0].double().cpu().numpy()]))
+
+
+def in_chunks(parts: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
+    """The same tokens as int64, `size` at a time and the rest at the end."""
+    held = np.empty(0, np.int64)
+    for part in parts:
+        held = np.concatenate([held, part])
+        whole = len(held) - len(held) % size
+        yield from held[:whole].reshape(-1, size)
+        held = held[whole:]
+    if len(held):
+        yield held

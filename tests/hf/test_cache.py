@@ -1,0 +1,168 @@
+"""SpanCache: the tokens a model without it would write, from as many bytes as its spans promise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_models import CONFIGS, tiny, tokens, transformers
+from spanformer import hf
+
+
+def short(name: str, **options):
+    """A model whose heads have forgotten most of 60 tokens, each another part of them."""
+    model = hf.attach(tiny(name), **({"max_span": 64, "ramp": 4, "sinks": 3} | options))
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for spans in hf.head_spans(model).values():
+            spans.ratio.uniform_(0.05, 0.6)
+    return model
+
+
+def generate(model, ids, mask=None, new=20, **options):
+    torch.manual_seed(5)
+    mask = torch.ones_like(ids) if mask is None else mask
+    return model.generate(ids, attention_mask=mask, max_new_tokens=new, pad_token_id=0, **options)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("per", ["kv_head", "head"])
+def test_a_text_read_in_pieces_is_the_text_read_at_once(name: str, per: str) -> None:
+    model, ids = short(name, per=per), tokens(2, 63)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        cache, parts, at = hf.SpanCache(model), [], 0
+        for n in (17, 1, 1, 9, 1, 20, 1, 1, 12):
+            parts.append(model(ids[:, at : at + n], past_key_values=cache).logits)
+            at += n
+    assert cache.get_seq_length() == at == 63
+    assert (torch.cat(parts, 1) - whole).abs().max() < 2e-5 * whole.abs().max()
+
+
+MODES: dict[str, dict] = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_k": 20},
+    "several": {"do_sample": True, "top_k": 20, "num_return_sequences": 3},
+    "beams": {"num_beams": 3},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_generate(name: str, mode: str) -> None:
+    model, ids = short(name), tokens(1, 20).repeat(1, 2)
+    want = generate(model, ids, **MODES[mode])
+    cache = hf.SpanCache(model)
+    assert torch.equal(generate(model, ids, past_key_values=cache, **MODES[mode]), want)
+    assert cache.get_seq_length() >= 59
+
+
+def test_assisted_by_another_model() -> None:
+    model, ids = short("llama"), tokens(1, 40)
+    helper = tiny("llama", seed=7)
+    got = generate(model, ids, past_key_values=hf.SpanCache(model), assistant_model=helper)
+    assert torch.equal(got, generate(model, ids))
+
+
+@pytest.mark.parametrize("side", ["left", "right, then more"])
+def test_padding(side: str) -> None:
+    model, ids = short("llama"), tokens(3, 40)
+    mask = torch.ones_like(ids)
+    mask[1, :11], mask[2, :25] = 0, 0
+    with torch.no_grad():
+        if side == "left":
+            got = generate(model, ids, mask, past_key_values=hf.SpanCache(model))
+            assert torch.equal(got, generate(model, ids, mask))
+            return
+        # rows of different lengths, padded behind, then read on: padding takes no place in a cache
+        mask, more = mask.flip(1), tokens(3, 4, seed=9)
+        cache = hf.SpanCache(model)
+        model(ids, attention_mask=mask, past_key_values=cache)
+        both = torch.cat([mask, torch.ones_like(more)], 1)
+        positions = (both.cumsum(1) - 1)[:, 40:]
+        got = model(more, attention_mask=both, position_ids=positions, past_key_values=cache).logits
+        for row, length in enumerate(mask.sum(1).tolist()):
+            alone = model(torch.cat([ids[row, :length], more[row]])[None]).logits[0, length:]
+            assert (got[row] - alone).abs().max() < 2e-5
+
+
+def test_bytes_are_those_promised() -> None:
+    model, ids = short("llama"), tokens(2, 100)
+    kept, full = hf.cache_bytes(model, 110, batch=2)
+    cache = hf.SpanCache(model, context=110)
+    generate(model, ids, past_key_values=cache, new=11)  # the last token is not read
+    assert cache.bytes() == kept < full / 2 and cache.full_bytes() == full
+    own = transformers.DynamicCache(config=model.config)
+    generate(model, ids, past_key_values=own, new=11)
+    assert full == sum(t.nbytes for layer in own.layers for t in (layer.keys, layer.values))
+    eight = hf.SpanCache(model, context=110, bits=8)
+    generate(model, ids, past_key_values=eight, new=11)
+    assert kept / 4 < eight.bytes() < kept / 2
+
+
+def test_memory_follows_a_short_text() -> None:
+    """Long spans take memory only as the text grows."""
+    model, cache = hf.attach(tiny("llama"), max_span=100_000), None
+    cache = hf.SpanCache(model)
+    with torch.no_grad():
+        whole = model(tokens(1, 40), use_cache=False).logits
+        model(tokens(1, 40)[:, :30], past_key_values=cache)
+        assert cache.bytes() == cache.full_bytes() == 30 * 6 * 2 * 8 * 4
+        last = [model(tokens(1, 40)[:, n : n + 1], past_key_values=cache).logits for n in range(30, 40)]
+    assert (torch.cat(last, 1) - whole[:, 30:]).abs().max() < 1e-5
+    assert cache.bytes() <= (31 + 256) * 6 * 2 * 8 * 4
+
+
+def test_crop_and_rows() -> None:
+    model, ids = short("llama"), tokens(3, 50)
+    cache = hf.SpanCache(model, slack=8)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        cache.crop(-6)
+        cache.reorder_cache(torch.tensor([2, 0, 0]))
+        cache.batch_select_indices(torch.tensor([0, 2]))
+        cache.batch_repeat_interleave(2)
+        assert cache.get_seq_length() == 44 and cache.batch_size == 4
+        rows = ids[torch.tensor([2, 2, 0, 0])]
+        got = model(rows[:, 44:], past_key_values=cache).logits
+        assert (got - model(rows).logits[:, 44:]).abs().max() < 2e-5
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.bytes() == 0 and cache.full_bytes() == 0
+
+
+def test_spans_that_change_are_followed() -> None:
+    model, ids = short("llama"), tokens(1, 50)
+    cache = hf.SpanCache(model)
+    with torch.no_grad():
+        model(ids[:, :40], past_key_values=cache)
+        before = cache.bytes()
+        for spans in hf.head_spans(model).values():
+            spans.ratio.mul_(0.5)
+        got = model(ids[:, 40:41], past_key_values=cache).logits
+        assert cache.bytes() < before
+        # the earlier tokens were read with the longer spans
+        own = transformers.DynamicCache(config=model.config)
+        for spans in hf.head_spans(model).values():
+            spans.ratio.mul_(2)
+        model(ids[:, :40], past_key_values=own)
+        for spans in hf.head_spans(model).values():
+            spans.ratio.mul_(0.5)
+        assert (got - model(ids[:, 40:41], past_key_values=own).logits).abs().max() < 2e-5
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM has no spans; call spanformer.hf.attach on it first"):
+        hf.SpanCache(tiny("llama"))
+    model = short("llama")
+    cache = hf.SpanCache(model)
+    with torch.no_grad():
+        model(tokens(1, 60), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"cannot be cropped from 60 to 50 tokens.*more slack than 0"):
+        cache.crop(-10)
+    with pytest.raises(ValueError, match="crop was given 3; expected a negative number"):
+        cache.crop(3)
+    with pytest.raises(ValueError, match=r"a SpanCache gives no gradients; read on under torch.no_grad"):
+        model(tokens(1, 1), past_key_values=cache)
+    with pytest.raises(ValueError, match="is not moved to the CPU and back"):
+        cache.offload(0, only_non_sliding=False)

@@ -1,0 +1,133 @@
+"""fit-spans and probe from the command line, on a tiny model of bytes made here; tasks and texts as they are cut."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import tokenizers
+import transformers
+
+from spanformer.cli.main import main
+from spanformer.hf.fit import window_table
+from spanformer.hf.probe import make_task, probe, table
+from spanformer.hf.saved import load_fitted
+from spanformer.hf.text import load_model, make_windows, read_text, window_bits
+
+PROSE = "The river stood behind the market, and nobody had ever seen it so quiet. Über alles ein Wort — 1234.\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of bytes, as Hugging Face saves it."""
+    path = tmp_path_factory.mktemp("model")
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    core = tokenizers.Tokenizer(tokenizers.models.BPE({c: n for n, c in enumerate(letters)}, []))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(path)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, vocab_size=256, max_position_embeddings=256, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=48, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    (path / "prose.txt").write_text(PROSE * 40)
+    return path
+
+
+def test_fit_spans_from_text_to_report_and_back(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "fit"
+    main(["fit-spans", str(folder), "--data", str(folder / "prose.txt"), "--out", str(out), "--budget", "0.4",
+          "--context", "64", "--steps", "3", "--survey", "2", "--measure", "2", "--dtype", "float32"])  # fmt: skip
+    shown = capsys.readouterr().out
+    assert "of the key/value memory" in shown and "uniform windows" in shown and "by attention mass" in shown
+    saved = json.loads((out / "spans.json").read_text())
+    kept = sum(min(64, w + 4) for layer in saved["windows"] for w in layer) / (4 * 64)
+    assert saved["share"] == pytest.approx(kept) and 0.38 < kept <= 0.4
+    assert (out / "report").exists()
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    assert [e["event"] for e in events if e["event"] in ("start", "step", "stop")] == ["start", *["step"] * 3, "stop"]
+    model, _, fitted = load_fitted(str(out))
+    assert fitted and window_table(model).tolist() == saved["windows"]
+    main(["probe", str(out), "--contexts", "200", "--depths", "2", "--tasks", "1", "--save", str(tmp_path / "p.json")])
+    assert len(json.loads((tmp_path / "p.json").read_text())["fitted spans"]) == 2
+
+
+def test_lora_is_measured_and_merged_into_plain_weights(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    pytest.importorskip("peft")
+    out = tmp_path / "lora"
+    main(["fit-spans", str(folder), "--data", str(folder / "prose.txt"), "--out", str(out), "--budget", "0.2",
+          "--context", "64", "--steps", "0", "--survey", "1", "--measure", "1", "--no-baselines", "--lora", "2",
+          "--lora-steps", "3", "--dtype", "float32"])  # fmt: skip
+    assert "fitted spans and LoRA" in capsys.readouterr().out
+    model, _, fitted = load_fitted(str(out))
+    assert fitted and not any("lora" in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere/at/all", "--data", "x"], "x names no text"),
+        (["--data", "{prose}", "./nowhere"], "there is no folder ./nowhere; give a model's folder"),
+        (["{empty}", "--data", "{prose}"], "holds no model (0 .gguf files and no config.json)"),
+        (["{model}", "--data", "{prose}", "--context", "8192"], "one window takes 8,192; give more text or a shorter"),
+        (["{model}", "--data", "{prose}", "--budget", "0.002"], "4 sinks and the token itself take 5; ask for 0.0024"),
+        (["{model}", "--data", "{prose}", "--budget", "2"], "expected a share of the full key/value memory"),
+        (["{model}", "--data", "{prose}", "--tolerance", "2"], "tolerance is 2; expected a share of the loss"),
+    ],
+)
+def test_bad_input_gets_a_sentence(
+    arguments: list[str], message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "empty").mkdir()
+    places = {"{prose}": str(folder / "prose.txt"), "{model}": str(folder), "{empty}": str(tmp_path / "empty")}
+    with pytest.raises(SystemExit) as end:
+        main(["fit-spans", *(places.get(a, a) for a in arguments), "--out", str(tmp_path / "out")])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_bits_are_counted_on_the_end_of_each_window_and_bytes_by_hand(folder: Path) -> None:
+    model, tokenizer = load_model(str(folder))
+    text = PROSE * 3
+    windows = make_windows(text, tokenizer, context=64, start=40)
+    raw = text.encode()
+    assert len(windows) == len(raw) // 64
+    whole = [n for n in range(len(windows)) if raw[64 * n + 40 : 64 * n + 64].isascii()]
+    assert len(whole) > 2 and all(int(windows.bytes[n]) == 24 for n in whole)  # a token is a byte here
+    with torch.no_grad():
+        logits = model(windows.ids[:1]).logits[0]
+    by_hand = sum(-float(logits[t - 1].log_softmax(-1)[raw[t] and windows.ids[0, t]]) for t in range(40, 64))
+    assert window_bits(model, windows[:1])[0] == pytest.approx(by_hand / 0.6931471805599453, rel=1e-5)
+
+
+def test_tasks_are_the_same_for_the_same_seed_and_hold_their_key_where_they_say(folder: Path) -> None:
+    model, tokenizer = load_model(str(folder))
+    first, again, other = (make_task(tokenizer, 256, 0.5, seed) for seed in (3, 3, 4))
+    assert first == again and first.key != other.key
+    text = tokenizer.decode(first.ids)
+    assert len(first.ids) <= 256 and text.count(first.key) == 3 and text.endswith("The pass key is " + first.key)
+    end = len(first.ids) - first.answer - first.distance + 1
+    assert tokenizer.decode(first.ids[:end]).endswith(f"{first.key} is the pass key.")
+    depths = [make_task(tokenizer, 256, d, 0).distance for d in (0.0, 0.5, 1.0)]
+    assert depths[0] > depths[1] > depths[2]
+    with pytest.raises(ValueError, match="context is 40, and the pass key with its question takes"):
+        make_task(tokenizer, 40, 0.5, 0)
+    found = probe(model, tokenizer, contexts=(160,), depths=2, tasks=2)
+    assert [f.depth for f in found] == [0.0, 1.0] and "depth 1.00" in table(found)
+    with pytest.raises(ValueError, match="context is 999, and the model was made for 256"):
+        probe(model, tokenizer, contexts=(999,))
+
+
+def test_text_of_a_folder_is_in_the_order_of_names(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_text("two")
+    (tmp_path / "a.txt").write_text("one")
+    assert read_text(str(tmp_path)) == read_text(str(tmp_path / "*.txt")) == "one\ntwo"
