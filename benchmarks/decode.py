@@ -145,7 +145,7 @@ def prefill(length: int = 65536, layers: int = 3) -> None:
         lm.read(x, cache, logits="none")
         return cache
 
-    ours = [peak_of(rings) for _ in range(3)]
+    ours = [peak_of(rings) for _ in range(2)]
     theirs = peak_of(lambda: full_prefill(lm, x))
     peak, seconds = (statistics.median(each) for each in zip(*ours, strict=True))
     print(f"{length:,} tokens, {layers} layers: rings {seconds:.1f} s and {peak / 2**20:.0f} MiB")
@@ -154,28 +154,35 @@ def prefill(length: int = 65536, layers: int = 3) -> None:
 
 
 def stream(length: int = 1_000_000, piece: int = 4096, every: int = 100_000) -> None:
+    """A small model (3 layers, dim 128, one head of 4,096), so that it fits in a minute. Beside the long text a young
+    one of some 10,000 tokens is read in turn, so that a slow moment of the machine hits both alike."""
     lm = model(3, dim=128, heads=4, long=4096)
     cache, x = lm.cache(1), torch.randint(0, 256, (1, piece))
-    token = x[:, :1]
-    rows: list[tuple[float, float, int, int]] = []
+    lm.read(x.repeat(1, 2), begun := lm.cache(1), logits="none")
+    rows: list[tuple[float, float, int]] = []
     while int(cache.seen[0]) < length:
-        start, from_ = time.perf_counter(), int(cache.seen[0])
-        while int(cache.seen[0]) < from_ + every:
+        for _ in range(every // piece - 16):
             lm.read(x, cache, logits="none")
-        read = (time.perf_counter() - start) / (int(cache.seen[0]) - from_)
-        times = []
-        for _ in range(300):
-            start = time.perf_counter()
-            lm.read(token, cache, logits="last")
-            times.append(time.perf_counter() - start)
-        rows.append((read, statistics.median(times), resident_bytes(), cache.bytes()))
-        seen, row = int(cache.seen[0]), rows[-1]
-        print(f"{seen:9,} {1e6 * row[0]:7.2f} µs read, {1e6 * row[1]:7.1f} µs decoded, {row[2] / 2**20:.1f} MiB, "
-              f"cache {row[3]:,}")  # fmt: skip
-    for n, name in enumerate(("read", "decoded", "resident")):
+        resident = resident_bytes()
+        pieces, steps = _against(lm, x, cache, begun.fork(1), 17), _against(lm, x[:, :1], cache, begun.fork(1), 300)
+        rows.append((pieces, steps, resident))
+        print(f"{int(cache.seen[0]):9,} tokens: {pieces:.3f} of a young text's time in pieces, {steps:.3f} by token; "
+              f"{resident / 2**20:.1f} MiB resident, cache {cache.bytes():,} bytes")  # fmt: skip
+    for n, name in enumerate(("in pieces", "token by token", "resident")):
         each = [row[n] for row in rows[1:]]
-        middle = statistics.median(each)
-        print(f"{name}: {min(each) / middle - 1:+.1%} … {max(each) / middle - 1:+.1%} of the median after warm-up")
+        middle = statistics.median(each) if name == "resident" else 1.0
+        print(f"{name}: {min(each) / middle - 1:+.1%} … {max(each) / middle - 1:+.1%} after warm-up")
+
+
+def _against(lm: LM, x: Tensor, old: Cache, young: Cache, rounds: int) -> float:
+    """The time of reading x with one cache, relative to the other."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(rounds):
+        for cache, into in zip((old, young), times, strict=True):
+            start = time.perf_counter()
+            lm.read(x, cache, logits="none")
+            into.append(time.perf_counter() - start)
+    return statistics.median(times[0]) / statistics.median(times[1])
 
 
 if __name__ == "__main__":

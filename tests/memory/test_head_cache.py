@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -39,8 +41,6 @@ def truth(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
 
 
 def _double(rule: Rule) -> Rule:
-    from dataclasses import replace
-
     names = ("span", "distance_bias", "distance_vec", "sinks")
     return replace(rule, **{n: None if getattr(rule, n) is None else getattr(rule, n).double() for n in names})
 

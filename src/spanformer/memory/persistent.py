@@ -31,10 +31,12 @@ class Persistent(nn.Module):
         b, h, t, d = q.shape
         # no distances, so the batch is one long row of queries, and no gradient of the vectors is kept per row
         row = q.transpose(0, 1).reshape(1, h, b * t, d)
-        keys, values = self.key * math.sqrt(d), self.value * math.sqrt(self.value.shape[1])
+        # The factors go where nothing as large as the vectors is multiplied: √D and 1/√D are a scale of 1, and what
+        # comes out takes √N.
         rule = Rule(h, causal=False)
-        found = attend(row, keys[None], values[None], rule, backend=backend, dropout=dropout)
+        found = attend(row, self.key[None], self.value[None], rule, backend=backend, dropout=dropout, scale=1.0)
+        out = found.out * math.sqrt(self.value.shape[1])
         return Attended(
-            found.out.view(h, b, t, d).transpose(0, 1),
+            out.view(h, b, t, d).transpose(0, 1),
             found.lse.view(h, b, t).transpose(0, 1),
         )

@@ -64,7 +64,7 @@ class Reader:
             for module in part.modules()
             for name in module._parameters
         ]
-        self.stamp: list[tuple[int, int]] | None = None
+        self.stamp: list[tuple[int, int, int]] | None = None
         self.lookback: list[list[int]] = []
         self.reach: list[list[int]] = []
         self.rules: list[Rule | None] = []
@@ -72,7 +72,14 @@ class Reader:
 
     def renew(self, lm: LM, cache: Cache) -> None:
         """See whether anything has changed, and fit the cache to it."""
-        stamp = [(id(p := getattr(module, name)), p._version) for module, name in self.watched]
+        weight, layer = self.blocks[0].attention.key.weight, cache.layers[0]
+        if (weight.dtype, weight.device) != (layer.dtype, layer.device):
+            raise ValueError(
+                f"the cache holds {layer.dtype} on {layer.device} and the model is {weight.dtype} on {weight.device}; "
+                "make the cache after moving the model"
+            )
+        # written in place, replaced, or moved to another dtype or device
+        stamp = [(id(p := getattr(module, name)), p._version, p.data_ptr()) for module, name in self.watched]
         if stamp != self.stamp:
             self.stamp, self.rules = stamp, [None] * len(self.blocks)
             self.lookback, self.reach = lm.lookback(), reaches(lm)
