@@ -79,6 +79,7 @@ struct Decode {
 struct Kernel {  // one instruction set's code
   void (*forward)(const Call&);
   void (*backward)(const Call&);
+  void (*kinks)(const Call&);  // of the gradients, d_span alone
   void (*decode)(const Decode&);
 };
 

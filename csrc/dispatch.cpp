@@ -57,8 +57,8 @@ const Choice& chosen() {
 
 #define SPANFORMER_EXPORT extern "C" __attribute__((visibility("default")))
 
-// Raised whenever Call or Decode changes: ops/kernel.py refuses a library of another version.
-SPANFORMER_EXPORT int spanformer_abi_version() { return 2; }
+// Raised whenever Call, Decode or the functions change: ops/kernel.py refuses a library of another version.
+SPANFORMER_EXPORT int spanformer_abi_version() { return 3; }
 SPANFORMER_EXPORT int spanformer_sizeof_call() { return sizeof(spanformer::Call); }
 SPANFORMER_EXPORT int spanformer_sizeof_decode() { return sizeof(spanformer::Decode); }
 SPANFORMER_EXPORT const char* spanformer_isa() { return spanformer::chosen().name; }
@@ -72,6 +72,11 @@ SPANFORMER_EXPORT void spanformer_backward(const void* bytes) {
   spanformer::Call call;
   std::memcpy(&call, bytes, sizeof call);
   spanformer::chosen().kernel->backward(call);
+}
+SPANFORMER_EXPORT void spanformer_kinks(const void* bytes) {
+  spanformer::Call call;
+  std::memcpy(&call, bytes, sizeof call);
+  spanformer::chosen().kernel->kinks(call);
 }
 SPANFORMER_EXPORT void spanformer_decode(const void* bytes) {
   spanformer::Decode call;

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from spanformer.ops import Attended, Rule
+from spanformer.ops import Attended, Rule, kernel
 
 
 def with_kinks(found: Attended, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Attended:
@@ -43,14 +43,26 @@ class _Kinks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g_out, g_lse):
         out, *saved = ctx.saved_tensors  # once: a recomputed activation is given out a single time
-        lse, span, *_ = saved
+        lse, span, q, k, v, tables = saved
         given = torch.zeros_like(out) if g_out is None else g_out
+        if q.device.type == "cpu" and q.dtype in kernel.DTYPES and kernel.problem() is None:
+            grad = _native(q, k, v, out, lse, given, g_lse, span, tables, ctx.cap, ctx.ramp)
+            return g_out, g_lse, grad, *([None] * 6)
         mass = torch.zeros_like(lse) if g_lse is None else g_lse
         mass = mass - (given * out).sum(-1).to(lse.dtype)
         grad = torch.zeros_like(span)
         for far in (0.0, ctx.ramp):
             grad += _at(saved, far, ctx.cap, given, mass) / ctx.ramp
         return g_out, g_lse, grad, *([None] * 6)
+
+
+def _native(q, k, v, out, lse, g_out, g_lse, span, tables, cap: list[int], ramp: float) -> Tensor:
+    """[H] the same from the compiled kernel: several times as fast."""
+    q, k, v, out, g_out = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v, out, g_out))
+    g_lse = None if g_lse is None else g_lse.float().contiguous()
+    reach = torch.tensor(cap)
+    found = kernel.run_kinks(q, k, v, out, lse.float().contiguous(), g_out, g_lse, span.detach(), tables, reach, ramp)
+    return found.to(span.dtype)
 
 
 def _at(saved: list, far: float, cap: list[int], g_out: Tensor, mass: Tensor) -> Tensor:

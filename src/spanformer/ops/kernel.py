@@ -6,6 +6,7 @@ The fields below stand in the order of `Call` and `Decode` in csrc/call.h, each 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import struct
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from spanformer.ops.rule import Rule
 
-ABI = 2
+ABI = 3
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 MAX_HEAD_SIZE = 256
 CALL = struct.Struct("=11q3d68q")
@@ -31,6 +32,7 @@ class Library:
 
     forward: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
     backward: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
+    kinks: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
     decode: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
     isa: str
     """the instruction set chosen at run time"""
@@ -69,7 +71,7 @@ def _load(path: Path) -> Library:
     found = (lib.spanformer_abi_version(), lib.spanformer_sizeof_call(), lib.spanformer_sizeof_decode())
     if found != (ABI, CALL.size, DECODE.size):
         raise RuntimeError(f"the compiled kernel is of another version {found}; reinstall spanformer to rebuild it")
-    entries = (lib.spanformer_forward, lib.spanformer_backward, lib.spanformer_decode)
+    entries = (lib.spanformer_forward, lib.spanformer_backward, lib.spanformer_kinks, lib.spanformer_decode)
     for entry in entries:
         entry.argtypes, entry.restype = [ctypes.c_void_p], None  # bytes, or a buffer
     lib.spanformer_isa.restype = ctypes.c_char_p
@@ -215,6 +217,20 @@ def run_backward(
     gradients = (*rows(g_out), *rows(dq), *rows(dk), *rows(dv), *pointers)
     library().backward(pack_call(q, k, v, out, lse, terms, fixed, gradients))
     return Gradients(dq if q.dtype == torch.float32 else dq.to(q.dtype), dk, dv, span, bias, vec, key, sinks)
+
+
+def run_kinks(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, g_out: Tensor, g_lse: Tensor | None, span: Tensor,
+    vec: Tensor | None, reach: Tensor | None, ramp: float,
+) -> Tensor:  # fmt: skip
+    """[H] float32: what whole spans [H] gain at their kinks, by the original's conventions (attention/kinks.py)."""
+    none = (None, None, None, None)
+    fixed = Fixed(1 / math.sqrt(q.shape[3]), ramp, 0.0, True, 1, reach, None, *none, 0, *none)
+    terms = Terms(as_float(span), None, as_float(vec), None, None)
+    found = torch.empty(q.shape[1], dtype=torch.float32)
+    gradients = (*rows(g_out), *_NO_ROWS, *_NO_ROWS, *_NO_ROWS, _ptr(g_lse), _ptr(found), 0, 0, 0, 0)
+    library().kinks(pack_call(q, k, v, out, lse, terms, fixed, gradients))
+    return found
 
 
 def pack_decode(

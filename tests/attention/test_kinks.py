@@ -1,0 +1,58 @@
+"""Whole spans at their kinks: the compiled kernel gives what the equation in PyTorch does in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from spanformer.attention import kinks
+from spanformer.attention.kinks import with_kinks
+from spanformer.ops import Rule, attend, kernel
+
+needs_kernel = pytest.mark.skipif(kernel.problem() is not None, reason=str(kernel.problem()))
+
+
+def gained(dtype: torch.dtype, *, tq: int, tk: int, table: bool, cap: int, seed: int = 0) -> Tensor:
+    """[H] what the kinks alone add to the gradient of the spans."""
+    g = torch.Generator().manual_seed(seed)
+    rand = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)  # noqa: E731
+    q, k, v = rand(2, 4, tq, 16), rand(2, 2, tk, 16), rand(2, 2, tk, 8)
+    span = torch.tensor([0.0, 3.0, 5.5, 8.0], dtype=dtype, requires_grad=True)
+    vectors = rand(1, cap, 16) if table else None
+    rule = Rule(4, span=span, ramp=4.0, reach=cap, original=True, distance_vec=vectors)
+    with torch.no_grad():
+        found = attend(q, k, v, rule, backend="reference")
+    out, lse = with_kinks(found, q, k, v, rule)
+    lse = torch.where(lse == -torch.inf, 0, lse)
+    ((out * rand(*out.shape)).sum() + (lse * rand(*lse.shape)).sum()).backward()
+    assert span.grad is not None
+    return span.grad
+
+
+@needs_kernel
+@pytest.mark.parametrize("table", [False, True], ids=["plain", "table"])
+@pytest.mark.parametrize("sizes", [(1, 1), (17, 17), (9, 40), (33, 33)], ids=str)
+@pytest.mark.parametrize("cap", [10, 64])
+def test_the_kernel_agrees(sizes: tuple[int, int], table: bool, cap: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"tq": sizes[0], "tk": sizes[1], "table": table, "cap": cap}
+    truth = gained(torch.float64, **options)
+    native = gained(torch.float32, **options)
+    monkeypatch.setattr(kernel, "problem", lambda: "not here")
+    dense = gained(torch.float32, **options)
+    floor = 16 * torch.finfo(torch.float32).eps * float(truth.abs().max())
+    assert (native - truth).abs().max() <= 4 * (dense - truth).abs().max() + floor
+    assert sizes[1] < 10 or (truth[:2] != 0).all()
+    assert truth[2] == 0  # no whole number
+
+
+@needs_kernel
+def test_the_kernel_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    real = kinks._native
+    monkeypatch.setattr(kinks, "_native", lambda *a: called.append(1) or real(*a))
+    gained(torch.float32, tq=5, tk=9, table=True, cap=12)
+    assert called
+    called.clear()
+    gained(torch.float64, tq=5, tk=9, table=True, cap=12)
+    assert not called
