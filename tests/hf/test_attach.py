@@ -112,6 +112,18 @@ def test_bfloat16() -> None:
     assert model.model.layers[0].self_attn.spans.ratio.dtype == torch.float32
 
 
+def test_ratios_stay_float32_when_the_model_is_cast_later() -> None:
+    """And what was read from them before a move is read again."""
+    model = hf.attach(tiny("llama"), max_span=100, init=0.123, ramp=5)
+    spans = next(iter(hf.head_spans(model).values()))
+    model.requires_grad_(False)(tokens(1, 60))
+    model.bfloat16()
+    assert spans.ratio.dtype == torch.float32 and spans.ratio[0] == torch.tensor(0.123)
+    assert model(tokens(1, 60)).logits.dtype == torch.bfloat16
+    model.double()
+    assert spans.ratio.dtype == spans.rule_for(60).span.dtype == torch.float64
+
+
 def test_names_and_settings_are_stable() -> None:
     model = hf.attach(tiny("llama"), max_span=64, ramp=8, sinks=2)
     assert "model.layers.2.self_attn.spans.ratio" in model.state_dict()

@@ -48,6 +48,15 @@ MODES: dict[str, dict] = {
 }
 
 
+def test_beams_over_rows_with_padding() -> None:
+    """Rows stand at different places, and change places."""
+    model, ids = short("llama"), tokens(2, 30)
+    mask = torch.ones_like(ids)
+    mask[1, :13] = 0
+    want = generate(model, ids, mask, num_beams=3)
+    assert torch.equal(generate(model, ids, mask, num_beams=3, past_key_values=hf.SpanCache(model)), want)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_generate(name: str, mode: str) -> None:
@@ -75,16 +84,16 @@ def test_padding(side: str) -> None:
             got = generate(model, ids, mask, past_key_values=hf.SpanCache(model))
             assert torch.equal(got, generate(model, ids, mask))
             return
-        # rows of different lengths, padded behind, then read on: padding takes no place in a cache
+        # rows of different lengths, padded behind, then read on: padding takes no place, in either cache
         mask, more = mask.flip(1), tokens(3, 4, seed=9)
-        cache = hf.SpanCache(model)
-        model(ids, attention_mask=mask, past_key_values=cache)
         both = torch.cat([mask, torch.ones_like(more)], 1)
         positions = (both.cumsum(1) - 1)[:, 40:]
-        got = model(more, attention_mask=both, position_ids=positions, past_key_values=cache).logits
-        for row, length in enumerate(mask.sum(1).tolist()):
-            alone = model(torch.cat([ids[row, :length], more[row]])[None]).logits[0, length:]
-            assert (got[row] - alone).abs().max() < 2e-5
+        for cache in (hf.SpanCache(model), transformers.DynamicCache(config=model.config)):
+            model(ids, attention_mask=mask, past_key_values=cache)
+            got = model(more, attention_mask=both, position_ids=positions, past_key_values=cache).logits
+            for row, length in enumerate(mask.sum(1).tolist()):
+                alone = model(torch.cat([ids[row, :length], more[row]])[None]).logits[0, length:]
+                assert (got[row] - alone).abs().max() < 2e-5
 
 
 def test_bytes_are_those_promised() -> None:

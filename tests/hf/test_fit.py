@@ -52,6 +52,17 @@ def test_bytes_equal_a_hand_count_and_the_cache_s_own() -> None:
     assert kept / full == pytest.approx((7 + 96 + 3 + 32 + 19 + 66) / (6 * 96))
 
 
+def test_no_window_is_a_token_longer_by_rounding() -> None:
+    """(w − 1) / 3000 · 3000 is not always w − 1 in float32."""
+    model = hf.attach(tiny("llama"), max_span=3000, sinks=SINKS)
+    for first in range(1, 3000, 6):
+        windows = torch.arange(first, first + 6).view(3, 2)
+        set_windows(model, windows)
+        assert window_table(model).tolist() == windows.tolist()
+    with pytest.raises(ValueError, match="a window is 3001 tokens, and max_span 3000; attach longer spans"):
+        set_windows(model, torch.full((3, 2), 3001))
+
+
 def test_a_hard_window_of_w_hides_the_key_at_distance_w_and_shows_the_one_before() -> None:
     model, ids = hf.attach(tiny("llama"), max_span=CONTEXT, sinks=0), tokens(1, 40)
     set_windows(model, torch.full((3, 2), 5))

@@ -33,10 +33,16 @@ def test_a_round_trip(name: str, shards: bool, tmp_path) -> None:
     assert type(again) is type(model) and again.config.spanformer == model.config.spanformer
     with torch.no_grad():
         assert torch.equal(again(ids).logits, model(ids).logits)
+    again.save_pretrained(tmp_path / "again")
+    twice = hf.from_pretrained(tmp_path / "again").eval()
+    with torch.no_grad():
+        assert torch.equal(twice(ids).logits, model(ids).logits)
     hf.detach(again)
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     with torch.no_grad():
         assert torch.equal(plain(ids).logits, again(ids).logits)  # without us: the model without spans
+    with pytest.raises(ValueError, match="has no spans to detach"):
+        hf.detach(plain)
     kind = type(model)
     assert not any("spans" in key for key in kind._keys_to_ignore_on_load_unexpected or [])
 
@@ -123,6 +129,10 @@ def test_what_cannot_be_exported() -> None:
     ):
         with pytest.raises(ValueError, match=reason):
             hf.to_windows(hf.attach(tiny(name)))
+    peft = pytest.importorskip("peft", reason='needs peft: pip install "spanformer[dev]"')
+    adapted = peft.get_peft_model(tiny("llama"), peft.LoraConfig(target_modules=["q_proj"], r=2))
+    with pytest.raises(ValueError, match=r"adapters of PEFT beside its weights; export model.merge_and_unload\(\)"):
+        hf.to_windows(hf.attach(adapted))
     model = hf.attach(tiny("llama"))
     with pytest.raises(ValueError, match="how is 'median'; expected 'longest', 'mean' or 'shortest'"):
         hf.to_windows(model, how="median")  # type: ignore[arg-type]

@@ -72,7 +72,7 @@ def attach(
 def detach(model: nn.Module) -> PreTrainedModel:
     """Take the spans away again: the model attends as before `attach`, and holds no parameter of ours."""
     base = base_of(model)
-    if not hasattr(base.config, CONFIG):
+    if not hasattr(base, "_attention_before_spans"):
         raise ValueError(f"{type(base).__name__} has no spans to detach")
     for module in list(base.modules()):
         if NAME in module._modules:
@@ -167,7 +167,7 @@ _NO_INTERFACE = (
 
 def _refuse_model(model: PreTrainedModel) -> None:
     name, config = type(model).__name__, model.config
-    if hasattr(config, CONFIG) and hasattr(model, "_attention_before_spans"):
+    if hasattr(model, "_attention_before_spans"):
         raise ValueError(f"{name} has spans already; detach them first to attach others")
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         raise ValueError(

@@ -98,8 +98,10 @@ def make_mask(
     if shown.device.type == "cpu" and bool(shown.all()):
         return seen
     bias = torch.zeros(shown.shape, device=device).masked_fill(~shown, -math.inf)[:, None]
-    first = attention_mask.int().argmax(1, keepdim=True)  # how many tokens of padding stand before the text
-    positions = positions - first
+    if local_size is None:  # padding takes no place, wherever it stands: a text is as far from itself as without it
+        positions = attention_mask.long().cumsum(1)[:, kv_offset : kv_offset + kv_length] - 1
+    else:  # a window of the model's own counts the padding in between, as without spans
+        positions = positions - attention_mask.int().argmax(1, keepdim=True)
     new = slice(kv_length - q_length, None)
     return replace(seen, bias=bias, q_positions=positions[:, new], k_positions=positions, real=shown[:, new])
 

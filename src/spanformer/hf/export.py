@@ -73,6 +73,8 @@ def to_windows(
             f"{type(base).__name__} has a sliding window of its own beside its spans, and a configuration holds only "
             "one number for all; not exported"
         )
+    if hasattr(model, "peft_config"):
+        raise ValueError("the model has adapters of PEFT beside its weights; export model.merge_and_unload()")
     windows = plan_windows(base, how=how, context=context or config.max_position_embeddings or 0)
     values = {key: value for key, value in config.to_dict().items() if key not in (CONFIG, "transformers_version")}
     if config.model_type in _SAME_AS_MINISTRAL:

@@ -78,7 +78,13 @@ def set_windows(model: nn.Module, windows: Tensor, ramp: float | None = None) ->
         first = row - 1 if ramp is None else row - ramp / 2  # where the edge begins
         if layer.kv_heads != layer.groups:
             first = first.repeat_interleave(layer.kv_heads // layer.groups)
-        layer.ratio.copy_((first / layer.max_span).clamp(0, 1))
+        if ramp is None and float(row.max()) > layer.max_span:
+            raise ValueError(
+                f"a window is {float(row.max()):g} tokens, and max_span {layer.max_span}; attach longer spans"
+            )
+        ratio = first / layer.max_span
+        ratio = torch.where(ratio * layer.max_span > first, ratio.nextafter(torch.zeros(())), ratio)  # not a token more
+        layer.ratio.copy_(ratio.clamp(0, 1))
     settings = getattr(base_of(model).config, CONFIG)
     settings["ramp"] = layers[0].ramp
 

@@ -45,6 +45,7 @@ class SpanformerForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
+    accepts_loss_kwargs = False  # the loss is a mean over its own batch: Trainer divides it by its accumulation steps
 
     def __init__(self, config: SpanformerConfig) -> None:
         super().__init__(config)

@@ -10,7 +10,7 @@ Shapes: H query heads, Hkv key/value heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -51,6 +51,20 @@ class HeadSpans(AdaptiveSpan):
         self.head_size = head_size
         """numbers that one token costs a key/value head, keys and values together"""
         self._still: tuple[tuple[int, int], Rule, float] | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HeadSpans:
+        """What `.to`, `.bfloat16` and the like call. A ratio moves, but never below float32: eight bits of thousands of
+        tokens would be another span."""
+
+        def move(t: Tensor) -> Tensor:
+            moved = fn(t)
+            return (
+                moved if moved.dtype.itemsize >= t.dtype.itemsize or moved.dtype.itemsize >= 4 else t.to(moved.device)
+            )
+
+        super()._apply(move, recurse)
+        self._read, self._still = ((0, 0), []), None  # both were read before the move
+        return self
 
     def rule(self, view: object = None) -> Rule:
         reach = self.max_span if self.window is None else min(self.max_span, self.window)
