@@ -66,7 +66,7 @@ def test_every_mechanism_with_every_position(stack: str, kind: str) -> None:
 def test_the_papers_zeros_are_seen(stack: str, kind: str) -> None:
     for order, persistent, pieces in itertools.product(("pre", "post"), (0, 5), ([1] * 9 + [66], [66] + [1] * 9)):
         config = replace(
-            with_attention(SMALL, stack=stack), layers=2, original=True, order=order, persistent=persistent,
+            with_attention(SMALL, stack=(stack,)), layers=2, original=True, order=order, persistent=persistent,
             position=PositionConfig(kind=kind), feedforward=FeedForwardConfig(kind="relu", dim=40, bias=True),
         )  # fmt: skip
         lm, x = make(config), text(2, 75)
