@@ -42,10 +42,11 @@ def test_the_commands_exist() -> None:
 
 
 def commands(text: str) -> set[tuple[str, ...]]:
-    """The words after `spanformer` wherever code, in a line or in a block that is not Python, runs it."""
+    """The words after `spanformer` wherever code, in a line or in a block that is not Python, runs it. Blocks of
+    `py` are Python that does not run as it stands."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     inline = re.findall(r"(?<!`)`([^`]+)`(?!`)", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
-    code = [line for kind, block in blocks if kind != "python" for line in block.splitlines()] + inline
+    code = [line for kind, block in blocks if kind not in ("python", "py") for line in block.splitlines()] + inline
     run = r"(?:^|[\s/])spanformer((?: +[a-z][\w./-]*){1,2})"
     return {tuple(words.split()) for line in code for words in re.findall(run, line)}
 

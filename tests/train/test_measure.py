@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from spanformer.cost.model import Shape, full, step_cost
 from spanformer.model.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from spanformer.model.linear import counted_products
 from spanformer.model.lm import LM
 from spanformer.report.events import read_run
 from spanformer.train.measure import copy_of, count_flops, measure_cost, one_step, steady_state
@@ -71,7 +72,7 @@ def test_everything_but_attention_is_predicted_exactly(name: str) -> None:
     """Heads that see nothing but their own token remember nothing, and the kernel's own operations are not counted."""
     attention = AttentionConfig(kind="window", window=1, max_span=S, backend="native")
     lm, (x, y) = model(replace(CONFIGS[name], attention=attention)), batch()
-    with FlopCounterMode(display=False) as counter:
+    with counted_products(), FlopCounterMode(display=False) as counter:
         one_step(lm, x, y, steady_state(lm, B))
     parts = step_cost(shape(lm), lm.distances(), lm.memory_lengths()).parts()
     assert parts.pop("attention") > 0 and parts["reprojection"] == 0

@@ -8,6 +8,9 @@ Shapes: x [..., inputs], W [outputs, inputs], b [outputs].
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,6 +36,17 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool
         return _Product.apply(x, weight, bias, relu)
     y = F.linear(x, weight, bias)
     return F.relu(y) if relu else y
+
+
+@contextlib.contextmanager
+def counted_products() -> Iterator[None]:
+    """PyTorch's own products meanwhile: its counter of operations does not know oneDNN's."""
+    global _onednn
+    before, _onednn = _onednn, None
+    try:
+        yield
+    finally:
+        _onednn = before
 
 
 def _find():

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from spanformer.cost.peak import peak_of, unsupported
 from spanformer.model.config import ModelConfig
+from spanformer.model.linear import counted_products
 from spanformer.model.lm import LM, State
 from spanformer.train.step import autocast
 
@@ -75,7 +76,7 @@ def count_flops(lm: LM, x: torch.Tensor, y: torch.Tensor, state: State) -> float
     try:
         for m in mechanisms:
             m.backend = "banded"
-        with FlopCounterMode(display=False) as counter:
+        with counted_products(), FlopCounterMode(display=False) as counter:
             one_step(lm, x, y, state)
     finally:
         for m, backend in zip(mechanisms, kept, strict=True):
