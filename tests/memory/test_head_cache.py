@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spanformer import HeadCache, Rule, attend
+from spanformer.memory.slots import read_slots
 from spanformer.ops import kernel
 from spanformer.ops.rings import quantise
 
@@ -162,6 +163,12 @@ def test_bad_input_is_named() -> None:
         cache.resize([4])
     with pytest.raises(ValueError, match=r"dtype is torch\.int8; expected a floating-point dtype"):
         HeadCache(B, [4], D, dtype=torch.int8)
+    for lengths in ([1, 4], [-1, 2], [1.0, 2.0], [1]):
+        with pytest.raises(ValueError, match=r"lengths is \[.*\]; expected 2 numbers of real tokens, 0 … 3"):
+            cache.attend(q, k, v, Rule(H, reach=5), lengths=torch.tensor(lengths))
+    for heads in (1, 3):
+        with pytest.raises(ValueError, match=rf"the rule {heads} heads and the cache 2; expected"):
+            cache.attend(q[:, :heads], k, v, Rule(heads, reach=5))
     assert cache.seen.tolist() == [0, 0]
 
 
@@ -171,3 +178,51 @@ def test_no_rows_give_no_rows(backend: str) -> None:
     for t in (1, 3):
         found = cache.attend(*(torch.zeros(0, h, t, D) for h in (H, HKV, HKV)), Rule(H, reach=5), backend=backend)
         assert found.out.shape == (0, H, t, D)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_step_like_no_other_is_served_and_checked_as_the_first(backend: str) -> None:
+    """What is prepared for the next token of the same kind must not be used for another kind."""
+    rule, (q, k, v) = RULES["plain"](), qkv()
+    cache = HeadCache(B, [50, 12], D, DV)
+    first, second, third = ([t[:, :, n : n + 1] for t in (q, k, v)] for n in range(3))
+    cache.attend(*first, rule, backend=backend)
+    found = cache.attend(*second, rule, backend=backend, scale=3.0).out
+    expected = attend(q[:, :, 1:2], k[:, :, :2], v[:, :, :2], rule, scale=3.0, backend="reference").out
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+    with pytest.raises(ValueError, match=r"k has shape \[2, 1, 1, 24\]; expected \[2, 2, 1, 24\]"):
+        cache.attend(third[0], third[1][:, :1], third[2], rule, backend=backend, scale=3.0)
+    with pytest.raises(ValueError, match=r"v has dtype torch\.bfloat16 on cpu; expected torch\.float32 on cpu"):
+        cache.attend(third[0], third[1], third[2].bfloat16(), rule, backend=backend, scale=3.0)
+    strided = [t.transpose(1, 3).contiguous().transpose(1, 3) for t in third]  # heads lie side by side
+    assert strided[1].stride(3) != 1
+    found = cache.attend(*strided, rule, backend=backend).out
+    expected = truth(*(t[:, :, :3] for t in (q, k, v)), rule)[:, :, 2:]
+    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+def test_what_was_cropped_does_not_come_back_when_a_ring_grows() -> None:
+    """Under zeros a ring that grows sees zeros beyond what it held, not tokens that were taken back."""
+    _, k, v = qkv()
+    for reach, left in ((4, 10), (1, 9)):
+        cache = HeadCache(B, [reach, reach], D, DV, slack=3, zeros=1 << 40)
+        cache.append(k[:, :, :13], v[:, :, :13])
+        cache.crop(torch.tensor([left, left]))
+        cache.resize([9, 9])
+        held = torch.cat([torch.zeros(B, HKV, left, D), k[:, :, left:13]], 2)[:, :, :left]
+        held[:, :, 13 - reach - 3 :] = k[:, :, 13 - reach - 3 : left]
+        found, _ = read_slots(cache.store, cache.place, [0, 1], 9, torch.float32)
+        assert torch.equal(found, held[:, :, left - 9 :])
+
+
+def test_it_may_be_made_and_changed_in_inference_mode() -> None:
+    _, k, v = (t[:, :, :9] for t in qkv())
+    with torch.inference_mode():
+        cache = HeadCache(B, [50, 12], D, DV, slack=4)
+        cache.append(k, v)
+        cache.resize([40, 12])
+        some = cache.rows(torch.tensor([1]))
+    for one in (cache, some):
+        one.crop(torch.tensor([7] * one.batch))
+        one.append(k[: one.batch], v[: one.batch])
+        assert one.seen.tolist() == [16] * one.batch

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from small_models import CONFIGS, SMALL, make, text, with_attention
-from spanformer import Cache
 from spanformer.cost.peak import resident_bytes
 from spanformer.model import reading
 from spanformer.model.config import FeedForwardConfig, ModelConfig, PositionConfig
@@ -209,28 +208,6 @@ def test_crop_to_anything_before_a_ring_has_wrapped() -> None:
         cache.crop(torch.tensor([41]))
 
 
-@pytest.mark.parametrize("bits", [0, 8])
-def test_saved_and_loaded(tmp_path, bits: int) -> None:
-    lm, x = make(CONFIGS["hybrid heads"]), text(2, 100)
-    cache = lm.cache(2, slack=3, bits=bits)
-    lm.read(x[:, :70], cache, lengths=torch.tensor([70, 22]))
-    cache.save(tmp_path / "cache.safetensors")
-    loaded = Cache.load(tmp_path / "cache.safetensors", lm)
-    assert loaded.seen.tolist() == [70, 22] and loaded.slack == 3 and loaded.bits == bits
-    new = torch.stack([x[0, 70:75], x[1, 22:27]])
-    assert torch.equal(lm.read(new, loaded), lm.read(new, cache))
-    other = make(CONFIGS["hybrid heads"])
-    with torch.no_grad():
-        next(other.parameters()).add_(0.01)
-    with pytest.raises(ValueError, match=r"cache\.safetensors was saved by another model"):
-        Cache.load(tmp_path / "cache.safetensors", other)
-    with pytest.raises(ValueError, match=r"cache\.safetensors was saved by another model"):
-        Cache.load(tmp_path / "cache.safetensors", make(SMALL))
-    (tmp_path / "none").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="none cannot be read as a saved cache"):
-        Cache.load(tmp_path / "none", lm)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_eight_bits_are_near_the_truth(dtype: torch.dtype) -> None:
     lm, x = make(CONFIGS["hybrid heads"]).to(dtype), text(2, 127)
@@ -261,7 +238,38 @@ def test_a_model_that_was_moved_or_copied_after_reading() -> None:
     assert found is not None and torch.allclose(found, lm(x).logits, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_rows_give_no_rows(name: str) -> None:
+    lm = make(CONFIGS[name])
+    cache = lm.cache(0)
+    for t in (5, 1):
+        assert lm.read(text(1, t)[:0], cache).shape == (0, t, 37)
+    assert lm.read(text(1, 3)[:0], cache, logits="last").shape == (0, 37)
+
+
+def test_rings_that_were_changed_by_reading_can_be_cropped() -> None:
+    """Reading runs in inference mode, and what it makes must not be bound to it; nor what others make in it."""
+    lm, x = make(with_attention(SMALL, max_span=100)), text(1, 100)
+    with torch.inference_mode():
+        cache = lm.cache(1, slack=5)
+        lm.read(x[:, :50], cache)
+        cache.reorder(torch.tensor([0]))
+    with torch.no_grad():
+        for module in lm.spans_modules():
+            module.ratio.mul_(0.5)
+    lm.read(x[:, 50:60], cache)
+    cache.crop(torch.tensor([58]))
+    assert cache.seen.tolist() == [58]
+
+
 REFUSED = {
+    r"the cache was made for torch\.float64 on cpu and the model has torch\.float32": lambda lm, x: (
+        cache := lm.cache(2),
+        lm.float().read(x, cache),
+    ),
+    r"lengths is \[3\.5, 2\.0\]; expected 2 numbers": lambda lm, x: lm.read(
+        x, lm.cache(2), lengths=torch.tensor([3.5, 2])
+    ),
     "the cache belongs to another model": lambda lm, x: lm.read(x, make(SMALL).cache(2)),
     r"x has shape \[1, 9\]; expected 2 rows": lambda lm, x: lm.read(x[:1], lm.cache(2)),
     r"x has shape \[2, 0\].*T at least 1": lambda lm, x: lm.read(x[:, :0], lm.cache(2)),

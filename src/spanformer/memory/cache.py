@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,11 +20,15 @@ from torch import Tensor
 
 from spanformer.memory.head_cache import HeadCache
 
-KIND, FORMAT = "spanformer cache", 1
+KIND, FORMAT = "spanformer cache", 2
+MOST = 1 << 48  # a position in a text beyond all that was ever read, with the zeros before it
 
 
 class Maker(Protocol):
     """The model that a cache belongs to."""
+
+    config: Any
+    """all that is not in its weights; its `repr` tells two apart"""
 
     def cache(self, batch: int, *, slack: int = 0, bits: Literal[0, 8] = 0) -> Cache: ...
 
@@ -93,11 +99,13 @@ class Cache:
         rows = rows.to("cpu", torch.int64)
         if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < self.batch):
             raise ValueError(f"rows holds {rows.tolist()}; expected numbers 0 … {self.batch - 1}")
-        place = self.layers[0].place[rows]
+        with torch.inference_mode(False):  # to be written to in or out of it
+            place = self.layers[0].place[rows]
         return [layer.rows(rows, place) for layer in self.layers]
 
     def save(self, path: str | Path) -> None:
-        """One safetensors file, with what it takes to go on reading; it also says which model made it."""
+        """One safetensors file, with what it takes to go on reading; it also says which model made it. Written whole or
+        not at all: beside `path` first, which it then takes."""
         first = self.layers[0]
         tensors = {"place": first.place}
         for n, layer in enumerate(self.layers):
@@ -106,7 +114,7 @@ class Cache:
             tensors |= {} if layer.oldest is None else {f"{n}.oldest": layer.oldest}
         about = {"kind": KIND, "format": FORMAT, "maker": digest(self.maker), "slack": self.slack, "bits": self.bits}
         # a file's tensors may not share memory, and these do
-        save_file({name: t.clone() for name, t in tensors.items()}, path, {"spanformer": json.dumps(about)})
+        _write(Path(path), {name: t.clone() for name, t in tensors.items()}, {"spanformer": json.dumps(about)})
 
     @staticmethod
     def load(path: str | Path, model: Maker) -> Cache:
@@ -123,28 +131,73 @@ class Cache:
             raise ValueError(f"{path} was saved by another model, or before this one was trained; read the text anew")
         try:
             return _fill(model, about, tensors)
-        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"{path} does not hold what its model needs ({error}); the file is damaged") from error
 
 
+def _write(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
+    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
+    try:
+        new.touch(exist_ok=False)
+        mode = new.stat().st_mode & 0o777
+        save_file(tensors, new, header)
+        new.chmod(mode)  # safetensors makes files for the owner alone
+        with open(new, "rb") as file:
+            os.fsync(file.fileno())
+        new.replace(path)
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise OSError(f"{path} could not be saved ({why}); what was there before is untouched") from error
+    finally:
+        new.unlink(missing_ok=True)
+
+
 def _fill(model: Maker, about: dict, tensors: dict[str, Tensor]) -> Cache:
-    place = tensors["place"]
-    cache = model.cache(len(place), slack=about["slack"], bits=about["bits"])
+    slack, bits, place = about["slack"], about["bits"], tensors["place"]
+    if type(slack) is not int or type(bits) is not int:
+        raise ValueError(f"slack is {slack!r} and bits {bits!r}; expected whole numbers")
+    # First one of no rows, which takes no memory: whatever the file says, it is held against what the file has.
+    _check(model.cache(0, slack=slack, bits=bits), tensors)  # pyright: ignore[reportArgumentType]
+    cache = model.cache(len(place), slack=slack, bits=bits)  # pyright: ignore[reportArgumentType]
     for n, layer in enumerate(cache.layers):
         layer.resize(tensors[f"{n}.reach"].tolist())
         for name, held in layer.store.tensors().items():
-            if (saved := tensors[f"{n}.{name}"]).dtype != held.dtype:
-                raise ValueError(f"{n}.{name} has dtype {saved.dtype}; expected {held.dtype}")
-            held.copy_(saved)
+            held.copy_(tensors[f"{n}.{name}"])
         layer.written.copy_(tensors[f"{n}.written"])
         layer.oldest = tensors.get(f"{n}.oldest")
     cache.layers[0].place.copy_(place)
     return cache
 
 
+def _check(empty: Cache, tensors: dict[str, Tensor]) -> None:
+    """Whether the tensors are those of such a cache with some rows."""
+    rows, zeros = len(tensors["place"]), empty.layers[0].zeros
+    _check_numbers("place", tensors["place"], (rows,), zeros)
+    for n, layer in enumerate(empty.layers):
+        _check_numbers(f"{n}.reach", tensors[f"{n}.reach"], (len(layer.reach),), 1)
+        _check_numbers(f"{n}.written", tensors[f"{n}.written"], (rows,), zeros)
+        if (oldest := tensors.get(f"{n}.oldest")) is not None:
+            _check_numbers(f"{n}.oldest", oldest, (rows, len(layer.reach)), 0)
+        layer.resize(tensors[f"{n}.reach"].tolist())
+        for name, none in layer.store.tensors().items():
+            saved, shape = tensors[f"{n}.{name}"], [rows, *none.shape[1:]]
+            _check_shape(f"{n}.{name}", saved, shape, none.dtype)
+
+
+def _check_shape(name: str, t: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:
+    if list(t.shape) != list(shape) or t.dtype != dtype:
+        raise ValueError(f"{name} has shape {list(t.shape)} and dtype {t.dtype}; expected {list(shape)} of {dtype}")
+
+
+def _check_numbers(name: str, t: Tensor, shape: tuple[int, ...], least: int) -> None:
+    _check_shape(name, t, shape, torch.int64)
+    if t.numel() and not least <= int(t.min()) <= int(t.max()) <= MOST:
+        raise ValueError(f"{name} holds {int(t.min())} … {int(t.max())}; expected numbers from {least} to {MOST}")
+
+
 def digest(model: Maker) -> str:
-    """Of all names and weights of a model."""
-    found = hashlib.sha256()
+    """Of a model's configuration, and of all its names and weights."""
+    found = hashlib.sha256(f"{model.config!r}\n".encode())
     for name, tensor in sorted(model.state_dict().items()):
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from spanformer.memory.checks import check_call, check_lengths, check_reach
 from spanformer.memory.groups import group_heads
 from spanformer.memory.slots import Store, move, read_slots, write_slots
 from spanformer.ops import Attended, Rule, attend
@@ -58,15 +59,17 @@ class HeadCache:
         self.bits: Literal[0, 8] = bits
         self.dtype, self.device = dtype, torch.device(device)
         self.dims = (head_dim, value_dim or head_dim)
-        self.reach = _reach(reach)
-        self.place = torch.full((batch,), zeros) if place is None else place
-        """[B] the position of each row's next token, on the CPU"""
-        self.written = self.place.clone()
-        """[B] one beyond the highest position ever written: lower than place unless rows were cropped"""
+        self.reach = check_reach(reach)
+        with torch.inference_mode(False):  # to be written to in or out of it
+            self.place = torch.full((batch,), zeros) if place is None else place
+            """[B] the position of each row's next token, on the CPU"""
+            self.written = self.place.clone()
+            """[B] one beyond the highest position ever written: lower than place unless rows were cropped"""
         self.oldest: Tensor | None = None
         """[B, Hkv] positions below are lost, though the ring would have room: it has grown"""
         self.store = self._allocate(batch)
-        self._decoder: tuple[Rule, str, Decoder] | None = None
+        self._decoder: tuple[Rule, tuple, Decoder] | None = None
+        """made for this rule and calls like this"""
 
     @property
     def batch(self) -> int:
@@ -101,7 +104,7 @@ class HeadCache:
 
     def advance(self, tokens: int, lengths: Tensor | None = None) -> None:
         """Move every row on, by `tokens` or by lengths [B]."""
-        self.place += tokens if lengths is None else lengths
+        self.place += tokens if lengths is None else lengths.to("cpu", torch.int64)
 
     @torch.no_grad()
     def read(
@@ -111,7 +114,8 @@ class HeadCache:
         """`attend` without moving on: layers that share their places are moved on once, by their owner."""
         if q.shape[2] == 1 and lengths is None:
             return self._decode(q, k, v, rule, backend, scale)
-        self._check(q, k, v, rule)
+        check_call(q, k, v, rule, self.batch, self.reach, self.dims, self.kept)
+        lengths = check_lengths(lengths, self.batch, q.shape[2])
         found = self._look_back(q, k, v, rule, backend, scale)
         self._write(k, v, lengths)
         return found
@@ -119,18 +123,18 @@ class HeadCache:
     @torch.no_grad()
     def append(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> None:
         """Keep k [B, Hkv, T, D] and v [B, Hkv, T, Dv] without attending to anything."""
-        self._write(k, v, lengths)
+        self._write(k, v, check_lengths(lengths, self.batch, k.shape[2]))
         self.advance(k.shape[2], lengths)
 
     # ---- one token
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, backend: str, scale: float | None) -> Attended:
-        prepared = self._decoder
-        if prepared is None or prepared[0] is not rule or prepared[1] != backend:
-            self._check(q, k, v, rule)
+        prepared, like = self._decoder, (backend, scale, *((t.shape, t.dtype, t.device) for t in (q, k, v)))
+        if prepared is None or prepared[0] is not rule or prepared[1] != like:
+            check_call(q, k, v, rule, self.batch, self.reach, self.dims, self.kept)
             rings = self.store.rings(self.place, self.kept, self.oldest)
             chosen = backend if backend in ("native", "banded") else "auto"
-            prepared = self._decoder = (rule, backend, Decoder(q, rings, rule, backend=chosen, scale=scale))
+            prepared = self._decoder = (rule, like, Decoder(q, rings, rule, backend=chosen, scale=scale))
         decoder = prepared[2]
         if decoder.writes:
             return decoder.attend(q, (k, v))
@@ -212,10 +216,11 @@ class HeadCache:
 
     # ---- changing it
 
+    @torch.inference_mode(False)
     def resize(self, reach: Sequence[int]) -> None:
         """Rings for other reaches, because spans have changed: what still fits is kept. What a ring has forgotten does
         not come back when it grows: it is not seen, or is zeros again if the text began with zeros."""
-        if (new := _reach(reach)) == self.reach:
+        if (new := check_reach(reach)) == self.reach:
             return
         if len(new) != len(self.reach):
             raise ValueError(f"reach names {len(new)} key/value heads; expected {len(self.reach)}")
@@ -223,7 +228,7 @@ class HeadCache:
         lost = torch.maximum(self.written, self.place)[:, None] - torch.tensor(capacity)
         self.reach, self.written = new, self.place.clone()
         self.store = self._allocate(self.batch)
-        move(old, self.store, self.place)
+        move(old, self.store, self.place, lost)
         if not self.zeros:
             oldest = lost.clamp(min=0) if self.oldest is None else torch.maximum(self.oldest, lost)
             self.oldest = oldest if bool(oldest.any()) else None
@@ -262,6 +267,7 @@ class HeadCache:
         """Remember how far rows have been written, before they are moved back."""
         torch.maximum(self.written, self.place, out=self.written)
 
+    @torch.inference_mode(False)
     def rows(self, index: Tensor, place: Tensor | None = None) -> HeadCache:
         """A cache of its own: row b is this one's row index[b]. place: as for a new cache."""
         index = index.to("cpu", torch.int64)
@@ -279,27 +285,3 @@ class HeadCache:
     def _allocate(self, batch: int) -> Store:
         capacity = [n + self.slack for n in self.reach]
         return Store(batch, capacity, self.kept, self.dims, self.bits, self.dtype, self.device)
-
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> None:
-        b, hkv, (d, dv) = self.batch, len(self.reach), self.dims
-        for name, t, size in (("k", k, d), ("v", v, dv)):
-            if t.shape != (b, hkv, q.shape[2], size):
-                raise ValueError(f"{name} has shape {list(t.shape)}; expected {[b, hkv, q.shape[2], size]}")
-        if rule.kept != self.kept:
-            raise ValueError(f"the rule keeps {rule.kept} first tokens and the cache {self.kept}; expected one number")
-        if rule.blocks is not None or rule.key_bias is not None or rule.documents is not None or not rule.causal:
-            raise ValueError("a cache takes causal rules without blocks, key_bias and documents")
-        shared, shift = rule.heads // hkv, 1 if rule.original else 0
-        for head, limit in enumerate(rule.limits()):
-            if limit + shift > self.reach[head // shared] and limit:
-                raise ValueError(
-                    f"head {head} sees {limit + shift} positions and the cache holds {self.reach[head // shared]} for "
-                    "it; make it with this reach, or resize it"
-                )
-
-
-def _reach(reach: Sequence[int]) -> list[int]:
-    each = [int(n) for n in reach]
-    if not each or min(each) < 1:
-        raise ValueError(f"reach is {each}; expected at least 1 position for each key/value head")
-    return each

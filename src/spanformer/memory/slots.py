@@ -144,15 +144,15 @@ def _write_together(store: Store, held: dict[str, Tensor], new: dict[str, Tensor
             rows[:, slot : slot + count] = new[name][:, g, a : a + count]
 
 
-def move(old: Store, new: Store, place: Tensor) -> None:
-    """What both have room for, from one store to another with other capacities."""
+def move(old: Store, new: Store, place: Tensor, lost: Tensor) -> None:
+    """What both have room for, from one store to another with other capacities. lost [B, Hkv]: positions below have
+    been overwritten, though rows that were taken back would have room for them; they are zeros in the new one."""
+    early = torch.arange(-old.kept, 0).expand(len(place), -1)
     for g, (was, now) in enumerate(zip(old.capacities, new.capacities, strict=True)):
         position = place[:, None] - 1 - torch.arange(min(was, now))
-        source, target = old.first[g] + position % was, new.first[g] + position % now
-        if old.kept:
-            early = torch.arange(-old.kept, 0).expand(len(place), -1)
-            source, target = torch.cat([source, old.first[g] + early], 1), torch.cat([target, new.first[g] + early], 1)
-        row = torch.arange(len(place), device=old.memory.device)[:, None]
-        source, target = source.to(row.device), target.to(row.device)
+        source = old.first[g] + torch.cat([position % was, early], 1)
+        target = new.first[g] + torch.cat([position % now, early], 1)
+        row, column = torch.cat([position >= lost[:, g, None], early < 0], 1).nonzero(as_tuple=True)
+        at, to, row = (i.to(old.memory.device) for i in (source[row, column], target[row, column], row))
         for mine, theirs in zip(old.tensors().values(), new.tensors().values(), strict=True):
-            theirs[row, target] = mine[row, source]
+            theirs[row, to] = mine[row, at]

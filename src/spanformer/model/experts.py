@@ -78,7 +78,7 @@ class Experts(nn.Module):
 
         used = counts.to(probability.dtype) / len(order)
         loss = self.balance * len(self.experts) * (used * probability.mean(0)).sum()
-        return mixed.view(*x.shape[:-1], -1), loss
+        return mixed.view(*x.shape[:-1], y.shape[-1]), loss
 
     def _route(self, tokens: Tensor) -> Tensor:
         """[N, E], in float32 or wider even under autocast: experts are chosen by small differences."""

@@ -107,7 +107,7 @@ class SelfAttention(nn.Module):
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """[B, T, heads · D] → [B, heads, T, D], without a copy."""
-    return x.view(x.shape[0], x.shape[1], heads, -1).transpose(1, 2)
+    return x.view(x.shape[0], x.shape[1], heads, x.shape[2] // heads).transpose(1, 2)  # −1 is unknown without rows
 
 
 def _last(view: View, keys: int, queries: int) -> View:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from spanformer.attention import View
 from spanformer.memory import Cache, HeadCache
+from spanformer.memory.checks import check_lengths
 from spanformer.model.block import Block
 from spanformer.model.layer import SelfAttention, split_heads
 from spanformer.ops import Rule, merge
@@ -31,7 +32,8 @@ Logits = Literal["all", "last", "none"]
 def make_cache(lm: LM, batch: int, slack: int, bits: Literal[0, 8]) -> Cache:
     weight = next(lm.blocks.parameters())
     zeros = ZEROS if lm.config.original else 0
-    place = torch.full((batch,), zeros)
+    with torch.inference_mode(False):  # to be written to in or out of it
+        place = torch.full((batch,), zeros)
     layers = [
         HeadCache(
             batch, reach, lm.config.head_dim, slack=slack, bits=bits, dtype=weight.dtype, device=weight.device,
@@ -187,13 +189,15 @@ def _check(lm: LM, x: Tensor, cache: Cache, lengths: Tensor | None, logits: Logi
         raise ValueError(f"x has shape {list(x.shape)} and dtype {x.dtype}; expected token ids [B, T], T at least 1")
     if cache.maker is not lm:
         raise ValueError("the cache belongs to another model; make one with this model's cache()")
+    weight, held = next(lm.blocks.parameters()), cache.layers[0]
+    if (weight.dtype, weight.device) != (held.dtype, held.device):
+        raise ValueError(
+            f"the cache was made for {held.dtype} on {held.device} and the model has {weight.dtype} on {weight.device} "
+            "now; make another one with its cache()"
+        )
     if len(x) != cache.batch:
         raise ValueError(f"x has shape {list(x.shape)}; expected {cache.batch} rows, as the cache has")
     if logits not in ("all", "last", "none"):
         raise ValueError(f"logits is {logits!r}; expected 'all', 'last' or 'none'")
-    if lengths is None:
-        return None
-    lengths = lengths.to("cpu", torch.int64)
-    if lengths.shape != (len(x),) or (len(x) and not 0 <= int(lengths.min()) <= int(lengths.max()) <= x.shape[1]):
-        raise ValueError(f"lengths is {lengths.tolist()}; expected {len(x)} numbers of real tokens, 0 … {x.shape[1]}")
-    return None if bool((lengths == x.shape[1]).all()) else lengths
+    lengths = check_lengths(lengths, len(x), x.shape[1])
+    return None if lengths is None or bool((lengths == x.shape[1]).all()) else lengths

@@ -265,9 +265,10 @@ def pack_decode(
 
 
 def run_decode(
-    packed: ctypes.Array[ctypes.c_char], q: Tensor, new: tuple[Tensor, Tensor] | None, span: Tensor | None, dv: int
+    packed: ctypes.Array[ctypes.c_char], q: Tensor, new: tuple[Tensor, ...], span: Tensor | None, dv: int
 ) -> tuple[Tensor, Tensor]:
-    """q [B, H, 1, D] against the rings `packed` tells of, new keys and values [B, Hkv, 1, ·] written there first."""
+    """q [B, H, 1, D] against the rings `packed` tells of, new keys and values [B, Hkv, 1, ·] (or none) written there
+    first."""
     b, h, _, _ = q.shape
     out, lse = q.new_empty((b, h, 1, dv)), q.new_empty((b, h, 1), dtype=torch.float32)
     fresh = (*rows(new[0]), *rows(new[1])) if new else (*_NO_ROWS, *_NO_ROWS)

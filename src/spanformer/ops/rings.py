@@ -213,8 +213,8 @@ class _Native:
         self._alive = (rule, terms, keys, values, where, rings)  # what the packed addresses point to
 
     def attend(self, q: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Attended:
-        q = q if q.stride(3) == 1 else q.contiguous()
-        return Attended(*kernel.run_decode(self._packed, q, new, self._span, self._dv))
+        q, *fresh = (t if t.stride(3) == 1 else t.contiguous() for t in (q, *(new or ())))
+        return Attended(*kernel.run_decode(self._packed, q, tuple(fresh), self._span, self._dv))
 
 
 class _Banded:
