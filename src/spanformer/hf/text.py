@@ -66,8 +66,21 @@ def load_model(name: str, dtype: torch.dtype | str = torch.float32) -> tuple[Pre
     except (OSError, ValueError) as error:
         reason = str(error).split("\n")[0]
         raise ValueError(f"{name} could not be loaded as a causal language model: {reason}") from error
+    if options:
+        _forget_packing(model, name)
     model.eval()
     return model.requires_grad_(False), tokenizer
+
+
+def _forget_packing(model: PreTrainedModel, name: str) -> None:
+    """The weights of a GGUF file are plain numbers by now; transformers still calls the model quantised, and would not
+    save it."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if getattr(quantizer, "packed_modules", None):
+        raise ValueError(f"{name} was loaded with its weights packed, which give no gradients; unpack it first")
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
 
 
 def read_text(source: str) -> str:
