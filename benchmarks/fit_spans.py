@@ -31,7 +31,7 @@ from spanformer.hf.baselines import by_mass, local_global, uniform
 from spanformer.hf.controller import Budget, allocate
 from spanformer.hf.fit import set_windows
 from spanformer.hf.plan import FitPlan, FitRun
-from spanformer.hf.probe import as_rows, probe, table
+from spanformer.hf.probe import FINDS, as_rows, probe, table
 from spanformer.hf.survey import Survey
 
 CONTEXT, SINKS, DIVISORS = 2048, 4, (2, 3, 4, 8)
@@ -161,9 +161,11 @@ class Bench:
         rows = {}
         for name, windows in sets.items():
             set_windows(run.model, windows)
-            found = probe(run.model, run.tokenizer, contexts=(CONTEXT,), tasks=self.options.tasks)
-            rows[name] = as_rows(found)
-            print(table(found, name), flush=True)
+            rows[name] = []
+            for find in FINDS:
+                found = probe(run.model, run.tokenizer, contexts=(CONTEXT,), tasks=self.options.tasks, find=find)
+                rows[name] += as_rows(found)
+                print(table(found, f"{name}: {find}"), flush=True)
         self.keep(f"probe:{divisor}", rows)
 
 

@@ -70,6 +70,27 @@ def prefill(model: transformers.PreTrainedModel, length: int, rounds: int) -> No
     hf.detach(model)
 
 
+def rounding(model: transformers.PreTrainedModel, length: int) -> None:
+    """How far float32 logits are from float64 ones, with the model's own attention and with full spans."""
+    ids = torch.randint(0, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
+    found = {"its own (sdpa)": model(ids).logits, "full spans": hf.attach(model)(ids).logits}
+    hf.detach(model)
+    norm = type(model.model.norm)
+    before = norm.forward
+    # transformers' own norm computes in float32 whatever the model is in
+    norm.forward = lambda self, x: self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+    try:
+        truth = model.double()(ids).logits
+    finally:
+        norm.forward = before
+        model.float()
+    between = float((found["full spans"] - found["its own (sdpa)"]).abs().max())
+    print(f"logits of {length} random tokens, up to {float(truth.abs().max()):.1f}; the two differ by {between:.1e}")
+    for name, logits in found.items():
+        off = (logits - truth).abs()
+        print(f"  {name:16} off float64 by {float(off.max()):.1e}, {float(off.square().mean().sqrt()):.1e} in the mean")
+
+
 def decode(model: transformers.PreTrainedModel, context: int, new: int, rounds: int) -> None:
     ids = torch.randint(0, model.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
     full = hf.cache_bytes(hf.attach(model), context + new)[1]
@@ -117,6 +138,7 @@ def decode(model: transformers.PreTrainedModel, context: int, new: int, rounds: 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--logits", type=int, default=1024)
     parser.add_argument("--prefill", type=int, default=2048)
     parser.add_argument("--context", type=int, default=4096)
     parser.add_argument("--new", type=int, default=16)
@@ -125,6 +147,8 @@ if __name__ == "__main__":
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}, transformers {transformers.__version__}")
     with torch.no_grad():
         found_model = load()
+        if chosen.logits:
+            rounding(found_model, chosen.logits)
         if chosen.prefill:
             prefill(found_model, chosen.prefill, chosen.rounds)
         if chosen.context:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ import transformers
 
 from spanformer.cli.main import main
 from spanformer.hf.fit import window_table
+from spanformer.hf.plan import FitPlan, FitRun
 from spanformer.hf.probe import make_task, probe, table
 from spanformer.hf.saved import load_fitted
-from spanformer.hf.text import load_model, make_windows, read_text, window_bits
+from spanformer.hf.text import check_logits, load_model, make_windows, read_text, window_bits
 
 PROSE = "The river stood behind the market, and nobody had ever seen it so quiet. Über alles ein Wort — 1234.\n"
 
@@ -55,8 +57,87 @@ def test_fit_spans_from_text_to_report_and_back(folder: Path, tmp_path: Path, ca
     assert [e["event"] for e in events if e["event"] in ("start", "step", "stop")] == ["start", *["step"] * 3, "stop"]
     model, _, fitted = load_fitted(str(out))
     assert fitted and window_table(model).tolist() == saved["windows"]
-    main(["probe", str(out), "--contexts", "200", "--depths", "2", "--tasks", "1", "--save", str(tmp_path / "p.json")])
-    assert len(json.loads((tmp_path / "p.json").read_text())["fitted spans"]) == 2
+    main(["probe", str(out), str(folder), "--contexts", "200", "--depths", "2", "--tasks", "1", "--budget", "0.4",
+          "--save", str(tmp_path / "p.json"), "--picture", str(tmp_path / "p.png")])  # fmt: skip
+    rows = json.loads((tmp_path / "p.json").read_text())
+    assert list(rows) == [f"{out}, its spans", f"{folder}, full attention", f"{folder}, uniform windows of 0.4"]
+    assert [(r["find"], r["depth"]) for r in rows[f"{out}, its spans"]] == [
+        ("key", 0.0), ("key", 1.0), ("pair", 0.0), ("pair", 1.0),
+    ]  # fmt: skip
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    windows = tmp_path / "windows"
+    main(["export-windows", str(out), "--data", str(folder / "prose.txt"), "--out", str(windows), "--texts", "2"])
+    shown = capsys.readouterr().out
+    assert "layers have a window of" in shown and shown.count("bits per byte") == 2
+    plain, tokenizer = load_model(str(windows))
+    assert plain.config.model_type == "ministral" and len(plain.config.layer_types) == 2
+    found = make_windows(PROSE * 40, tokenizer, context=64, start=32, limit=2)
+    assert f"{sum(window_bits(plain, found)) / float(found.bytes.sum()):.4f} bits per byte" in shown.splitlines()[2]
+    for arguments, reason in (
+        ([str(out), "--out", str(windows)], "is there already"),
+        ([str(folder)], "holds no spans"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["export-windows", *arguments, "--data", str(folder / "prose.txt")])
+        assert reason in capsys.readouterr().err
+
+
+def test_a_tolerated_loss_takes_the_place_of_a_budget(folder: Path, tmp_path: Path) -> None:
+    """The smallest memory tried that met it is the budget. (Notes have two digits: 0.025 % is between two of them.)"""
+    shares = {}
+    for tolerance in ("0.00025", "0.9"):
+        out = tmp_path / tolerance
+        main(["fit-spans", str(folder), "--data", str(folder / "prose.txt"), "--out", str(out),
+              "--tolerance", tolerance, "--context", "64", "--steps", "0", "--survey", "1", "--measure", "2",
+              "--no-baselines", "--dtype", "float32"])  # fmt: skip
+        saved = json.loads((out / "spans.json").read_text())
+        shares[tolerance] = saved["share"]
+        notes = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+        rises = re.findall(r"(\d\.\d+) of the memory raises the loss by (-?[\d.]+) %", str(notes))
+        assert len(rises) == 6
+        met = [float(share) for share, rise in rises if float(rise) <= 100 * float(tolerance)]
+        assert saved["share"] == pytest.approx(min([*met, 1.0]), abs=0.01)
+    assert shares["0.9"] < 0.12 <= shares["0.00025"]
+
+
+def test_a_short_context_and_texts_that_only_choose(folder: Path, tmp_path: Path) -> None:
+    plan = FitPlan(budget=0.5, context=16, sinks=1, steps=1, survey=1, measure=1, baselines=False)
+    (tmp_path / "numbers.txt").write_text(" ".join(map(str, range(1000))))  # no part is there twice
+    run = FitRun(str(folder), str(tmp_path / "numbers.txt"), "", plan, torch.float32)
+    used = {tuple(row) for texts in (run.trials, run.train, run.held_out) for row in texts.ids.tolist()}
+    assert len(used) == len(run.trials) + len(run.train) + len(run.held_out) == 4
+    assert run.fit().share <= 0.5
+
+
+def test_a_model_that_cannot_be_fitted_is_refused_before_anything_is_measured(folder: Path, tmp_path: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    for config, reason in (
+        (transformers.MistralConfig(sliding_window=9), "sliding windows of their own"),
+        (transformers.CohereConfig(logit_scale=0.25), None),
+        (transformers.GraniteConfig(logits_scaling=8.0), None),
+    ):
+        config.update({"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 256, "max_position_embeddings": 256,
+                       "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48,
+                       "pad_token_id": None, "head_dim": None if config.model_type == "mistral" else 8})  # fmt: skip
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        check_logits(model)
+        name = tmp_path / config.model_type
+        model.save_pretrained(name)
+        tokenizer.save_pretrained(name)
+        plan = FitPlan(context=64, steps=1, survey=1, measure=1)
+        if reason:
+            with pytest.raises(ValueError, match=reason):
+                FitRun(str(name), str(folder / "prose.txt"), "", plan, torch.float32)
+    plain = model.forward
+    model.forward = lambda **options: _doubled(plain(**options))
+    with pytest.raises(ValueError, match=r"GraniteForCausalLM changes its logits behind the output layer"):
+        check_logits(model)
+
+
+def _doubled(found):
+    found.logits = found.logits * 2
+    return found
 
 
 def test_lora_is_measured_and_merged_into_plain_weights(
@@ -78,7 +159,14 @@ def test_lora_is_measured_and_merged_into_plain_weights(
         (["nowhere/at/all", "--data", "x"], "x names no text"),
         (["--data", "{prose}", "./nowhere"], "there is no folder ./nowhere; give a model's folder"),
         (["{empty}", "--data", "{prose}"], "holds no model (0 .gguf files and no config.json)"),
-        (["{model}", "--data", "{prose}", "--context", "8192"], "one window takes 8,192; give more text or a shorter"),
+        (["{model}", "--data", "{prose}", "--context", "256"], "one window takes 256; give more text or a shorter"),
+        (["{model}", "--data", "{prose}", "--context", "8192"], "context is 8192, and the model was made for 256"),
+        (
+            ["{model}", "--data", "{short}", "--valid", "{prose}", "--context", "32"],
+            "2 are kept aside to try windows on",
+        ),
+        (["{model}", "--data", "{prose}", "--lora-lr", "0"], "lora_lr is 0; expected a positive number"),
+        (["{model}", "--data", "{prose}", "--minutes", "-1"], "minutes is -1; expected 0 (no limit) or more"),
         (["{model}", "--data", "{prose}", "--budget", "0.002"], "4 sinks and the token itself take 5; ask for 0.0024"),
         (["{model}", "--data", "{prose}", "--budget", "2"], "expected a share of the full key/value memory"),
         (["{model}", "--data", "{prose}", "--tolerance", "2"], "tolerance is 2; expected a share of the loss"),
@@ -88,7 +176,13 @@ def test_bad_input_gets_a_sentence(
     arguments: list[str], message: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     (tmp_path / "empty").mkdir()
-    places = {"{prose}": str(folder / "prose.txt"), "{model}": str(folder), "{empty}": str(tmp_path / "empty")}
+    (tmp_path / "short.txt").write_text(PROSE[:70])
+    places = {
+        "{prose}": str(folder / "prose.txt"),
+        "{short}": str(tmp_path / "short.txt"),
+        "{model}": str(folder),
+        "{empty}": str(tmp_path / "empty"),
+    }
     with pytest.raises(SystemExit) as end:
         main(["fit-spans", *(places.get(a, a) for a in arguments), "--out", str(tmp_path / "out")])
     assert end.value.code == 2
@@ -121,6 +215,15 @@ def test_tasks_are_the_same_for_the_same_seed_and_hold_their_key_where_they_say(
     assert depths[0] > depths[1] > depths[2]
     with pytest.raises(ValueError, match="context is 40, and the pass key with its question takes"):
         make_task(tokenizer, 40, 0.5, 0)
+    pair = make_task(tokenizer, 256, 0.5, 3, "pair")
+    text = tokenizer.decode(pair.ids)
+    lines = re.findall(r" Box (\d{4}) holds (\d{5})", text)
+    assert len(lines) > 8 and len(pair.ids) <= 256 and lines[-1][1] == pair.key and lines.count(lines[-1]) == 2
+    assert abs(lines.index(lines[-1]) - (len(lines) - 2) / 2) <= 1
+    assert len({name for name, _ in lines}) == len(lines) - 1
+    assert make_task(tokenizer, 256, 0.0, 3, "pair").distance > pair.distance
+    with pytest.raises(ValueError, match="find is 'fact'; expected 'key' or 'pair'"):
+        make_task(tokenizer, 256, 0.5, 3, "fact")  # type: ignore[arg-type]
     found = probe(model, tokenizer, contexts=(160,), depths=2, tasks=2)
     assert [f.depth for f in found] == [0.0, 1.0] and "depth 1.00" in table(found)
     with pytest.raises(ValueError, match="context is 999, and the model was made for 256"):

@@ -100,6 +100,22 @@ def test_the_loss_is_shifted_ignores_and_carries_the_penalty() -> None:
     made.after_step()
 
 
+def test_trainer_accumulates_means(tmp_path) -> None:
+    """Two small batches are one of twice the size: one SGD step ends at the same weights."""
+    pytest.importorskip("accelerate", reason='Trainer needs accelerate: pip install "spanformer[dev]"')
+    rows, ends = [{"input_ids": ids, "labels": ids} for ids in tokens(4, 24)], []
+    for batch in (4, 2):
+        made = model()
+        options = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=batch, optim="sgd", learning_rate=0.1,
+            gradient_accumulation_steps=4 // batch, lr_scheduler_type="constant", max_grad_norm=0.0, report_to=[],
+            use_cpu=True, disable_tqdm=True, save_strategy="no",
+        )  # fmt: skip
+        transformers.Trainer(model=made, args=options, train_dataset=rows).train()
+        ends.append(torch.cat([p.detach().flatten() for p in made.parameters()]))
+    assert torch.allclose(ends[0], ends[1], atol=1e-5)
+
+
 def test_refusals(tmp_path) -> None:
     made, ids = model(), tokens(1, 5)
     with pytest.raises(ValueError, match="past_key_values is a DynamicCache; this model makes its own"):

@@ -68,6 +68,15 @@ def quantised_inside():
     return model
 
 
+def quantised_by_transformers():
+    """As from_pretrained leaves it; where only the feed-forward is quantised, gradients would go around it."""
+    model = tiny("llama")
+    model.hf_quantizer = transformers.quantizers.AutoHfQuantizer.from_config(
+        transformers.HiggsConfig(), pre_quantized=True
+    )
+    return model
+
+
 MODELS = {
     "an encoder": (bert, "BertLMHeadModel attends without a causal mask|lets tokens see later ones"),
     "an encoder and a decoder": (t5, "T5ForConditionalGeneration has cross-attention.*decoder-only"),
@@ -85,6 +94,7 @@ MODELS = {
         quantised_inside,
         r"no gradient comes back to model.layers.1.self_attn \(1 of 3.*load the model unquantised",
     ),
+    "quantised by transformers": (quantised_by_transformers, r"is quantised \(HiggsHfQuantizer\).*unquantised"),
 }
 
 

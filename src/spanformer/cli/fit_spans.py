@@ -99,7 +99,7 @@ class Rows:
         elif kind == "note":
             self.write("note", {"step": self.step, "text": row["text"]})
         elif kind == "eval":
-            text = f"whole windows at step {row['step']}: {row['kl']:.4f} nats from the full model on held-out text"
+            text = f"whole windows at step {row['step']}: {row['kl']:.4f} nats from the full model on texts kept aside"
             self.write("note", {"step": row["step"], "text": text})
 
     def _step(self, row: dict, seconds: float) -> dict:

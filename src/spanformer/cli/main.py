@@ -37,6 +37,7 @@ COMMANDS = {
     "import-original": Command("spanformer.cli.original", "IMPORT", "a checkpoint of the paper's code as our model"),
     "fit-spans": Command("spanformer.cli.fit_spans", "FIT", "learn the spans of a pretrained model to a memory budget"),
     "probe": Command("spanformer.cli.probe", "PROBE", "what a model still finds far back in a text"),
+    "export-windows": Command("spanformer.cli.export_windows", "EXPORT", "learned spans as windows by layer"),
     "bench attention": Command("spanformer.cli.bench", "ATTENTION", "time attention against everything comparable"),
     "report attention": Command("spanformer.cli.report", "ATTENTION", "tables and pictures of an attention benchmark"),
 }

@@ -14,21 +14,24 @@ from spanformer.cli.waiting import waiting
 
 @dataclass(frozen=True)
 class ProbeOptions:
-    model: tyro.conf.Positional[str]
-    """a folder in Hugging Face's format (also one that fit-spans wrote), a .gguf file, or a name on the hub"""
+    models: tyro.conf.Positional[tuple[str, ...]]
+    """one or several, such as a model and what fit-spans made of it: folders in Hugging Face's format (also those that
+    fit-spans wrote), .gguf files, or names on the hub"""
     contexts: tuple[int, ...] = (512, 1024, 2048)
     """how many tokens the texts have"""
     depths: int = 5
-    """places of the pass key, from the beginning to just before the question"""
+    """places of what is asked for, from the beginning to just before the question"""
     tasks: int = 4
     """texts of each context and depth"""
     seed: int = 0
     budget: float = 0.0
-    """also with uniform windows of this share of the key/value memory, for comparison; 0: not"""
+    """also the last model with uniform windows of this share of the key/value memory, for comparison; 0: not"""
     sinks: int = 4
     """first tokens that stay visible beside those windows"""
     save: str = ""
     """a file for the figures, as JSON"""
+    picture: str = ""
+    """a file for the curves over depth, such as probe.png"""
 
 
 def run(options: ProbeOptions) -> None:
@@ -36,31 +39,49 @@ def run(options: ProbeOptions) -> None:
     from spanformer.hf.baselines import uniform
     from spanformer.hf.controller import Budget
     from spanformer.hf.fit import set_windows, window_table
-    from spanformer.hf.probe import as_rows, probe, table
+    from spanformer.hf.probe import FINDS, Found, as_rows, probe, table
     from spanformer.hf.saved import load_fitted
+    from spanformer.hf.spans import head_spans
 
+    if not options.models or len(set(options.models)) < len(options.models):
+        raise ValueError(f"models is {list(options.models)}; expected at least one, and none twice")
     budget = Budget(options.budget, max(options.contexts), options.sinks) if options.budget else None
+    found: dict[str, list[Found]] = {}
     with waiting() as tell:
-        tell("loading", 0, 1)
-        model, tokenizer, fitted = load_fitted(options.model)
 
-        def look(title: str):
-            return probe(
-                model, tokenizer, contexts=options.contexts, depths=options.depths, tasks=options.tasks,
-                seed=options.seed, on_progress=lambda done, total: tell(title, done, total),
-            )  # fmt: skip
+        def look(title: str) -> None:
+            found[title] = []
+            for find in FINDS:
+                found[title] += probe(
+                    model, tokenizer, contexts=options.contexts, depths=options.depths, tasks=options.tasks, find=find,
+                    seed=options.seed, on_progress=lambda done, total: tell(title, done, total),
+                )  # fmt: skip
 
-        found = {"fitted spans" if fitted else "full attention": look("probing")}
+        for name in options.models:
+            tell(f"loading {name}", 0, 1)
+            model, tokenizer, fitted = load_fitted(name)
+            look(f"{name}, {'its spans' if fitted else 'full attention'}")
         if budget:
             if not fitted:
                 attach(model, max_span=budget.context, sinks=options.sinks)
+            own = max(spans.sinks for spans in head_spans(model).values())
+            if own != options.sinks:
+                raise ValueError(f"sinks is {options.sinks}, and {name} was fitted with {own}; ask for as many")
             layers, heads = window_table(model).shape
             set_windows(model, uniform(layers, heads, budget))
-            found[f"uniform windows, {options.budget:g} of the memory"] = look("probing uniform windows")
+            look(f"{name}, uniform windows of {options.budget:g}")
     for title, rows in found.items():
-        print(table(rows, f"{title}: pass keys found, and nats of a token of the key"))
+        for find, what in (("key", "pass keys in filler"), ("pair", "boxes among others")):
+            print(
+                table([row for row in rows if row.find == find], f"{title}: {what}, found whole, and nats of a token")
+            )
+    kept = {title: as_rows(rows) for title, rows in found.items()}
     if options.save:
-        Path(options.save).write_text(json.dumps({title: as_rows(rows) for title, rows in found.items()}, indent=1))
+        Path(options.save).write_text(json.dumps(kept, indent=1))
+    if options.picture:
+        from spanformer.report.probe_pictures import depth_picture
+
+        print(depth_picture(kept).save(Path(options.picture)))
 
 
 PROBE = Leaf(ProbeOptions, run)

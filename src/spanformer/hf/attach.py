@@ -178,6 +178,13 @@ def _refuse_model(model: PreTrainedModel) -> None:
         raise ValueError(
             f"{name} is made of several models; attach spans to its text model alone, loaded as a causal language model"
         )
+    quantizer = getattr(model, "hf_quantizer", None)
+    # GGUF says which modules stayed packed, and mostly none did
+    if quantizer is not None and not quantizer.is_trainable and getattr(quantizer, "packed_modules", True):
+        raise ValueError(
+            f"{name} is quantised ({type(quantizer).__name__}) in a way that gives no gradients; load the model "
+            "unquantised to learn spans"
+        )
     if model.get_output_embeddings() is None or not model.can_generate():
         raise ValueError(f"{name} is no causal language model; load it with AutoModelForCausalLM")
     if getattr(config, "attention_chunk_size", None) is not None:

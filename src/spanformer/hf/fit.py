@@ -9,7 +9,7 @@
    The full model's predictions are a far quieter guide than the next token of the text. λ, the price of a token, is the
    one at which the heads together would neither grow nor shrink; what a step misses of the budget, one factor for all
    heads makes up. The soft edge narrows while the steps do.
-4. Every few steps whole windows, as a cache keeps them, are tried on held-out text. The best ones are kept.
+4. Every few steps whole windows, as a cache keeps them, are tried on texts kept aside. The best ones are kept.
 
 Shapes: L layers, Hkv key/value heads of a layer, T tokens, E width of the hidden states.
 """
@@ -48,7 +48,7 @@ class FitConfig:
     last_ramp: float = 32.0
     """and at the end"""
     check: int = 12
-    """steps between two trials on held-out text"""
+    """steps between two trials on texts kept aside"""
     patience: int = 2
     """stop after so many trials without a gain"""
 
@@ -92,7 +92,7 @@ def set_windows(model: nn.Module, windows: Tensor, ramp: float | None = None) ->
 def learn(
     model: PreTrainedModel,
     texts: Windows,
-    held_out: Windows,
+    trials: Windows,
     budget: Budget,
     found: Survey,
     config: FitConfig,
@@ -103,10 +103,10 @@ def learn(
     windows, price = allocate(found.costs, found.grid, budget)
     best = budget.whole(windows)
     layers = list(head_spans(model).values())
-    _check_layers(layers)
+    check_layers(layers)
     teacher: dict[int, Tensor] = {}  # by number of the text, as they are first read
-    reference = [full_states(model, row, held_out.start, budget.context) for row in held_out.ids]
-    lowest = trial(model, best, held_out, reference)
+    reference = [full_states(model, row, trials.start, budget.context) for row in trials.ids]
+    lowest = trial(model, best, trials, reference)
     on_event("eval", {"step": 0, "kl": lowest, "seconds": time.monotonic() - begun, "windows": best.tolist()})
     theta = nn.Parameter(windows.clamp(min=config.last_ramp / 2).log())
     adam = torch.optim.Adam([theta], lr=config.lr, betas=(0.8, 0.95))
@@ -135,7 +135,7 @@ def learn(
         late = bool(config.minutes) and time.monotonic() - begun > 60 * config.minutes
         if step % config.check == 0 or step == config.steps or late:
             whole = budget.whole(budget.fit(theta.detach().exp()))
-            now = trial(model, whole, held_out, reference)
+            now = trial(model, whole, trials, reference)
             on_event("eval", {"step": step, "kl": now, "seconds": time.monotonic() - begun, "windows": whole.tolist()})
             worse = 0 if now < lowest else worse + 1
             if now < lowest:
@@ -206,7 +206,8 @@ def _kl(model: PreTrainedModel, states: Tensor, wanted: Tensor) -> Tensor:
     return (goal.exp() * (goal - now)).sum()
 
 
-def _check_layers(layers: list[HeadSpans]) -> None:
+def check_layers(layers: list[HeadSpans]) -> None:
+    """Refuse what fitting cannot describe."""
     if len({layer.groups for layer in layers}) != 1 or any(layer.window is not None for layer in layers):
         raise ValueError(
             "this model's layers have different numbers of key/value heads or sliding windows of their own; spans are "

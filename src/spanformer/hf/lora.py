@@ -6,6 +6,7 @@ gain was lost to the windows; a model that only got used to the text would move 
 
 from __future__ import annotations
 
+import importlib.util
 import time
 
 import torch
@@ -31,10 +32,9 @@ def learn_lora(
 ) -> None:
     """Learn updates of the given rank to every linear layer in the blocks, windows held; merged into the weights,
     which are float32 then."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ImportError("LoRA needs peft, which is missing: pip install peft; or leave out --lora") from error
+    check_peft()
+    from peft import LoraConfig, get_peft_model
+
     if rank < 1 or steps < 1 or not lr > 0:
         raise ValueError(f"lora is {rank}, its steps {steps}, its lr {lr:g}; expected 1 or more, and a positive lr")
     begun = time.monotonic()
@@ -64,3 +64,8 @@ def learn_lora(
             break
     adapted.float()  # an update of a few thousandths of a weight would be lost in bfloat16
     adapted.merge_and_unload()
+
+
+def check_peft() -> None:
+    if importlib.util.find_spec("peft") is None:
+        raise ImportError("LoRA needs peft, which is missing: pip install peft; or leave out --lora")

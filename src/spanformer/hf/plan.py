@@ -13,12 +13,16 @@ from torch import Tensor
 from spanformer.hf.attach import attach
 from spanformer.hf.baselines import by_mass, uniform
 from spanformer.hf.controller import Budget, allocate
-from spanformer.hf.fit import Event, FitConfig, learn, set_windows
-from spanformer.hf.lora import learn_lora
+from spanformer.hf.fit import Event, FitConfig, check_layers, learn, set_windows
+from spanformer.hf.lora import check_peft, learn_lora
 from spanformer.hf.saved import save_fitted
 from spanformer.hf.spans import head_spans
 from spanformer.hf.survey import Survey, survey
-from spanformer.hf.text import Windows, bits_per_byte, load_model, make_windows, read_text
+from spanformer.hf.text import Windows, bits_per_byte, check_logits, load_model, make_windows, read_text
+
+TRIALS = 2
+"""texts of the training data that are not learned from: the best windows are chosen on them. Held-out text is only
+measured."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,11 @@ class FitPlan:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected {least} or more")
         if self.start >= self.context:
             raise ValueError(f"start is {self.start}; expected a position inside the context of {self.context}")
+        for name in ("lr", "lora_lr"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name):g}; expected a positive number")
+        if not self.minutes >= 0:
+            raise ValueError(f"minutes is {self.minutes:g}; expected 0 (no limit) or more")
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance is {self.tolerance:g}; expected a share of the loss, such as 0.01")
         Budget(self.budget, self.context, self.sinks)
@@ -94,19 +103,32 @@ class FitRun:
 
     def __init__(self, model: str, data: str, valid: str, plan: FitPlan, dtype: torch.dtype) -> None:
         self.name, self.plan = model, plan
+        if plan.lora:
+            check_peft()  # now, not after half an hour of learning
         text = read_text(data)
         cut = len(text) - len(text) // 20
         other = read_text(valid) if valid else text[cut:]
         self.model, self.tokenizer = load_model(model, dtype)
-        made = {"context": plan.context, "start": plan.first}
-        need = max(plan.survey, plan.steps)
-        self.train = make_windows(text if valid else text[:cut], self.tokenizer, limit=need, **made)
-        order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(plan.seed))
-        self.train = Windows(self.train.ids[order], self.train.bytes[order], plan.first)
-        self.held_out = make_windows(other, self.tokenizer, limit=plan.measure, **made)
+        longest = getattr(self.model.config, "max_position_embeddings", None)
+        if longest is not None and plan.context > longest:
+            raise ValueError(f"context is {plan.context}, and the model was made for {longest}; ask for fewer tokens")
+        check_logits(self.model)
         attach(self.model, max_span=plan.context, sinks=plan.sinks)
         self.model.requires_grad_(False)
         self.layers = list(head_spans(self.model).values())
+        check_layers(self.layers)
+        made = {"context": plan.context, "start": plan.first}
+        need = max(plan.survey, plan.steps) + TRIALS
+        texts = make_windows(text if valid else text[:cut], self.tokenizer, limit=need, **made)
+        if len(texts) <= TRIALS:
+            raise ValueError(
+                f"the text has {len(texts)} windows of {plan.context:,} tokens, and {TRIALS} are kept aside to try "
+                "windows on; give more text or a shorter context"
+            )
+        order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(plan.seed))
+        texts = Windows(texts.ids[order], texts.bytes[order], plan.first)
+        self.trials, self.train = texts[:TRIALS], texts[TRIALS:]
+        self.held_out = make_windows(other, self.tokenizer, limit=plan.measure, **made)
 
     @property
     def spans(self) -> int:
@@ -140,9 +162,10 @@ class FitRun:
         found = found or self.survey(on_event)
         share = self._tolerated(found, bits["full"], on_event) if plan.tolerance else plan.budget
         budget = Budget(share, plan.context, plan.sinks)
-        config = FitConfig(steps=plan.steps, minutes=plan.minutes, lr=plan.lr, ramp=min(96.0, plan.context / 16),
-                           last_ramp=min(32.0, plan.context / 32))  # fmt: skip
-        windows = learn(self.model, self.train, self.held_out[:2], budget, found, config, on_event)
+        config = FitConfig(steps=plan.steps, minutes=plan.minutes, lr=plan.lr,
+                           ramp=max(1.0, min(96.0, plan.context / 16)),
+                           last_ramp=max(1.0, min(32.0, plan.context / 32)))  # fmt: skip
+        windows = learn(self.model, self.train, self.trials, budget, found, config, on_event)
         bits["fitted spans"] = self.measure(windows, "fitted spans", on_event)
         if plan.baselines:
             others = {

@@ -1,9 +1,13 @@
-"""What a key/value budget costs in long-range ability: a pass key hidden in filler text, at several depths.
+"""What a key/value budget costs in long-range ability: one fact fetched from far back, at several depths.
 
-Loss on ordinary text hardly shows whether a model can still fetch one fact from far back. Here a sentence with a random
-key stands somewhere in a text of known length, and the text ends by asking for it. The score is plain: the probability
-of the key's tokens, and whether the model would write the whole key (every token the likeliest). Kept by depth it is a
-needle-in-a-haystack test; its shape over the depths is the lost-in-the-middle curve.
+Loss on ordinary text hardly shows whether a model still can. Two tasks, texts of known length that end by asking:
+
+    key    a needle in a haystack: one sentence with a random pass key among sentences of filler
+    pair   lost in the middle (Liu et al., 2023, https://arxiv.org/abs/2307.03172): the text is a list of boxes and the
+           numbers they hold, all alike, and one of them is asked for
+
+The score is plain: the probability of the answer's tokens, and whether the model would write all of it (every token the
+likeliest). Its shape over the depths is the lost-in-the-middle curve.
 
 Everything is made here from a seed; the same seed makes the same tasks.
 """
@@ -13,12 +17,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
 
-from spanformer.hf.text import hidden_states, logits_of
+from spanformer.hf.text import check_logits, hidden_states, logits_of
 
 SUBJECTS = ("The river", "A merchant", "The old clock", "Her brother", "The garden", "A traveller", "The harbour",
             "His letter", "The village", "An engineer", "The forest", "A teacher")  # fmt: skip
@@ -28,6 +32,9 @@ OBJECTS = ("the mountain", "the market", "a wooden bridge", "the railway", "a qu
            "the library", "a field of barley", "the museum", "an empty theatre", "the lighthouse")  # fmt: skip
 NEEDLE = " The pass key is {key}. Remember it: {key} is the pass key."
 QUESTION = " What is the pass key? The pass key is"
+BOX = " Box {name} holds"
+Find = Literal["key", "pair"]
+FINDS: tuple[Find, ...] = ("key", "pair")
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,7 @@ class Found:
 
     context: int
     depth: float
+    find: Find
     tasks: int
     distance: float
     """in tokens, on average"""
@@ -58,38 +66,46 @@ class Found:
     """of a token of the key, on average; 0 is certainty"""
 
 
-def filler(rng: random.Random, tokens: int, count: Callable[[str], int]) -> list[str]:
-    """Sentences that come to `tokens` tokens or a few fewer."""
-    sentences, used = [], 0
-    while True:
-        sentence = f" {rng.choice(SUBJECTS)} {rng.choice(VERBS)} {rng.choice(OBJECTS)}."
-        used += count(sentence)
-        if used > tokens:
-            return sentences
-        sentences.append(sentence)
+def filler(rng: random.Random) -> str:
+    return f" {rng.choice(SUBJECTS)} {rng.choice(VERBS)} {rng.choice(OBJECTS)}."
 
 
-def make_task(tokenizer: Any, context: int, depth: float, seed: int) -> Task:
+def make_task(tokenizer: Any, context: int, depth: float, seed: int, find: Find = "key") -> Task:
     """A task of at most `context` tokens, answer included. The same arguments make the same task."""
     if not 0 <= depth <= 1:
         raise ValueError(f"depth is {depth}; expected 0 (the beginning) to 1 (just before the question)")
+    if find not in FINDS:
+        raise ValueError(f"find is {find!r}; expected {' or '.join(map(repr, FINDS))}")
     rng = random.Random(f"{context} {depth:.4f} {seed}")
-    key = str(rng.randrange(10_000, 100_000))
+    key, boxes = str(rng.randrange(10_000, 100_000)), iter(())
+    needle, question = NEEDLE.format(key=key), QUESTION
+    if find == "pair":
+        boxes = map(str, rng.sample(range(1_000, 10_000), 9_000))  # no name twice
+        question = BOX.format(name=next(boxes))
+        needle = f"{question} {key}."
+
+    def other() -> str:
+        if find == "key":
+            return filler(rng)
+        return f"{BOX.format(name=next(boxes))} {rng.randrange(10_000, 100_000)}."
 
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    needle, question, answer = encode(NEEDLE.format(key=key)), encode(QUESTION), encode(" " + key)
-    room = context - len(needle) - len(question) - len(answer)
+    begin, asked, answer = encode(needle), encode(question), encode(" " + key)
+    room = context - len(begin) - len(asked) - len(answer)
     if room < 1:
         raise ValueError(
             f"context is {context}, and the pass key with its question takes {context - room}; ask for more tokens"
         )
-    sentences = [encode(each) for each in filler(rng, room, lambda text: len(encode(text)))]
+    sentences: list[list[int]] = []
+    while room >= len(sentence := encode(other())):
+        sentences.append(sentence)
+        room -= len(sentence)
     before = round(depth * len(sentences))
-    text = [*sentences[:before], needle, *sentences[before:], question, answer]
+    text = [*sentences[:before], begin, *sentences[before:], asked, answer]
     ids = [token for part in text for token in part]
-    distance = sum(map(len, sentences[before:])) + len(question) + 1
+    distance = sum(map(len, sentences[before:])) + len(asked) + 1
     return Task(ids, len(answer), depth, distance, key)
 
 
@@ -111,20 +127,22 @@ def probe(
     contexts: tuple[int, ...] = (512, 1024, 2048),
     depths: int = 5,
     tasks: int = 4,
+    find: Find = "key",
     seed: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Found]:
-    """Pass keys at `depths` depths of each context, `tasks` of each, before or after fitting alike."""
+    """Facts at `depths` depths of each context, `tasks` of each, before or after fitting alike."""
     if depths < 2 or tasks < 1 or not contexts:
         raise ValueError(f"depths is {depths}, tasks {tasks}; expected at least 2 depths, 1 task and 1 context")
     longest = getattr(model.config, "max_position_embeddings", None)
     if longest is not None and max(contexts) > longest:
         raise ValueError(f"context is {max(contexts)}, and the model was made for {longest}; ask for fewer tokens")
+    check_logits(model)
     found, total = [], len(contexts) * depths * tasks
     for context in contexts:
         for place in range(depths):
             depth = place / (depths - 1)
-            made = [make_task(tokenizer, context, depth, seed + n) for n in range(tasks)]
+            made = [make_task(tokenizer, context, depth, seed + n, find) for n in range(tasks)]
             scores = []
             for task in made:
                 scores.append(solve(model, task))
@@ -134,6 +152,7 @@ def probe(
                 Found(
                     context,
                     depth,
+                    find,
                     tasks,
                     sum(t.distance for t in made) / tasks,
                     sum(right for right, _ in scores) / tasks,

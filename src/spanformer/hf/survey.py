@@ -71,9 +71,14 @@ def survey(
     assert before is not None
     seen: list[tuple[Tensor, Tensor, Tensor, float | None, Tensor, Tensor]] = []
 
-    def watch(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, _mask, scaling: float | None = None, **_: object):
+    def watch(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, _mask, scaling: float | None = None, **others):
         if NAME not in module._modules:
             raise ValueError(f"{type(module).__name__} has no spans; attach them to the model before surveying it")
+        if others.get("s_aux") is not None:
+            raise ValueError(
+                f"{type(module).__name__} has learned sinks (s_aux), which are not surveyed; learn its spans in a loop "
+                "of your own with spanformer.hf.attach"
+            )
         full = attend(q, k, v, Rule(q.shape[1]), scale=scaling)
         out = full.out if full.out.requires_grad else full.out.requires_grad_()
         seen.append((q.detach(), k.detach(), v.detach(), scaling, out, full.lse.detach()))

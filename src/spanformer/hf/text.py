@@ -66,8 +66,21 @@ def load_model(name: str, dtype: torch.dtype | str = torch.float32) -> tuple[Pre
     except (OSError, ValueError) as error:
         reason = str(error).split("\n")[0]
         raise ValueError(f"{name} could not be loaded as a causal language model: {reason}") from error
+    if options:
+        _forget_packing(model, name)
     model.eval()
     return model.requires_grad_(False), tokenizer
+
+
+def _forget_packing(model: PreTrainedModel, name: str) -> None:
+    """The weights of a GGUF file are plain numbers by now; transformers still calls the model quantised, and would not
+    save it."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    if getattr(quantizer, "packed_modules", None):
+        raise ValueError(f"{name} was loaded with its weights packed, which give no gradients; unpack it first")
+    model.hf_quantizer = None  # pyright: ignore[reportArgumentType]
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def read_text(source: str) -> str:
@@ -109,8 +122,26 @@ def logits_of(model: PreTrainedModel, states: Tensor) -> Tensor:
     head = model.get_output_embeddings()
     assert head is not None
     logits = head(states).float()
-    scale = getattr(model.config, "logits_scaling", None)  # Granite divides
-    return logits if scale is None else logits / scale
+    if (divisor := getattr(model.config, "logits_scaling", None)) is not None:  # Granite
+        logits = logits / divisor
+    if (factor := getattr(model.config, "logit_scale", None)) is not None:  # Cohere
+        logits = logits * factor
+    if (cap := getattr(model.config, "final_logit_softcapping", None)) is not None:  # Gemma
+        logits = (logits / cap).tanh() * cap
+    return logits
+
+
+@torch.no_grad()
+def check_logits(model: PreTrainedModel) -> None:
+    """Refuse a model that does more between hidden states and logits than `logits_of` knows."""
+    ids = torch.arange(1, 5)[None] % model.config.vocab_size
+    own = model(input_ids=ids, use_cache=False).logits.float()
+    ours = logits_of(model, model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
+    if float((ours - own).abs().max()) > 0.05 * float(own.abs().max()):
+        raise ValueError(
+            f"{type(model).__name__} changes its logits behind the output layer in a way that is not known here, so "
+            "its loss cannot be measured in parts; spans can be attached and learned with spanformer.hf.attach"
+        )
 
 
 def chunks(length: int, size: int = 256) -> Iterator[slice]:

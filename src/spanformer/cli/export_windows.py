@@ -1,0 +1,71 @@
+"""`spanformer export-windows FITTED --data TEXT`: learned spans as windows by layer, and what that form costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from spanformer.cli.leaf import Leaf
+from spanformer.cli.waiting import waiting
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    model: tyro.conf.Positional[str]
+    """a folder with spans, as fit-spans and save_pretrained write it"""
+    data: str
+    """text to measure on: a file, a folder or a glob"""
+    out: str = "out/windows"
+    """a folder for the model of plain windows (layer_types and one sliding_window), which needs nothing of ours"""
+    how: Literal["longest", "mean", "shortest"] = "longest"
+    """which of a layer's heads its window is taken from"""
+    context: int = 0
+    """tokens of a text, for which the windows should be thriftiest; 0: as many as the spans were attached for"""
+    texts: int = 4
+    """how many are measured"""
+
+
+def run(options: ExportOptions) -> None:
+    from spanformer.hf.attach import CONFIG
+    from spanformer.hf.export import to_windows
+    from spanformer.hf.saved import load_fitted
+    from spanformer.hf.spans import cache_bytes
+    from spanformer.hf.text import bits_per_byte, check_logits, make_windows, read_text
+
+    out = Path(options.out)
+    if out.exists():
+        raise ValueError(f"{out} is there already; choose another folder with --out")
+    if options.texts < 1 or options.context < 0:
+        raise ValueError(f"texts is {options.texts}, context {options.context}; expected 1 or more, and 0 or more")
+    text = read_text(options.data)
+    with waiting() as tell:
+        tell("loading", 0, 1)
+        model, tokenizer, fitted = load_fitted(options.model)
+        if not fitted:
+            raise ValueError(f"{options.model} holds no spans; give a folder that fit-spans wrote")
+        context = options.context or getattr(model.config, CONFIG)["max_span"]
+        check_logits(model)
+        texts = make_windows(text, tokenizer, context=context, start=max(1, context // 2), limit=options.texts)
+        other, windows = to_windows(model, how=options.how, context=context)
+        kept, full = cache_bytes(model, context)
+        shares = {"spans": kept / full, "windows": windows.tokens / (len(windows.wanted) * context)}
+        bits = {
+            name: bits_per_byte(each, texts, lambda done, total, name=name: tell(f"measuring: {name}", done, total))
+            for name, each in (("spans", model), ("windows", other))
+        }
+        other.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+    local = windows.layer_types.count("sliding_attention")
+    print(
+        f"{local} of {len(windows.wanted)} layers have a window of {windows.sliding_window} tokens, the others see all"
+    )
+    for name, share in shares.items():
+        rise = 100 * (bits[name] / bits["spans"] - 1)
+        print(f"  {name:<10}{share:.3f} of the key/value memory  {bits[name]:.4f} bits per byte  {rise:+.2f} %")
+    print(f"model: {out}")
+
+
+EXPORT = Leaf(ExportOptions, run)
