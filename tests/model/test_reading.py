@@ -231,7 +231,7 @@ def test_a_model_that_was_moved_or_copied_after_reading() -> None:
     assert close(twin.read(x, twin.cache(1)), lm(x).logits)
     lm.float()
     with pytest.raises(
-        ValueError, match=r"the cache holds torch\.float64 on cpu and the model is torch\.float32 on cpu"
+        ValueError, match=r"the cache was made for torch\.float64 on cpu and the model has torch\.float32 on cpu"
     ):
         lm.read(x[:, 20:], cache)
     found = lm.read(x, lm.cache(1))

@@ -74,12 +74,6 @@ class Reader:
 
     def renew(self, lm: LM, cache: Cache) -> None:
         """See whether anything has changed, and fit the cache to it."""
-        weight, layer = self.blocks[0].attention.key.weight, cache.layers[0]
-        if (weight.dtype, weight.device) != (layer.dtype, layer.device):
-            raise ValueError(
-                f"the cache holds {layer.dtype} on {layer.device} and the model is {weight.dtype} on {weight.device}; "
-                "make the cache after moving the model"
-            )
         # written in place, replaced, or moved to another dtype or device
         stamp = [(id(p := getattr(module, name)), p._version, p.data_ptr()) for module, name in self.watched]
         if stamp != self.stamp:
