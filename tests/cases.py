@@ -113,7 +113,7 @@ def make(case: Case) -> Made:
         elif term == "head_value":
             inputs["distance_value"] = rand(c.h, length if c.ahead else 5, dv)
         elif term == "clipped_value":  # ends ahead and behind, and all beyond reads them
-            inputs["distance_value"], fixed["ahead"] = rand(1, 7, dv), 2
+            inputs["distance_value"], fixed["ahead"] = rand(1, 5, dv), 9  # any other than 0
         elif term == "distance_scale":
             inputs["distance_scale"] = rand(c.h, length)
         elif term == "key_bias":

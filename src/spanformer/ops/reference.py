@@ -18,7 +18,7 @@ from torch import Tensor
 from spanformer.ops import dropout as dropping
 from spanformer.ops.backend import Backend, unserved_terms
 from spanformer.ops.call import Attended, Call
-from spanformer.ops.tables import entry
+from spanformer.ops.tables import ahead_of, entry
 
 
 def attend_reference(call: Call) -> Attended:
@@ -71,8 +71,8 @@ def attend_reference(call: Call) -> Attended:
         weight = weight * kept_weights(call).to(q.dtype) / (1 - call.dropout)
     out = weight @ v if finite else (weight[..., None] * v).sum(-2)
     if rule.distance_value is not None:
-        table = rule.distance_value.to(q.dtype)
-        by_entry = weight.new_zeros(*q.shape[:3], table.shape[1]).scatter_add(-1, _index(call, table), weight)
+        table, at = rule.distance_value.to(q.dtype), _index(call, rule.distance_value, ahead_of(rule, "distance_value"))
+        by_entry = weight.new_zeros(*q.shape[:3], table.shape[1]).scatter_add(-1, at, weight)
         out = out + by_entry @ table
     return Attended(out, lse)
 
@@ -140,10 +140,10 @@ def kept_weights(call: Call) -> Tensor:
     return dropping.keep(call.seed, call.dropout, heads, queries, keys)
 
 
-def _index(call: Call, table: Tensor) -> Tensor:
+def _index(call: Call, table: Tensor, ahead: int | None = None) -> Tensor:
     """[B, H, Tq, Tk] where to read a table over distances. Pairs outside it are hidden by reach or causality, so any
     entry will do; distance_value goes on with its ends."""
-    at = entry(signed_distances(call), call.rule.causal, call.rule.ahead)
+    at = entry(signed_distances(call), call.rule.causal, call.rule.ahead if ahead is None else ahead)
     return at.clamp(0, table.shape[1] - 1).expand(*call.q.shape[:3], call.k.shape[2])
 
 

@@ -45,12 +45,13 @@ class Rule:
     """[1 or H, L, D]: q·r[d] joins q·k, and is scaled with it (Shaw, Transformer-XL, the original's table)."""
     distance_value: Tensor | None = None
     """[1 or H, L, Dv]: Σ_j a_ij·r[d] joins the output, a_ij the weights (Shaw's relative values). Unlike the other
-    tables it never ends: what lies beyond it reads its last entry (ahead, its first)."""
+    tables it never ends: what lies beyond it reads its last entry (ahead, its first), so it may be short. With `ahead`,
+    L is odd and distance 0 stands in its middle."""
     distance_scale: Tensor | None = None
     """[H, L]: the score becomes relu(score)·f[d] before biases join it (DA-Transformer)."""
     ahead: int = 0
-    """n: the four tables above hold distances −n … L − 1 − n, so that keys ahead have entries of their own. 0: tables
-    are read at |d|. Only without `causal`; a sum with a causal rule drops what lies ahead."""
+    """n: tables hold distances −n … L − 1 − n, so that keys ahead have entries of their own. 0: they are read at |d|.
+    Only without `causal`; a sum with a causal rule drops what lies ahead."""
     key_bias: Tensor | None = None
     """[1 or B, 1 or Hkv or H, Tk] added to every score of a key; −inf hides the key (padding)."""
     documents: Tensor | tuple[Tensor, Tensor] | None = None
@@ -206,7 +207,7 @@ class Rule:
             ramp=self.ramp if self.span is not None or other.span is None else other.ramp,
             distance_bias=both("distance_bias", add_tables),
             distance_vec=both("distance_vec", add_tables),
-            distance_value=both("distance_value", add_values),
+            distance_value=both("distance_value", lambda a, b: add_values(a, b, ahead > 0)),
             distance_scale=both("distance_scale", multiply_tables),
             ahead=ahead,
             key_bias=_either(self.key_bias, other.key_bias, _add_key_biases),
