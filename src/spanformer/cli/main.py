@@ -32,6 +32,7 @@ COMMANDS = {
     "score": Command("spanformer.cli.score", "SCORE", "bits per character of any file, token by token"),
     "spans": Command("spanformer.cli.spans", "SPANS", "what every head has learned, as a table and bars"),
     "report": Command("spanformer.cli.report", "RUNS", "one page of pictures of one run or several"),
+    "cost": Command("spanformer.cli.cost", "COST", "what attention costs by arithmetic, mechanism by mechanism"),
     "sweep": Command("spanformer.cli.sweep", "SWEEP", "train at several span limits and compare"),
     "data": Command("spanformer.cli.data", "DATA", "prepare a corpus and say what is in it"),
     "import-original": Command("spanformer.cli.original", "IMPORT", "a checkpoint of the paper's code as our model"),
