@@ -31,6 +31,7 @@ COMMANDS = {
     "generate": Command("spanformer.cli.generate", "GENERATE", "what a model writes after a prompt"),
     "score": Command("spanformer.cli.score", "SCORE", "bits per character of any file, token by token"),
     "spans": Command("spanformer.cli.spans", "SPANS", "what every head has learned, as a table and bars"),
+    "heatmap": Command("spanformer.cli.heatmap", "HEATMAP", "where every head looks while a model reads a sentence"),
     "report": Command("spanformer.cli.report", "RUNS", "one page of pictures of one run or several"),
     "cost": Command("spanformer.cli.cost", "COST", "what attention costs by arithmetic, mechanism by mechanism"),
     "sweep": Command("spanformer.cli.sweep", "SWEEP", "train at several span limits and compare"),
