@@ -38,7 +38,7 @@ def test_known_patterns():
     n = 33
     full = [[j <= i for j in range(n)] for i in range(n)]
     window = [[0 <= i - j < 5 for j in range(n)] for i in range(n)]
-    strided = [[0 <= i - j and (i - j < 4 or (i - j) % 4 == 0) for j in range(n)] for i in range(n)]
+    strided = [[i - j >= 0 and (i - j < 4 or (i - j) % 4 == 0) for j in range(n)] for i in range(n)]
     blocks = [[j <= i and i // 8 == j // 8 for j in range(n)] for i in range(n)]
     assert longest_path(full, causal=True) == (1, n * (n + 1) // 2, n * (n + 1) // 2)
     assert longest_path(window, causal=True).layers == 8  # 4 tokens a layer

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from spanformer.report.drawing import GREEN, GREY, Picture, frame, plain, subplots
+from spanformer.report.drawing import GREEN, Picture, frame, plain, subplots
 
 NAMED = 90  # tokens: more names than this cannot be read beside a picture
 SMALL = 14  # tokens: so few are named beside every small picture too
@@ -73,7 +73,6 @@ def _draw(axis, weights: np.ndarray):
     mesh = axis.imshow(weights, cmap=colours, norm=PowerNorm(0.5, vmin=0, vmax=1), interpolation="nearest")
     axis.spines[:].set_visible(True)
     axis.spines[:].set_color("#d0d0d0")
-    axis.plot([-0.5, len(weights) - 0.5], [-0.5, len(weights) - 0.5], color=GREY, linewidth=0.4)
     axis.tick_params(length=0)
     return mesh
 
