@@ -12,7 +12,7 @@ from rich.table import Table
 from spanformer.cli.leaf import Leaf
 from spanformer.cost.mechanisms import MECHANISMS, AttentionCost, Sizes, attention_cost, find
 from spanformer.cost.published import Figure, flops_figures, memory_figures
-from spanformer.report.measures import NOTHING, amount, percent
+from spanformer.report.measures import NOTHING, amount, decimal, percent
 
 ITEMS = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 WIDE = 140
@@ -162,14 +162,6 @@ def _write(options: CostOptions, sizes: Sizes, costs: list[AttentionCost], figur
     else:
         with open(options.json, "w", encoding="utf-8") as file:
             file.write(text + "\n")
-
-
-def decimal(count: float) -> str:
-    """Bytes in decimal units: 1 MB = 10⁶."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.3g} {unit}" if count < 999.5 * scale else f"{count / scale:,.0f} {unit}"
-    return f"{count:,.0f} B"
 
 
 COST = Leaf(CostOptions, run)
