@@ -68,7 +68,8 @@ class LM(Decoder):
             if self.config.original and past.shape[1] < keep:  # a span outgrew its memory: zeros, as at the start
                 past = F.pad(past, (0, 0, keep - past.shape[1], 0))
             keys = past.shape[1] + x.shape[1]
-            view = View(documents=_last(documents, keys), padding=_last(padding, keys))
+            start = state.seen - past.shape[1]  # below 0 where zeros stand before the text
+            view = View(documents=_last(documents, keys), padding=_last(padding, keys), start=start)
             past = past.to(h.dtype)
             h, new, added = self.through(block, h, past, view, self.position)
             memories.append(remember(past, new, keep, tape))
