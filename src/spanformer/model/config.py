@@ -185,6 +185,12 @@ class ModelConfig:
         )  # fmt: skip
 
     @property
+    def max_span(self) -> int:
+        """No span of any layer grows beyond this many tokens."""
+        both = self.attention.max_span, self.encoder.attention.max_span
+        return max(both) if self.kind == "seq2seq" else both[0]
+
+    @property
     def head_dim(self) -> int:
         return self.dim // self.heads
 

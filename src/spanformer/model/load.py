@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from spanformer.model.config import ModelConfig
+from spanformer.model.encoder import Encoder
 from spanformer.model.fields import build
 from spanformer.model.folder import META, NewerFormat, faults, read_meta, read_part
 from spanformer.model.lm import LM
+from spanformer.model.seq2seq import Seq2Seq
 from spanformer.model.weights import misfit, shapes
 
 CHECKPOINTS = "checkpoints"
+MODELS: dict[str, type[LM | Seq2Seq | Encoder]] = {"lm": LM, "seq2seq": Seq2Seq, "encoder": Encoder}
+"""by ModelConfig.kind"""
+Model = TypeVar("Model", LM, Seq2Seq, Encoder)
 
 
-def load(path: str | Path, *, device: str | torch.device = "cpu") -> LM:
+def load(path: str | Path, kind: type[Model] = LM, *, device: str | torch.device = "cpu") -> Model:
     """The model of a folder, in eval mode and float32: of a model folder, of a checkpoint, or of a run.
 
+    kind: `LM`, `Seq2Seq` or `Encoder`, what the folder is expected to hold.
     Of a run's checkpoints it is the one of the lowest score (the later of equals), or the newest if none has a score.
     A checkpoint whose meta.json cannot be read has none; the one that is taken must be whole.
     """
@@ -26,9 +33,11 @@ def load(path: str | Path, *, device: str | torch.device = "cpu") -> LM:
     if found := faults(folder):
         raise ValueError(f"{folder} is not whole: {'; '.join(found)}; choose another one")
     config = build(ModelConfig, _read(folder)["model"], where=str(folder / META))
+    if (found := MODELS[config.kind]) is not kind:
+        raise ValueError(f"{folder} holds a model of kind {config.kind!r}, {found.__name__}; expected {kind.__name__}")
     weights = read_part(folder, "model")
     with torch.random.fork_rng(devices=[]):  # the random beginnings are not kept, so nobody's random numbers change
-        lm = LM(config)
+        lm = kind(config)
     if wrong := misfit(shapes(weights), shapes(lm.state_dict())):
         raise ValueError(f"the weights in {folder} do not fit its configuration: {wrong}")
     lm.load_state_dict(weights)
