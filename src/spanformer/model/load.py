@@ -17,7 +17,7 @@ from spanformer.model.seq2seq import Seq2Seq
 from spanformer.model.weights import misfit, shapes
 
 CHECKPOINTS = "checkpoints"
-MODELS: dict[str, type[LM | Seq2Seq | Encoder]] = {"lm": LM, "seq2seq": Seq2Seq, "encoder": Encoder}
+MODELS: dict[str, type[LM] | type[Seq2Seq] | type[Encoder]] = {"lm": LM, "seq2seq": Seq2Seq, "encoder": Encoder}
 """by ModelConfig.kind"""
 Model = TypeVar("Model", LM, Seq2Seq, Encoder)
 
@@ -29,19 +29,25 @@ def load(path: str | Path, kind: type[Model] = LM, *, device: str | torch.device
     Of a run's checkpoints it is the one of the lowest score (the later of equals), or the newest if none has a score.
     A checkpoint whose meta.json cannot be read has none; the one that is taken must be whole.
     """
+    found = load_any(path, device=device)
+    if not isinstance(found, kind):
+        raise ValueError(f"{path} holds a model of kind {found.config.kind!r}; expected {kind.__name__}")
+    return found
+
+
+def load_any(path: str | Path, *, device: str | torch.device = "cpu") -> LM | Seq2Seq | Encoder:
+    """The model of a folder as `load` takes it, of whatever kind."""
     folder = _folder(Path(path))
     if found := faults(folder):
         raise ValueError(f"{folder} is not whole: {'; '.join(found)}; choose another one")
     config = build(ModelConfig, _read(folder)["model"], where=str(folder / META))
-    if (found := MODELS[config.kind]) is not kind:
-        raise ValueError(f"{folder} holds a model of kind {config.kind!r}, {found.__name__}; expected {kind.__name__}")
     weights = read_part(folder, "model")
     with torch.random.fork_rng(devices=[]):  # the random beginnings are not kept, so nobody's random numbers change
-        lm = kind(config)
-    if wrong := misfit(shapes(weights), shapes(lm.state_dict())):
+        model = MODELS[config.kind](config)
+    if wrong := misfit(shapes(weights), shapes(model.state_dict())):
         raise ValueError(f"the weights in {folder} do not fit its configuration: {wrong}")
-    lm.load_state_dict(weights)
-    return lm.to(device).eval()
+    model.load_state_dict(weights)
+    return model.to(device).eval()
 
 
 def load_meta(path: str | Path) -> dict:

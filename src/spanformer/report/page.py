@@ -16,6 +16,7 @@ from spanformer.report.events import Run, read_run
 from spanformer.report.measures import (
     NOTHING,
     amount,
+    exact,
     lasting,
     looks_back,
     percent,
@@ -97,12 +98,13 @@ def _headline(run: Run) -> list[tuple[str, str, str]]:
         items.append((f"bits per {unit}", f"{curve[0]:.3f} → {curve[-1]:.3f}", remark))
     if test:
         items.append((f"test bits per {unit}", f"{test[-1].bits:.3f}", f"at step {test[-1].step:,}"))
+    if (right := exact(run)) is not None:
+        items.append((right[0], f"{100 * right[1]:.2f} %", "validation, last"))
     items.append(("parameters", amount(run.start.parameters), f"{run.start.shape.layers} layers"))
     if not run.steps:
         return items
     last, costs = run.steps[-1], predicted(run)
-    assert costs is not None, "there are steps"
-    looks, (learned, whole) = looks_back(last), costs
+    looks = looks_back(last)
     passes = last.tokens / trained if (trained := run.start.tokens.get("train")) else math.nan
     remark = f"{passes:.2g} times the training text" if math.isfinite(passes) else ""
     items += [
@@ -110,11 +112,16 @@ def _headline(run: Run) -> list[tuple[str, str, str]]:
         ("training time", lasting(last.seconds), f"{last.step:,} steps, {lasting(seconds_per_step(run))} each"),
         ("average span", tokens(float(looks.mean())), f"tokens, of {run.start.shape.max_span:,} allowed"),
         ("longest span", tokens(float(looks.max())), "tokens"),
+    ]
+    if costs is None:
+        return items
+    learned, whole = costs
+    return [
+        *items,
         ("attention FLOPs", percent(share(learned.by_span, whole.by_span)), "of full attention, predicted"),
         ("FLOPs of a step", percent(share(learned.total, whole.total)), "of full attention's, predicted"),
         ("cached states", size(learned.state_bytes), f"full attention: {size(whole.state_bytes)}"),
     ]
-    return items
 
 
 def _side_by_side(runs: list[Run], names: list[str]) -> tuple[list[str], list[list[str]]]:
@@ -125,14 +132,14 @@ def _side_by_side(runs: list[Run], names: list[str]) -> tuple[list[str], list[li
         curve, test, costs = quality(run).bits, evals_of(run, "test"), predicted(run)
         row = [name, f"{curve[-1]:.3f}" if len(curve) else NOTHING, f"{test[-1].bits:.3f}" if test else NOTHING,
                amount(run.start.parameters)]  # fmt: skip
-        if costs is None:
+        if not run.steps:
             rows.append([*row, *[NOTHING] * (len(header) - len(row))])
             continue
         last = run.steps[-1]
         looks = looks_back(last)
         row += [amount(last.tokens), lasting(last.seconds), lasting(seconds_per_step(run))]
         row += [tokens(float(looks.mean())), tokens(float(looks.max()))]
-        rows.append([*row, percent(share(costs[0].by_span, costs[1].by_span))])
+        rows.append([*row, NOTHING if costs is None else percent(share(costs[0].by_span, costs[1].by_span))])
     return header, rows
 
 
