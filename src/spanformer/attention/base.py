@@ -6,6 +6,7 @@ Shapes: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D and 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,10 @@ class View:
     """Integer ids as in `Rule.documents`: of the keys, or a pair (of the queries, of the keys)."""
     padding: Tensor | None = None
     """[B, Tk] bool, True where a key is padding: nothing sees it."""
+    chosen: Tensor | None = None
+    """[B, Tk] bool, True for the tokens of each example that see all others and are seen by them (Longformer)."""
+    turn: Callable[[Tensor, Tensor, View], tuple[Tensor, Tensor]] | None = None
+    """What the layer's position encoding did to q and k, for a mechanism that makes queries and keys of its own."""
 
     def rule(self, heads: int, *, causal: bool = True) -> Rule:
         """What the view itself hides: other documents and padded keys."""
@@ -79,6 +84,9 @@ class Attention(nn.Module):
             q_positions=view.q_positions,
             k_positions=view.k_positions,
         )
+
+    def start_from(self, query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
+        """Called by a layer with its fresh projections: one with projections of its own may start as a copy of them."""
 
     def after_step(self) -> None:
         """Called after every optimiser step, e.g. to put parameters back into their range."""
