@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from spanformer.attention import View
 from spanformer.attention.longformer import Longformer, growing_windows
+from spanformer.model.config import AttentionConfig, ModelConfig
 from spanformer.model.layer import SelfAttention
+from spanformer.model.lm import LM
 from spanformer.position import Alibi, Position, Rotary
 
 DIM, HEADS = 16, 2
@@ -201,6 +203,25 @@ def test_causal_rows_do_not_change_with_the_future():
 
 
 class TestInALayer:
+    @pytest.mark.parametrize("position", [Alibi(HEADS), Rotary(DIM // HEADS)])
+    def test_segments_with_memory_are_one_text(self, position):
+        """Global tokens go on being seen from memory, as far back as `farthest`, and no farther."""
+        torch.manual_seed(2)
+        module = make(4, positions=[1, 6], farthest=11)
+        layer = SelfAttention(DIM, HEADS, module, None)
+        x = torch.randn(2, 24, DIM)
+        whole, _ = layer(x, x[:, :0], View(), position)
+        parts = []
+        for start in range(0, 24, 6):
+            memory = x[:, max(0, start - 13) : start]  # more than it looks back
+            parts.append(layer(x[:, start : start + 6], memory, View(start=max(0, start - 13)), position)[0])
+        assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-6)
+        changed = x.clone()
+        changed[:, 6] += 1
+        after, _ = layer(changed, x[:, :0], View(), position)
+        moved = (after - whole).abs().amax((0, 2)) > 1e-6
+        assert moved.nonzero().flatten().tolist() == list(range(6, 17))
+
     def test_global_projections_start_as_copies(self):
         layer = SelfAttention(DIM, 1, make(4, positions=[0], kv_heads=1), None)
         for name in ("query", "key", "value"):
@@ -243,6 +264,7 @@ def test_windows_grow_with_depth():
         ((16, 2, 4), {"positions": [1, 1]}, r"positions is \[1, 1\]; expected different positions, from 0 on"),
         ((16, 2, 4), {"positions": [-1]}, r"positions is \[-1\]; expected different"),
         ((16, 2, 4), {"most": -1}, "most is -1; expected how many global tokens an example may choose"),
+        ((16, 2, 4), {"farthest": 3}, "farthest is 3; expected at least the window, 4"),
         ((16, 2, 4), {"kv_heads": 3}, "kv_heads is 3; expected a divisor of heads, 2"),
     ],
 )
@@ -260,5 +282,36 @@ def test_bad_views_are_refused():
     with pytest.raises(ValueError, match=r"view.chosen holds 7 global tokens; expected at most 2 in each example"):
         module.mix(q, k, v, module.rule(), View(x=x, chosen=torch.ones(2, 7, dtype=torch.bool)))
     module = make(4, positions=[0], causal=False)
-    with pytest.raises(ValueError, match=r"view.x has shape None; Longformer's global tokens have projections of"):
+    with pytest.raises(ValueError, match=r"view.keys has shape None; Longformer's global tokens have projections of"):
         module.mix(q, k, v, module.rule(), View())
+
+
+class TestInALanguageModel:
+    def make(self, kind: str) -> LM:
+        torch.manual_seed(4)
+        attention = AttentionConfig(kind=kind, max_span=20)
+        return LM(ModelConfig(vocab=11, dim=DIM, layers=2, heads=HEADS, attention=attention)).eval()
+
+    @pytest.mark.parametrize("kind", ["longformer:6:3", "longformer:6"])
+    def test_segments_are_one_text(self, kind):
+        lm, x = self.make(kind), torch.randint(11, (2, 90))
+        whole, state, parts = lm(x).logits, None, []
+        for piece in x.split(9, 1):
+            out = lm(piece, state)
+            state, _ = out.state, parts.append(out.logits)
+        assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
+
+    def test_a_cache_serves_a_window_and_refuses_global_tokens(self):
+        x = torch.randint(11, (1, 40))
+        lm = self.make("longformer:6")
+        cache = lm.cache(1)
+        got = torch.cat([lm.read(piece, cache) for piece in x.split(7, 1)], 1)
+        assert torch.allclose(got, lm(x).logits, atol=1e-5)
+        lm = self.make("longformer:6:1")
+        with pytest.raises(ValueError, match="Longformer reads the hidden states of its keys, which a cache does not"):
+            lm.read(x, lm.cache(1))
+
+    def test_only_a_window_goes_into_a_mixture(self):
+        self.make("1 longformer:6 + 1 adaptive_span")
+        with pytest.raises(ValueError, match=r"Longformer mixes in its own way here \(.*positions=.*give it all"):
+            self.make("1 longformer:6:2 + 1 adaptive_span")

@@ -29,6 +29,12 @@ class View:
     """Integer ids as in `Rule.documents`: of the keys, or a pair (of the queries, of the keys)."""
     padding: Tensor | None = None
     """[B, Tk] bool, True where a key is padding: nothing sees it."""
+    start: int = 0
+    """Where in the text the first key stands: memory is trimmed, and a pattern may hold at certain places only."""
+    length: int | None = None
+    """Tk, how many keys there are; None: as many as queries."""
+    keys: Tensor | None = None
+    """[B, Tk, dim] the hidden states that the keys were made of, for a mechanism that `reads_keys`."""
     chosen: Tensor | None = None
     """[B, Tk] bool, True for the tokens of each example that see all others and are seen by them (Longformer)."""
     turn: Callable[[Tensor, Tensor, View], tuple[Tensor, Tensor]] | None = None
@@ -56,6 +62,13 @@ class Attention(nn.Module):
     dropout: float = 0.0
     """of attention weights, while training"""
     heads: int
+    placed: bool = False
+    """whether the rule depends on which keys there are: where they stand (view.start, view.length), or what they are
+    (view.keys). It is then asked for with every stretch of keys, and holds for that one only."""
+    reads_keys: bool = False
+    """whether the rule is made of the keys' hidden states, view.keys; such a mechanism is `placed` too"""
+    alone: bool = False
+    """whether its rule does not say all that its heads see, so that they cannot share a layer with other kinds"""
 
     def rule(self, view: View) -> Rule:
         """What each head may see. A layer adds its position encoding's rule to this one before mixing."""

@@ -54,6 +54,7 @@ def check_chosen(chosen: Tensor, most: int, k: Tensor) -> None:
     counts = chosen.sum(1)
     expected = f"expected at most {most} in each example, as most says"
     if chosen.device.type != "cpu" or torch.compiler.is_compiling():
-        torch._assert_async((counts <= most).all(), f"view.chosen holds too many global tokens; {expected}")
+        few = (counts <= most).all()
+        torch.ops.aten._assert_async.msg(few, f"view.chosen holds too many global tokens; {expected}")
     elif len(counts) and int(counts.max()) > most:
         raise ValueError(f"view.chosen holds {int(counts.max())} global tokens; {expected}")

@@ -26,7 +26,8 @@ from spanformer.ops.rule import UNLIMITED
 
 class Longformer(Attention):
     """`positions` are global in every example; or each example says its own in `view.chosen`, at most `most` of them
-    (a number the host knows, so that nothing has to wait for the device)."""
+    (a number the host knows, so that nothing has to wait for the device). `farthest`: how many tokens back, or to
+    either side, global tokens see and are seen; all, unless given: a language model's memory has an end."""
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class Longformer(Attention):
         *,
         positions: Sequence[int] = (),
         most: int = 0,
+        farthest: int | None = None,
         causal: bool = True,
         kv_heads: int | None = None,
     ) -> None:
@@ -52,9 +54,12 @@ class Longformer(Attention):
             raise ValueError(f"positions is {list(positions)}; expected different positions, from 0 on")
         if most < 0:
             raise ValueError(f"most is {most}; expected how many global tokens an example may choose, 0 or more")
+        if farthest is not None and farthest < window:
+            raise ValueError(f"farthest is {farthest}; expected at least the window, {window}")
         self.dim, self.heads, self.kv_heads, self.window, self.causal = dim, heads, kv_heads, window, causal
-        self.positions, self.most = sorted(positions), most
-        if positions or most:
+        self.positions, self.most, self.farthest = sorted(positions), most, farthest
+        self.placed = self.reads_keys = self.alone = bool(positions or most)
+        if self.reads_keys:
             self.query = nn.Linear(dim, dim, bias=False)
             self.key = nn.Linear(dim, kv_heads * dim // heads, bias=False)
             self.value = nn.Linear(dim, kv_heads * dim // heads, bias=False)
@@ -64,14 +69,14 @@ class Longformer(Attention):
         return Rule(self.heads, causal=self.causal, reach=self.window if self.causal else self.window // 2 + 1)
 
     def lookback(self) -> list[int]:
-        if self.positions or self.most:
-            return [UNLIMITED] * self.heads
+        if self.reads_keys:
+            return [(self.farthest or UNLIMITED) - 1] * self.heads
         return [self.window - 1 if self.causal else self.window // 2] * self.heads
 
     @torch.no_grad()
     def start_from(self, query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
         """Copy a layer's own projections, as the paper's code starts the global ones."""
-        if self.positions or self.most:
+        if self.reads_keys:
             for mine, theirs in ((self.query, query), (self.key, key), (self.value, value)):
                 mine.weight.copy_(theirs.weight)
 
@@ -83,7 +88,7 @@ class Longformer(Attention):
         found = merge([self._window(q, k, v, rule, view, keys), self._to_global(q, k, v, rule, view, keys)])
         if not queries.index.shape[1]:
             return found
-        rows = self._from_global(k, rule, view, queries)
+        rows = self._from_global(q.shape[2], k, rule, view, queries)
         return Attended(
             queries.put(found.out, rows.out.to(found.out.dtype)),
             queries.put(found.lse[..., None], rows.lse[..., None]).squeeze(-1),
@@ -107,36 +112,36 @@ class Longformer(Attention):
         documents = _documents(rule, q.shape[2])
         few = replace(
             rule,
-            reach=None,
+            reach=self.farthest,
             sinks=None,  # the window has it
             key_bias=bias,
             documents=None if documents is None else (documents[0], keys.ids(documents[1])),
         )
         return self._attend(q, keys.take(k), keys.take(v), few, q_positions, keys.ids(k_positions))
 
-    def _from_global(self, k: Tensor, rule: Rule, view: View, queries: Chosen) -> Attended:
+    def _from_global(self, tq: int, k: Tensor, rule: Rule, view: View, queries: Chosen) -> Attended:
         """[B, H, N, ·] of the global queries over all keys, by their own projections."""
-        if view.x is None or view.x.ndim != 3 or view.x.shape[1:] != (k.shape[2], self.dim):
-            shape = None if view.x is None else list(view.x.shape)
+        x = view.x if view.keys is None else view.keys
+        if x is None or x.ndim != 3 or x.shape[1:] != (k.shape[2], self.dim):
             raise ValueError(
-                f"view.x has shape {shape}; Longformer's global tokens have projections of their own, and need the "
-                f"hidden states [B, {k.shape[2]}, {self.dim}] of all keys"
+                f"view.keys has shape {None if x is None else list(x.shape)}; Longformer's global tokens have "
+                f"projections of their own, and need the hidden states [B, {k.shape[2]}, {self.dim}] of all keys"
             )
-        x = view.x
-        chosen = x.gather(1, queries.index[..., None].expand(len(x), -1, x.shape[2]))
+        at = queries.index + (k.shape[2] - tq)
+        chosen = x.gather(1, at[..., None].expand(len(x), -1, x.shape[2]))
         q = _split_heads(self.query(chosen), self.heads)
         k, v = _split_heads(self.key(x), self.kv_heads), _split_heads(self.value(x), self.kv_heads)
-        q_positions, k_positions = _positions(view, x.shape[1], k)
-        documents = _documents(rule, x.shape[1])
+        q_positions, k_positions = _positions(view, tq, k)
+        documents = _documents(rule, tq)
         free = replace(
             rule,
-            reach=None,
+            reach=self.farthest,
             documents=None if documents is None else (queries.ids(documents[0]), documents[1]),
         )
-        at = queries.ids(q_positions)
+        q_positions = queries.ids(q_positions)
         if view.turn is not None:
-            q, k = view.turn(q, k, replace(view, q_positions=at, k_positions=k_positions))
-        return self._attend(q, k, v, free, at, k_positions)
+            q, k = view.turn(q, k, replace(view, q_positions=q_positions, k_positions=k_positions))
+        return self._attend(q, k, v, free, q_positions, k_positions)
 
     def _attend(self, q, k, v, rule: Rule, q_positions: Tensor | None, k_positions: Tensor | None) -> Attended:
         dropout = self.dropout if self.training else 0.0
@@ -150,7 +155,7 @@ class Longformer(Attention):
         if view.chosen is not None:
             check_chosen(view.chosen, self.most, k)
             return choose(view.chosen, self.most), choose(view.chosen[:, tk - tq :], self.most)
-        there = [p for p in self.positions if p < tk]
+        there = [p - view.start for p in self.positions if view.start <= p < view.start + tk]
         if not there:
             return None, None
         return fixed(there, k), fixed([p - (tk - tq) for p in there if p >= tk - tq], k)
