@@ -121,27 +121,33 @@ class Longformer(Attention):
 
     def _from_global(self, tq: int, k: Tensor, rule: Rule, view: View, queries: Chosen) -> Attended:
         """[B, H, N, ·] of the global queries over all keys, by their own projections."""
-        x = view.x if view.keys is None else view.keys
-        if x is None or x.ndim != 3 or x.shape[1:] != (k.shape[2], self.dim):
-            raise ValueError(
-                f"view.keys has shape {None if x is None else list(x.shape)}; Longformer's global tokens have "
-                f"projections of their own, and need the hidden states [B, {k.shape[2]}, {self.dim}] of all keys"
-            )
-        at = queries.index + (k.shape[2] - tq)
-        chosen = x.gather(1, at[..., None].expand(len(x), -1, x.shape[2]))
-        q = _split_heads(self.query(chosen), self.heads)
-        k, v = _split_heads(self.key(x), self.kv_heads), _split_heads(self.value(x), self.kv_heads)
+        q, k, v = self._project(view, tq, k.shape[2], queries)
         q_positions, k_positions = _positions(view, tq, k)
-        documents = _documents(rule, tq)
+        q_positions, documents = queries.ids(q_positions), _documents(rule, tq)
         free = replace(
             rule,
             reach=self.farthest,
             documents=None if documents is None else (queries.ids(documents[0]), documents[1]),
         )
-        q_positions = queries.ids(q_positions)
         if view.turn is not None:
             q, k = view.turn(q, k, replace(view, q_positions=q_positions, k_positions=k_positions))
         return self._attend(q, k, v, free, q_positions, k_positions)
+
+    def _project(self, view: View, tq: int, tk: int, queries: Chosen) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, H, N, D] of the global tokens, k and v [B, Hkv, Tk, D] of all."""
+        x = view.x if view.keys is None else view.keys
+        if x is None or x.ndim != 3 or x.shape[1:] != (tk, self.dim):
+            raise ValueError(
+                f"view.keys has shape {None if x is None else list(x.shape)}; Longformer's global tokens have "
+                f"projections of their own, and need the hidden states [B, {tk}, {self.dim}] of all keys"
+            )
+        at = queries.index + (tk - tq)
+        chosen = x.gather(1, at[..., None].expand(len(x), -1, x.shape[2]))
+        return (
+            _split_heads(self.query(chosen), self.heads),
+            _split_heads(self.key(x), self.kv_heads),
+            _split_heads(self.value(x), self.kv_heads),
+        )
 
     def _attend(self, q, k, v, rule: Rule, q_positions: Tensor | None, k_positions: Tensor | None) -> Attended:
         dropout = self.dropout if self.training else 0.0
