@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from spanformer import Rule
 from spanformer.attention import View
 from spanformer.attention.longformer import Longformer, growing_windows
 from spanformer.model.config import AttentionConfig, ModelConfig
@@ -189,6 +190,15 @@ def test_a_global_key_inside_the_window_counts_once():
     found = module.mix(q, q, v[..., :8], module.rule(), View(x=torch.zeros(1, 11, DIM))).out
     assert torch.allclose(found[0, 0, 6, 4:8], torch.full((4,), 1 / 5))  # 4, 5, 6, 7 and 8
     assert torch.allclose(found[0, 0, 1, [0, 1, 2, 3, 5]], torch.full((5,), 1 / 5))
+
+
+def test_a_learned_sink_counts_once():
+    """Without scores and sinks of 0, four tokens seen and one sink: each has a fifth."""
+    module = make(2, positions=[9], causal=False)
+    q, v = torch.zeros(1, HEADS, 11, 8), torch.ones(1, HEADS, 11, 8)
+    rule = module.rule() + Rule(HEADS, causal=False, sinks=torch.zeros(HEADS))
+    found = module.mix(q, q, v, rule, View(x=torch.zeros(1, 11, DIM))).out
+    assert torch.allclose(found[:, :, 1:8], torch.tensor(4 / 5))
 
 
 def test_causal_rows_do_not_change_with_the_future():

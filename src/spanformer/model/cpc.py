@@ -1,5 +1,5 @@
-"""ETC's second pre-training task (Ainslie et al., 2020, https://arxiv.org/abs/2004.08483), contrastive predictive coding
-(van den Oord et al., 2018, https://arxiv.org/abs/1807.03748) of whole sentences.
+"""ETC's second pre-training task (Ainslie et al., 2020, https://arxiv.org/abs/2004.08483): contrastive predictive
+coding (van den Oord et al., 2018, https://arxiv.org/abs/1807.03748) of whole sentences.
 
 Some sentences are masked in a text. What their global tokens then hold, guessed from all around, is to be told apart as
 what a global token holds that sees the sentence and nothing else:
@@ -70,12 +70,8 @@ def mask_sentences(
         tokens.append(x[text, its])
     lengths = torch.tensor([len(t) for t in tokens])
     alone = pad_sequence(tokens, batch_first=True, padding_value=mask_id)
-    return Masked(
-        x.masked_fill(hidden, mask_id),
-        *picked.unbind(1),
-        alone,
-        torch.arange(alone.shape[1]) >= lengths[:, None],
-    )
+    ended = torch.arange(alone.shape[1]) >= lengths[:, None]
+    return Masked(x.masked_fill(hidden, mask_id), picked[:, 0], picked[:, 1], alone, ended)
 
 
 def predict_sentences(etc: ETC, guessed: Tensor, masked: Masked, top: Tensor) -> Tensor:
