@@ -108,7 +108,8 @@ def by_loops(made: Made, seed: int | None = None) -> tuple[list, list]:
                 value = t["v"][b][group][j]
                 if "distance_value" in t:
                     table = t["distance_value"][h if len(t["distance_value"]) > 1 else 0]
-                    added = table[min(max(entry, 0), len(table) - 1)]
+                    at = p_i - p_j - shift + len(table) // 2 if fixed.get("ahead") else d
+                    added = table[min(max(at, 0), len(table) - 1)]
                     value = [x + y for x, y in zip(value, added, strict=True)]
                 values.append((weight * stays, value))
         total = sum(numerators) + (math.exp(t["sinks"][h]) if "sinks" in t else 0.0)

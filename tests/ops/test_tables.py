@@ -126,7 +126,8 @@ def test_values_make_nothing_of_the_size_of_all_pairs() -> None:
 def value_at(rule: Rule, name: str, d: int) -> torch.Tensor:
     """What a rule's table says at distance d, by the words of its docstring."""
     table = getattr(rule, name)
-    at = d if rule.causal else d + rule.ahead if rule.ahead else abs(d)
+    ahead = table.shape[1] // 2 if rule.ahead and name == "distance_value" else rule.ahead
+    at = d if rule.causal else d + ahead if ahead else abs(d)
     if name == "distance_value":
         at = min(max(at, 0), table.shape[1] - 1)
     assert 0 <= at < table.shape[1]
@@ -140,7 +141,7 @@ def rules(seed: int) -> list[Rule]:
     for ahead, length in ((0, 6), (4, 9), (3, 12), (0, 5)):
         made.append(Rule(2, causal=False, ahead=ahead, distance_bias=rand(2, length), distance_scale=rand(2, length)))
         made.append(Rule(2, causal=False, ahead=ahead, distance_vec=rand(1, length, 3)))
-        made.append(Rule(2, causal=False, ahead=ahead, distance_value=rand(2, length, 3)))
+        made.append(Rule(2, causal=False, ahead=ahead, distance_value=rand(2, length // 2 * 2 + 1, 3)))
     return made
 
 
@@ -163,7 +164,7 @@ def test_a_sum_of_rules_says_at_every_distance_what_its_parts_say(causal: bool) 
 def test_values_go_on_beyond_their_ends_in_a_sum() -> None:
     short, long = (Rule(1, causal=False, ahead=n, distance_value=torch.randn(1, 2 * n + 1, 2)) for n in (1, 4))
     both = short + long
-    assert both.ahead == 4
+    assert both.ahead == 4 and both.distance_value.shape[1] == 9
     for d in range(-9, 10):
         expected = value_at(short, "distance_value", d) + value_at(long, "distance_value", d)
         torch.testing.assert_close(value_at(both, "distance_value", d), expected)
@@ -183,6 +184,17 @@ def test_heads_are_picked_from_tables() -> None:
         (
             lambda: Rule(2, causal=False, ahead=3, distance_bias=torch.zeros(2, 3)),
             r"distance_bias has shape \[2, 3\] and ahead is 3; expected an entry for distance 0, so at least 4",
+        ),
+        (
+            lambda: Rule(2, causal=False, ahead=3, distance_value=torch.zeros(1, 4, 2)),
+            r"distance_value has shape \[1, 4, 2\] and ahead is 3; expected an odd number of entries",
+        ),
+        (
+            lambda: (
+                Rule(1, causal=False, ahead=1, distance_bias=torch.zeros(1, 3))
+                + Rule(1, causal=False, distance_bias=torch.zeros(1, 1))
+            ),
+            "a table of one entry, for distance 0 alone, cannot be added to a rule that looks ahead",
         ),
         (lambda: Rule(2, distance_scale=torch.zeros(1, 3)), r"distance_scale has shape \[1, 3\].*expected \[2, L\]"),
         (lambda: Rule(2, distance_value=torch.zeros(2, 3)), r"distance_value has shape .*expected \[1 or 2, L, Dv\]"),

@@ -22,11 +22,16 @@ from torch import Tensor
 
 from spanformer.ops.call import Attended, Call
 from spanformer.ops.rule import Rule
-from spanformer.ops.tables import entry
+from spanformer.ops.tables import ahead_of, entry
 
 
 def without_values(call: Call) -> Call:
-    return replace(call, rule=replace(call.rule, distance_value=None))
+    return replace(call, rule=_without(call.rule))
+
+
+def _without(rule: Rule) -> Rule:
+    also = None if rule.also is None else _without(rule.also)
+    return replace(rule, distance_value=None, also=also)
 
 
 def attend_values(call: Call, run: Callable[[Call], Attended]) -> Attended:
@@ -43,16 +48,14 @@ def attend_values(call: Call, run: Callable[[Call], Attended]) -> Attended:
         found = run(bare)
         out, total = found.out, (found.lse > -math.inf).to(found.out.dtype)[..., None]
     table = table.to(out.dtype)
-    two_sided = not rule.causal and rule.ahead > 0
-    near = table.shape[1] - 1 - rule.ahead  # distances 0 … near − 1 differ from the last entry
-    near = max(near, rule.ahead) if two_sided else near
+    ahead = ahead_of(rule, "distance_value")
+    near = table.shape[1] - 1 - ahead  # |d| < near: what differs from the ends
     if near:
         d, weights = _near_weights(bare, near, found.lse, run)  # [N], [B, H, Tq, N]
-        rows = entry(d, rule.causal, rule.ahead).clamp(0, table.shape[1] - 1)
-        out = out + weights.to(out.dtype) @ table.index_select(1, rows)
+        out = out + weights.to(out.dtype) @ table.index_select(1, entry(d, rule.causal, ahead))
     else:
         d, weights = call.k.new_zeros(0), total[..., :0]
-    if not two_sided:
+    if not rule.ahead:
         return Attended(out + (total - weights.sum(-1, keepdim=True)) * table[:, -1:], found.lse)
     back = _weight_behind(bare, found.lse, run)
     far_back = back - (weights * (d >= 0)).sum(-1, keepdim=True)
