@@ -174,6 +174,16 @@ def test_shared_key_heads_documents_and_a_bias_over_distance(backend, dtype):
     check(module, inputs(b, t, kv_heads=1), chosen, View(documents=documents), backend, dtype, **options)
 
 
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_each_head_has_its_dilation(backend, dtype, causal):
+    b, t, dilation = 2, 29, [1, 3]
+    module = make(4, most=2, causal=causal, dilation=dilation)
+    chosen = choose(b, t, 2)
+    check(module, inputs(b, t), chosen, View(chosen=chosen), backend, dtype, dilation=dilation)
+    assert make(4, causal=causal, dilation=dilation).lookback() == ([3, 9] if causal else [2, 6])
+
+
 def test_a_window_without_global_tokens_is_only_a_rule():
     for causal in (False, True):
         module = make(6, causal=causal)
@@ -274,7 +284,9 @@ def test_windows_grow_with_depth():
         ((16, 2, 4), {"positions": [1, 1]}, r"positions is \[1, 1\]; expected different positions, from 0 on"),
         ((16, 2, 4), {"positions": [-1]}, r"positions is \[-1\]; expected different"),
         ((16, 2, 4), {"most": -1}, "most is -1; expected how many global tokens an example may choose"),
-        ((16, 2, 4), {"farthest": 3}, "farthest is 3; expected at least the window, 4"),
+        ((16, 2, 4), {"farthest": 3}, "farthest is 3; expected more than the window's 3 tokens"),
+        ((16, 2, 4), {"dilation": 0}, "dilation is 0; expected at least 1 token, one for each of 2 heads"),
+        ((16, 2, 4), {"dilation": [1]}, r"dilation is \[1\]; expected at least 1 token, one for each"),
         ((16, 2, 4), {"kv_heads": 3}, "kv_heads is 3; expected a divisor of heads, 2"),
     ],
 )
@@ -302,7 +314,7 @@ class TestInALanguageModel:
         attention = AttentionConfig(kind=kind, max_span=20)
         return LM(ModelConfig(vocab=11, dim=DIM, layers=2, heads=HEADS, attention=attention)).eval()
 
-    @pytest.mark.parametrize("kind", ["longformer:6:3", "longformer:6"])
+    @pytest.mark.parametrize("kind", ["longformer:6:3", "longformer:6", "longformer:3:2:4"])
     def test_segments_are_one_text(self, kind):
         lm, x = self.make(kind), torch.randint(11, (2, 90))
         whole, state, parts = lm(x).logits, None, []
@@ -313,10 +325,11 @@ class TestInALanguageModel:
 
     def test_a_cache_serves_a_window_and_refuses_global_tokens(self):
         x = torch.randint(11, (1, 40))
-        lm = self.make("longformer:6")
-        cache = lm.cache(1)
-        got = torch.cat([lm.read(piece, cache) for piece in x.split(7, 1)], 1)
-        assert torch.allclose(got, lm(x).logits, atol=1e-5)
+        for kind in ("longformer:6", "longformer:3:0:2"):
+            lm = self.make(kind)
+            cache = lm.cache(1)
+            got = torch.cat([lm.read(piece, cache) for piece in x.split(7, 1)], 1)
+            assert torch.allclose(got, lm(x).logits, atol=1e-5)
         lm = self.make("longformer:6:1")
         with pytest.raises(ValueError, match="Longformer reads the hidden states of its keys, which a cache does not"):
             lm.read(x, lm.cache(1))

@@ -27,7 +27,8 @@ from spanformer.ops.rule import UNLIMITED
 class Longformer(Attention):
     """`positions` are global in every example; or each example says its own in `view.chosen`, at most `most` of them
     (a number the host knows, so that nothing has to wait for the device). `farthest`: how many tokens back, or to
-    either side, global tokens see and are seen; all, unless given: a language model's memory has an end."""
+    either side, global tokens see and are seen; all, unless given: a language model's memory has an end. `dilation`:
+    one for all heads, or [heads]; a window of w then spans about w · dilation tokens."""
 
     def __init__(
         self,
@@ -38,6 +39,7 @@ class Longformer(Attention):
         positions: Sequence[int] = (),
         most: int = 0,
         farthest: int | None = None,
+        dilation: int | Sequence[int] = 1,
         causal: bool = True,
         kv_heads: int | None = None,
     ) -> None:
@@ -54,11 +56,17 @@ class Longformer(Attention):
             raise ValueError(f"positions is {list(positions)}; expected different positions, from 0 on")
         if most < 0:
             raise ValueError(f"most is {most}; expected how many global tokens an example may choose, 0 or more")
-        if farthest is not None and farthest < window:
-            raise ValueError(f"farthest is {farthest}; expected at least the window, {window}")
+        dilations = [dilation] * heads if isinstance(dilation, int) else list(dilation)
+        if len(dilations) != heads or min(dilations) < 1:
+            raise ValueError(f"dilation is {dilation}; expected at least 1 token, one for each of {heads} heads")
+        steps = window - 1 if causal else window // 2
+        if farthest is not None and farthest <= steps * max(dilations):
+            raise ValueError(f"farthest is {farthest}; expected more than the window's {steps * max(dilations)} tokens")
         self.dim, self.heads, self.kv_heads, self.window, self.causal = dim, heads, kv_heads, window, causal
         self.positions, self.most, self.farthest = sorted(positions), most, farthest
-        self.placed = self.reads_keys = self.alone = bool(positions or most)
+        self.dilations, self.steps = dilations, steps
+        self.reads_keys = self.alone = bool(positions or most)
+        self.placed = self.reads_keys or max(dilations) > 1  # a cache serves steps only with keys laid out in order
         if self.reads_keys:
             self.query = nn.Linear(dim, dim, bias=False)
             self.key = nn.Linear(dim, kv_heads * dim // heads, bias=False)
@@ -66,12 +74,13 @@ class Longformer(Attention):
 
     def rule(self, view: View | None = None) -> Rule:
         """The window. Global tokens are added by `mix`."""
-        return Rule(self.heads, causal=self.causal, reach=self.window if self.causal else self.window // 2 + 1)
+        reach = [self.steps * dilation + 1 for dilation in self.dilations]
+        return Rule(self.heads, causal=self.causal, reach=reach, stride=self.dilations)
 
     def lookback(self) -> list[int]:
         if self.reads_keys:
             return [(self.farthest or UNLIMITED) - 1] * self.heads
-        return [self.window - 1 if self.causal else self.window // 2] * self.heads
+        return [self.steps * dilation for dilation in self.dilations]
 
     @torch.no_grad()
     def start_from(self, query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
@@ -113,6 +122,7 @@ class Longformer(Attention):
         few = replace(
             rule,
             reach=self.farthest,
+            stride=1,
             sinks=None,  # the window has it
             key_bias=bias,
             documents=None if documents is None else (documents[0], keys.ids(documents[1])),
@@ -127,6 +137,7 @@ class Longformer(Attention):
         free = replace(
             rule,
             reach=self.farthest,
+            stride=1,
             documents=None if documents is None else (queries.ids(documents[0]), documents[1]),
         )
         if view.turn is not None:
@@ -169,6 +180,7 @@ class Longformer(Attention):
     def extra_repr(self) -> str:
         shown = f", positions={self.positions}" if self.positions else ""
         shown += f", most={self.most}" if self.most else ""
+        shown += f", dilation={self.dilations}" if max(self.dilations) > 1 else ""
         return f"dim={self.dim}, heads={self.heads}, window={self.window}{shown}, causal={self.causal}"
 
 

@@ -67,11 +67,11 @@ def _dynamic_span(config: ModelConfig, part: HeadKind) -> Attention:
 
 
 def _longformer(config: ModelConfig, part: HeadKind) -> Attention:
-    kv_heads = part.heads * config.groups // config.heads
-    farthest = max(config.attention.max_span, window := part.numbers["window"] or config.attention.window)
+    window, dilation = part.numbers["window"] or config.attention.window, part.numbers["dilation"] or 1
     return Longformer(
         part.heads * config.head_dim, part.heads, window, positions=range(part.numbers["globals"] or 0),
-        farthest=farthest, kv_heads=kv_heads,
+        farthest=max(config.attention.max_span, window * dilation), dilation=dilation,
+        kv_heads=part.heads * config.groups // config.heads,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ KINDS: dict[str, Kind] = {
     "full": Kind("everything up to max_span"),
     "longformer": Kind(
         "a window, and the first tokens of a text global, with projections of their own",
-        {"window": None, "globals": 0},
+        {"window": None, "globals": 0, "dilation": 1},
     ),
 }
 PATTERN = "pattern"
