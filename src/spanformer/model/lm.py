@@ -22,6 +22,7 @@ from spanformer.model.embedding import AdaptiveEmbedding, AdaptiveHead, Embeddin
 from spanformer.model.feedforward import FeedForward
 from spanformer.model.norm import make_norm
 from spanformer.model.reading import Reader, make_cache, read
+from spanformer.position import Position
 
 NO_DOCUMENT = -1  # the id of tokens read before documents were numbered
 
@@ -58,7 +59,8 @@ class LM(nn.Module):
             if e.tied:  # as the output's weight, N(0, 1) would begin with far too certain predictions
                 nn.init.normal_(embedding.weight, std=config.dim**-0.5)
         self.embedding, self.head = embedding, head
-        self.position = make_position(config)
+        per_layer = [make_position(config) for _ in range(config.layers if config.position.per_layer else 0)]
+        self.position = nn.ModuleList(per_layer) if per_layer else make_position(config)
         self.blocks = nn.ModuleList(make_block(config, parts) for parts in config.stack())
         self.norm = make_norm(config.norm, config.dim) if config.order == "pre" else nn.Identity()
         self.dropout = nn.Dropout(e.dropout)
@@ -85,18 +87,22 @@ class LM(nn.Module):
         past = max(h.shape[1] for h in state.hidden)
         documents = _beside("documents", state.documents, documents, x, past, NO_DOCUMENT)
         padding = _beside("padding", state.padding, padding, x, past, False)
-        h = self.dropout(self.position.embed(self.embedding(x), state.seen))
+        positions = self.positions()
+        h = self.dropout(positions[0].embed(self.embedding(x), state.seen))
         lengths = self.memory_lengths()
         memories, penalty = [], h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
         tapes = state.tapes or (None,) * len(lengths)
-        for block, past, keep, tape in zip(self.blocks, state.hidden, lengths, tapes, strict=True):
+        layers = zip(self.blocks, positions, state.hidden, lengths, tapes, strict=True)
+        for n, (block, position, past, keep, tape) in enumerate(layers):
+            if n and self.config.position.per_layer:
+                h = position.embed(h, state.seen)
             if self.config.original and past.shape[1] < keep:  # a span outgrew its memory: zeros, as at the start
                 past = F.pad(past, (0, 0, keep - past.shape[1], 0))
             keys = past.shape[1] + x.shape[1]
             start = state.seen - past.shape[1]  # below 0 where zeros stand before the text
             view = View(documents=_last(documents, keys), padding=_last(padding, keys), start=start)
             past = past.to(h.dtype)
-            arguments = (h, past, view, self.position)
+            arguments = (h, past, view, position)
             if self.checkpointing and torch.is_grad_enabled():
                 h, new, added = checkpoint(block, *arguments, use_reentrant=False)  # pyright: ignore
             else:
@@ -148,6 +154,12 @@ class LM(nn.Module):
         dtype, dim = weight.dtype, self.config.dim
         lengths = [n if self.config.original else 0 for n in self.memory_lengths()]
         return State(tuple(torch.zeros(batch, n, dim, dtype=dtype, device=weight.device) for n in lengths))
+
+    def positions(self) -> list[Position]:
+        """The position encoding of each layer: the same for all, or one for each."""
+        if isinstance(self.position, Position):
+            return [self.position] * self.config.layers
+        return [position for position in self.position if isinstance(position, Position)]
 
     def mechanisms(self) -> list[Attention]:
         """The attention mechanism of each layer."""
