@@ -43,6 +43,8 @@ class Case:
     logits: float = 1.0  # standard deviation of q (k is 1)
     kept: int = 0
     ahead: bool = False  # signed tables
+    stride: tuple[int, ...] = (1,)  # cycled over heads
+    skip: tuple[int, ...] = (0,)  # cycled over heads
     dropout: float = 0.0
     positions: str = "implicit"  # "implicit", "shuffled" (keys in any order), "rows" (each batch row elsewhere)
     layout: str = "bhtd"  # "bthd": heads and tokens transposed views, rows not contiguous
@@ -134,6 +136,7 @@ def make(case: Case) -> Made:
             fixed["blocks"] = BlockIndex.from_dense(mask, 16)
         else:
             raise ValueError(f"no such term: {term}")
+    fixed["stride"], fixed["skip"] = ([given[i % len(given)] for i in range(c.h)] for given in (c.stride, c.skip))
     if c.reach is not None:
         fixed["reach"] = [c.reach[i % len(c.reach)] for i in range(c.h)]
     return Made(inputs, fixed, c, rand(c.b, c.h, c.tq, dv), rand(c.b, c.h, c.tq))

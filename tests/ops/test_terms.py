@@ -35,6 +35,9 @@ SAMPLES = {
     "kept": {"reach": 3, "kept": 2},
     "blocks": {"blocks": BlockIndex.from_dense(BAND[None].expand(H, T, T), 16)},
     "original": {"original": True},
+    "stride": {"stride": [2, 3]},
+    "skip": {"skip": [1, 4]},
+    "also": {"reach": 3, "also": Rule(H, stride=4, skip=4)},
 }
 """for each term a rule that has it, and that would mean something else without it"""
 MEANINGLESS = {"heads": "a size", "penalty": "for the loss alone"}

@@ -107,7 +107,7 @@ class LM(nn.Module):
                 h, new, added = checkpoint(block, *arguments, use_reentrant=False)  # pyright: ignore
             else:
                 h, new, added = block(*arguments)
-            memories.append(remember(past, new, keep, tape))
+            memories.append(remember(past, new, keep, tape, n))
             penalty = penalty if added is None else penalty + added
         h = self.dropout(self.norm(h))
         longest = max(lengths)

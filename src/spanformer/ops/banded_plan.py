@@ -14,13 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spanformer.ops.blocks import FULL, BlockIndex
+from spanformer.ops.blocks import FULL, HIDDEN, BlockIndex
 from spanformer.ops.call import Call
 from spanformer.ops.rule import UNLIMITED
 
 ROOM = {"cpu": 1 << 20}  # how many scores a step may hold: on a CPU about what a cache does
 ROOM_ELSEWHERE = 1 << 24
-HIDDEN = FULL - 1  # the mask id of a block that is not stored
 WORTH_GATHERING = 0.75  # gather a window's keys one by one if fewer than this share of them are in the pattern
 
 

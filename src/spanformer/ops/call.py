@@ -6,7 +6,7 @@ Shapes: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D and 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -100,7 +100,13 @@ def make_call(
     q_documents, k_documents = _documents(rule, q, b, tq, tk)
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     call = Call(q, k, v, rule, scale, dropout, seed, q_positions, k_positions, q_documents, k_documents)
-    _check_rule(call)
+    if rule.also is None:
+        _check_rule(call)
+        return call
+    _check_rule(replace(call, rule=replace(rule, also=None)))
+    make_call(
+        q, k, v, rule.also, scale=scale, dropout=dropout, seed=seed, q_positions=q_positions, k_positions=k_positions
+    )
     return call
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from spanformer.ops import dropout as dropping
 from spanformer.ops.backend import Backend, unserved_terms
 from spanformer.ops.call import Attended, Call
+from spanformer.ops.parts import union
 from spanformer.ops.tables import ahead_of, entry
 
 
@@ -25,32 +26,19 @@ def attend_reference(call: Call) -> Attended:
     q, rule = call.q, call.rule
     group = q.shape[1] // call.k.shape[1]
     k, v = call.k.repeat_interleave(group, 1), call.v.repeat_interleave(group, 1)  # [B, H, Tk, ·]
-    distance = distances(call)  # [1 or B, 1, Tq, Tk]
-    visible = visible_pairs(call, distance)  # [B, H, Tq, Tk]
     finite = bool(q.isfinite().all() and k.isfinite().all() and v.isfinite().all())
-    if finite:
-        score = q @ k.transpose(-1, -2)
-    else:  # 0 · NaN is NaN: what is not visible must not even be multiplied
-        k = torch.where(visible[..., None], k[:, :, None], 0)
+    score, visible = _scores(call, k, finite)
+    part = call
+    while part.rule.also is not None:  # one softmax over the pairs of all
+        part = union(part)[1]
+        more, seen = _scores(part, k, finite)
+        if bool((seen & visible).any()):
+            raise ValueError(
+                "also sees pairs that the rule itself sees; they would be counted twice, so leave them out"
+            )
+        score, visible = torch.where(seen, more, score), visible | seen
+    if not finite:
         v = torch.where(visible[..., None], v[:, :, None], 0)
-        score = (q[:, :, :, None] * k).sum(-1)
-    if rule.distance_vec is not None:
-        table = (q @ rule.distance_vec.to(q.dtype).transpose(-1, -2)).contiguous()  # [B, H, Tq, L]
-        score = score + table.gather(-1, _index(call, rule.distance_vec))
-    score = score * call.scale
-    if rule.distance_scale is not None:
-        table = rule.distance_scale.to(q.dtype)[None, :, None].expand(*q.shape[:3], -1)
-        score = score.relu() * table.gather(-1, _index(call, rule.distance_scale))
-    if rule.distance_bias is not None:
-        table = rule.distance_bias.to(q.dtype)[None, :, None].expand(*q.shape[:3], -1)
-        score = score + table.gather(-1, _index(call, rule.distance_bias))
-    if rule.key_bias is not None:
-        bias = rule.key_bias.to(q.dtype)
-        score = score + bias.repeat_interleave(q.shape[1] // bias.shape[1], 1)[:, :, None]
-    if rule.span is not None:
-        m = span_mask(call, distance)
-        score = score + torch.where(visible, m, 1).log().to(q.dtype)
-    score = torch.where(visible, score, -math.inf)
 
     peak = (
         score.detach().amax(-1, keepdim=True) if score.shape[-1] else score.new_full((*score.shape[:3], 1), -math.inf)
@@ -77,6 +65,35 @@ def attend_reference(call: Call) -> Attended:
     return Attended(out, lse)
 
 
+def _scores(call: Call, k: Tensor, finite: bool) -> tuple[Tensor, Tensor]:
+    """Scores by the call's rule, its `also` aside, −inf where it sees nothing, and where it sees: [B, H, Tq, Tk]."""
+    q, rule = call.q, call.rule
+    distance = distances(call)  # [1 or B, 1, Tq, Tk]
+    visible = visible_pairs(call, distance)
+    if finite:
+        score = q @ k.transpose(-1, -2)
+    else:  # 0 · NaN is NaN: what is not visible must not even be multiplied
+        k = torch.where(visible[..., None], k[:, :, None], 0)
+        score = (q[:, :, :, None] * k).sum(-1)
+    if rule.distance_vec is not None:
+        table = (q @ rule.distance_vec.to(q.dtype).transpose(-1, -2)).contiguous()  # [B, H, Tq, L]
+        score = score + table.gather(-1, _index(call, rule.distance_vec))
+    score = score * call.scale
+    if rule.distance_scale is not None:
+        table = rule.distance_scale.to(q.dtype)[None, :, None].expand(*q.shape[:3], -1)
+        score = score.relu() * table.gather(-1, _index(call, rule.distance_scale))
+    if rule.distance_bias is not None:
+        table = rule.distance_bias.to(q.dtype)[None, :, None].expand(*q.shape[:3], -1)
+        score = score + table.gather(-1, _index(call, rule.distance_bias))
+    if rule.key_bias is not None:
+        bias = rule.key_bias.to(q.dtype)
+        score = score + bias.repeat_interleave(q.shape[1] // bias.shape[1], 1)[:, :, None]
+    if rule.span is not None:
+        m = span_mask(call, distance)
+        score = score + torch.where(visible, m, 1).log().to(q.dtype)
+    return torch.where(visible, score, -math.inf), visible
+
+
 def signed_distances(call: Call) -> Tensor:
     """[1 or B, 1, Tq, Tk]: i − j, from the previous token by the original's conventions."""
     q_pos, k_pos = call.positions()
@@ -99,6 +116,9 @@ def visible_pairs(call: Call, distance: Tensor) -> Tensor:
         seen = seen & (distance < reach[None, :, None, None])
     if rule.span is not None:
         seen = seen & (span_mask(call, distance).detach() > 0)
+    if rule.stride != 1 or rule.skip != 0:
+        stride, skip = torch.tensor(rule.strides(), device=distance.device).T[:, None, :, None, None]
+        seen = seen & (distance % stride == 0) & (distance >= skip)
     if rule.kept:
         seen = seen | (near & kept_keys(call)[:, None, None])
     if rule.key_bias is not None:
@@ -147,5 +167,5 @@ def _index(call: Call, table: Tensor, ahead: int | None = None) -> Tensor:
     return at.clamp(0, table.shape[1] - 1).expand(*call.q.shape[:3], call.k.shape[2])
 
 
-_unserved = unserved_terms("reference", "ahead", "distance_scale", "distance_value", "kept")
+_unserved = unserved_terms("reference", "ahead", "distance_scale", "distance_value", "kept", "stride", "skip", "also")
 BACKEND = Backend("reference", unusable=lambda: [], refuses=lambda call: _unserved(call.rule), run=attend_reference)

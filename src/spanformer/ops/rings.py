@@ -148,7 +148,8 @@ def _check_rule(q: Tensor, rings: Rings, rule: Rule, seen: int) -> None:
         raise ValueError(f"{heads}; expected q's in the rule, and a number of rings that divides it")
     if rule.kept != rings.kept:
         raise ValueError(f"the rule keeps {rule.kept} first tokens and the rings {rings.kept}; expected one number")
-    unknown = [name for name in ("key_bias", "documents", "blocks") if getattr(rule, name) is not None]
+    unknown = [name for name in ("key_bias", "documents", "blocks", "also") if getattr(rule, name) is not None]
+    unknown += [name for name, least in (("stride", 1), ("skip", 0)) if getattr(rule, name) != least]
     if unknown or not rule.causal:
         raise ValueError(f"rings do not take {', '.join([*unknown, *([] if rule.causal else ['causal=False'])])}")
     if new := _unserved(rule):

@@ -60,7 +60,12 @@ class Rule:
     sinks: Tensor | None = None
     """[H] a learned score that takes part in every softmax and has no value: somewhere to put unneeded mass."""
     kept: int = 0
-    """Keys at positions 0 … kept − 1 are seen with full weight whatever reach and span say: sinks that are tokens."""
+    """Keys at positions 0 … kept − 1 are seen with full weight whatever reach, span, stride and skip say: sinks that
+    are tokens."""
+    stride: Sequence[int] | int = 1
+    """[H] or one for all: only distances that are multiples of it are seen (dilation), and only those are paid for."""
+    skip: Sequence[int] | int = 0
+    """[H] or one for all: the distances below it are not seen."""
     blocks: BlockIndex | None = None
     """A block-sparse pattern over positions."""
     penalty: Tensor | None = None
@@ -68,6 +73,9 @@ class Rule:
     original: bool = False
     """The conventions of Sukhbaatar et al.'s code: a token does not see itself, and every distance (in reach,
     span and tables alike) counts from the previous token, d − 1. A reach is then its hard cap at the maximum span."""
+    also: Rule | None = None
+    """Pairs that are seen too, under the same softmax: another rule, with terms of its own, none of whose pairs this
+    one sees. What is added with `+` is added to both."""
 
     def __post_init__(self) -> None:
         if self.heads < 1:
@@ -86,6 +94,11 @@ class Rule:
             )
         if self.original and not self.causal:
             raise ValueError("original=True excludes a token itself by looking back, so it needs causal=True")
+        for name, least in (("stride", 1), ("skip", 0)):
+            object.__setattr__(self, name, _per_head(name, getattr(self, name), self.heads, least))
+            if self.original and getattr(self, name) != least:
+                raise ValueError(f"original=True counts from the previous token; beside {name} that says two things")
+        self._check_also()
         self._check_shapes()
         check_ahead(self)
         if self.span is not None and self.span.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -94,6 +107,20 @@ class Rule:
                 raise ValueError(
                     f"span of shape {list(self.span.shape)} holds {lowest}; expected numbers of tokens, 0 or more"
                 )
+
+    def _check_also(self) -> None:
+        if self.also is None:
+            return
+        if not isinstance(self.also, Rule) or self.also.heads != self.heads:
+            raise ValueError(f"also is not a Rule of {self.heads} heads, as the rule it belongs to")
+        carried = {
+            "kept": self.also.kept > 0,
+            "sinks": self.also.sinks is not None,
+            "penalty": self.also.penalty is not None,
+        }
+        for name, there in carried.items():
+            if there:
+                raise ValueError(f"also carries {name}, which there is only one of; give it to the rule itself")
 
     def _check_shapes(self) -> None:
         h = self.heads
@@ -146,14 +173,19 @@ class Rule:
     def limits(self) -> list[int]:
         """Per head, how many distances can have weight, kept keys aside: min(reach, ⌈span + ramp⌉). Reads the span (a
         sync on a GPU)."""
-        reach = [UNLIMITED] * self.heads if self.reach is None else self.reach_list()
-        if self.span is None:
-            return reach
-        if not self.span.numel():  # no queries
-            return [0] * self.heads
-        longest = self.span.detach() if not self.dynamic else self.span.detach().amax((0, 2))
-        seen = [_seen(z, self.ramp) for z in longest.double().tolist()]
-        return [min(a, b) for a, b in zip(reach, seen, strict=True)]
+        limits = self.reach_list()
+        if self.span is not None and not self.span.numel():  # no queries
+            limits = [0] * self.heads
+        elif self.span is not None:
+            longest = self.span.detach() if not self.dynamic else self.span.detach().amax((0, 2))
+            seen = [_seen(z, self.ramp) for z in longest.double().tolist()]
+            limits = [min(a, b) for a, b in zip(limits, seen, strict=True)]
+        return limits if self.also is None else [max(a, b) for a, b in zip(limits, self.also.limits(), strict=True)]
+
+    def strides(self) -> list[tuple[int, int]]:
+        """Per head (stride, skip)."""
+        pairs = ([n] * self.heads if isinstance(n, int) else n for n in (self.stride, self.skip))
+        return list(zip(*pairs, strict=True))
 
     def reach_list(self) -> list[int]:
         """The reach as plain integers; unlimited heads hold a number beyond any sequence."""
@@ -164,8 +196,6 @@ class Rule:
 
     def for_heads(self, heads: Sequence[int], kv_heads: Sequence[int]) -> Rule:
         """The rule of some of the heads alone, in the order given, with the key/value heads they use."""
-        if self.blocks is not None and self.blocks.offsets.shape[0] > 1:
-            raise ValueError("blocks holds a pattern for each head, which cannot be taken apart")
 
         def pick(t: Tensor | None, axis: int) -> Tensor | None:
             if t is None or t.shape[axis] == 1:
@@ -184,6 +214,10 @@ class Rule:
             distance_scale=pick(self.distance_scale, 0),
             key_bias=pick(self.key_bias, 1),
             sinks=pick(self.sinks, 0),
+            stride=[self.strides()[h][0] for h in heads],
+            skip=[self.strides()[h][1] for h in heads],
+            blocks=None if self.blocks is None else self.blocks.for_heads(heads),
+            also=None if self.also is None else self.also.for_heads(heads, kv_heads),
         )
 
     def __add__(self, other: Rule) -> Rule:
@@ -199,6 +233,7 @@ class Rule:
         def both(name: str, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
             return _either(counted(self, name, causal, ahead), counted(other, name, causal, ahead), join)
 
+        mine, theirs = self.strides(), other.strides()
         return Rule(
             self.heads,
             causal=causal,
@@ -214,10 +249,27 @@ class Rule:
             documents=_either(self.documents, other.documents, _same_documents),
             sinks=_either(self.sinks, other.sinks, torch.logaddexp),  # two sinks weigh as much as their sum
             kept=max(self.kept, other.kept),
+            stride=[math.lcm(a, b) for (a, _), (b, _) in zip(mine, theirs, strict=True)],
+            skip=[max(a, b) for (_, a), (_, b) in zip(mine, theirs, strict=True)],
             blocks=_either(self.blocks, other.blocks, lambda a, b: a & b),
             penalty=_either(self.penalty, other.penalty, lambda a, b: a + b),
             original=self.original or other.original,
+            also=self._also_with(other),
         )
+
+    def _also_with(self, other: Rule) -> Rule | None:
+        """(a ∪ b) + (c ∪ d) without a + c: the parts b + c, a + d and b + d, one after the other."""
+        if self.also is None and other.also is None:
+            return None
+        a, c = (replace(rule, also=None, kept=0, sinks=None, penalty=None) for rule in (self, other))
+        parts = [x + y for x, y in ((self.also, c), (a, other.also), (self.also, other.also)) if x and y]
+        chain = parts.pop()
+        while parts:
+            chain = parts.pop()._or(chain)
+        return chain
+
+    def _or(self, other: Rule) -> Rule:
+        return replace(self, also=other if self.also is None else self.also._or(other))
 
 
 def _seen(span: float, ramp: float) -> int:
@@ -241,6 +293,14 @@ def _as_reach(reach: Tensor | Sequence[int] | int, heads: int) -> Tensor:
     if not torch.compiler.is_compiling() and int(tensor.min()) < 0:
         raise ValueError(f"reach holds {int(tensor.min())}; expected numbers of tokens, 0 or more")
     return tensor
+
+
+def _per_head(name: str, given: Sequence[int] | int, heads: int, least: int) -> tuple[int, ...] | int:
+    """One number where all heads have the same."""
+    numbers = (given,) * heads if isinstance(given, int) else tuple(given)
+    if len(numbers) != heads or not all(isinstance(n, int) and n >= least for n in numbers):
+        raise ValueError(f"{name} is {given}; expected a whole number from {least} on, or {heads} of them")
+    return numbers[0] if len(set(numbers)) == 1 else numbers
 
 
 def _expect(ok: bool, name: str, tensor: Tensor, expected: str) -> None:
