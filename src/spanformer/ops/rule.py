@@ -17,6 +17,7 @@ from spanformer.ops.blocks import BlockIndex
 from spanformer.ops.tables import TABLES, add_tables, add_values, check_ahead, counted, multiply_tables, shared_ahead
 
 UNLIMITED = 1 << 40  # a reach beyond any sequence
+ONCE = {"kept": 0, "sinks": None, "penalty": None, "distance_value": None}  # of a rule and its `also` together
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +117,7 @@ class Rule:
         carried = {
             "kept": self.also.kept > 0,
             "sinks": self.also.sinks is not None,
+            "distance_value": self.also.distance_value is not None,
             "penalty": self.also.penalty is not None,
         }
         for name, there in carried.items():
@@ -261,7 +263,7 @@ class Rule:
         """(a ∪ b) + (c ∪ d) without a + c: the parts b + c, a + d and b + d, one after the other."""
         if self.also is None and other.also is None:
             return None
-        a, c = (replace(rule, also=None, kept=0, sinks=None, penalty=None) for rule in (self, other))
+        a, c = (replace(rule, also=None, **ONCE) for rule in (self, other))
         parts = [x + y for x, y in ((self.also, c), (a, other.also), (self.also, other.also)) if x and y]
         chain = parts.pop()
         while parts:
