@@ -115,6 +115,7 @@ def shrink(config: RunConfig, folder: Path) -> RunConfig:
     m = config.model
     heads = min(m.heads, 4)
     pairs = m.kind == "seq2seq"  # these keep their own text, which is made in a moment
+    block = config.train.block if pairs else 16
     source = config.data.source if pairs else str(write_text(folder / "text.txt"))
     return RunConfig(
         out=str(folder / "run"),
@@ -132,7 +133,7 @@ def shrink(config: RunConfig, folder: Path) -> RunConfig:
         ),
         optim=config.optim,
         train=replace(
-            config.train, batch=4, block=config.train.block if pairs else 16, steps=1, minutes=0.0, eval_tokens=300, threads=1, device="cpu",
+            config.train, batch=4, block=block, steps=1, minutes=0.0, eval_tokens=300, threads=1, device="cpu",
             tensorboard="off", measure=False,
         ),
     )  # fmt: skip
