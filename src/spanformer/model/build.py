@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from spanformer.attention import AdaptiveSpan, Attention, DynamicSpan, Mixed, Window
+from spanformer.attention import AdaptiveSpan, Attention, DynamicSpan, Longformer, Mixed, Window
 from spanformer.memory import Persistent
 from spanformer.model.block import Block
 from spanformer.model.config import ModelConfig
@@ -96,6 +96,15 @@ def _dynamic_span(config: ModelConfig, part: HeadKind) -> Attention:
     )  # fmt: skip
 
 
+def _longformer(config: ModelConfig, part: HeadKind) -> Attention:
+    window, dilation = part.numbers["window"] or config.attention.window, part.numbers["dilation"] or 1
+    return Longformer(
+        part.heads * config.head_dim, part.heads, window, positions=range(part.numbers["globals"] or 0),
+        farthest=max(config.attention.max_span, window * dilation), dilation=dilation,
+        kv_heads=part.heads * config.groups // config.heads,
+    )  # fmt: skip
+
+
 def _tied(config: ModelConfig, part: HeadKind) -> int | None:
     return part.heads * config.groups // config.heads if config.attention.tied else None
 
@@ -105,6 +114,7 @@ MAKERS: dict[str, Callable[[ModelConfig, HeadKind], Attention]] = {
     "dynamic_span": _dynamic_span,
     "window": _window,
     "full": _full,
+    "longformer": _longformer,
 }
 """one for each of kinds.KINDS"""
 

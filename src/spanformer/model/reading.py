@@ -67,7 +67,8 @@ class Reader:
             (module, name)
             for part in (*(block.attention.mechanism for block in self.blocks), lm.position)
             for module in part.modules()
-            for name in module._parameters
+            for name, parameter in module._parameters.items()
+            if parameter is not None  # a bias that a product does without
         ]
         self.stamp: list[tuple[int, int, int]] | None = None
         self.lookback: list[list[int]] = []

@@ -111,6 +111,24 @@ def seconds_per_step(run: Run) -> float:
     return float(np.median(seconds[steps > 0] / steps[steps > 0])) if (steps > 0).any() else math.nan
 
 
+def attention_per_token(run: Run) -> float:
+    """Predicted operations for each token that the spans decide; NaN for a run without steps."""
+    costs = predicted(run)
+    return costs[0].by_span / run.start.shape.tokens if costs else math.nan
+
+
+def counted_per_token(run: Run) -> float:
+    """Operations of a training step that were counted, for each of its tokens; NaN when they were not."""
+    counted = [row.flops["learned"] for row in run.costs if row.flops]
+    return counted[-1] / run.start.shape.tokens if counted else math.nan
+
+
+def peak_bytes(run: Run) -> float:
+    """Peak memory of a training step above what was there before it, measured; NaN when it was not."""
+    measured = [row.peak_bytes["learned"] for row in run.costs if row.peak_bytes]
+    return measured[-1] if measured else math.nan
+
+
 def amount(value: float) -> str:
     """A count, in a unit that reads well."""
     if not math.isfinite(value):
@@ -127,6 +145,14 @@ def size(count: float) -> str:
         if count >= scale:
             return f"{_digits(count / scale)} {unit}"
     return f"{count:,.0f} bytes"
+
+
+def decimal(count: float) -> str:
+    """Bytes in decimal units: 1 MB = 10⁶."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}" if count < 999.5 * scale else f"{count / scale:,.0f} {unit}"
+    return f"{count:,.0f} B"
 
 
 def lasting(seconds: float) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from spanformer.report import html
 from spanformer.report.compare_pictures import compare_pictures
+from spanformer.report.compare_table import side_by_side
 from spanformer.report.drawing import Picture
 from spanformer.report.events import Run, read_run
 from spanformer.report.measures import (
@@ -71,7 +72,7 @@ def _alone(run: Run, out: Path, prefix: str) -> list[str]:
 
 def _together(runs: list[Run], names: list[str], out: Path) -> list[str]:
     """All runs: a table side by side, what differs in their configurations, and their pictures."""
-    parts = [html.table(*_side_by_side(runs, names), "numbers")]
+    parts = [html.table(*side_by_side(runs, names), "numbers")]
     settings = [_settings(run) for run in runs]
     keys = [key for key in dict.fromkeys(key for each in settings for key in each) if not key.startswith("machine.")]
     differing = [key for key in keys if len({each.get(key) for each in settings}) > 1]
@@ -122,25 +123,6 @@ def _headline(run: Run) -> list[tuple[str, str, str]]:
         ("FLOPs of a step", percent(share(learned.total, whole.total)), "of full attention's, predicted"),
         ("cached states", size(learned.state_bytes), f"full attention: {size(whole.state_bytes)}"),
     ]
-
-
-def _side_by_side(runs: list[Run], names: list[str]) -> tuple[list[str], list[list[str]]]:
-    header = ["run", "bits per unit", "test bits", "parameters", "tokens", "time", "a step", "average span",
-              "longest span", "attention FLOPs, of full"]  # fmt: skip
-    rows = []
-    for run, name in zip(runs, names, strict=True):
-        curve, test, costs = quality(run).bits, evals_of(run, "test"), predicted(run)
-        row = [name, f"{curve[-1]:.3f}" if len(curve) else NOTHING, f"{test[-1].bits:.3f}" if test else NOTHING,
-               amount(run.start.parameters)]  # fmt: skip
-        if not run.steps:
-            rows.append([*row, *[NOTHING] * (len(header) - len(row))])
-            continue
-        last = run.steps[-1]
-        looks = looks_back(last)
-        row += [amount(last.tokens), lasting(last.seconds), lasting(seconds_per_step(run))]
-        row += [tokens(float(looks.mean())), tokens(float(looks.max()))]
-        rows.append([*row, NOTHING if costs is None else percent(share(costs[0].by_span, costs[1].by_span))])
-    return header, rows
 
 
 def _heads(run: Run) -> str:
