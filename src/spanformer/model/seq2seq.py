@@ -71,8 +71,7 @@ class Seq2Seq(Decoder):
         states, penalty = self.encode(source, source_padding)
         h = self.dropout(self.position.embed(self.embedding(x), 0))
         for block in super().layers():
-            assert block.cross is not None
-            heard = block.cross.source(states, source_padding)
+            heard = states, source_padding
             h, _, added = self.through(block, h, h[:, :0], View(padding=padding), self.position, heard)
             penalty = penalty if added is None else penalty + added
         h = self.dropout(self.norm(h))
