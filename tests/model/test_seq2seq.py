@@ -21,6 +21,7 @@ from spanformer.model.config import (
     ModelConfig,
     PositionConfig,
 )
+from spanformer.model.kinds import KINDS
 
 VOCAB, B, S, T = 23, 3, 11, 9
 SPANS = AttentionConfig(max_span=6, ramp=3.0, init=0.4)
@@ -302,6 +303,30 @@ def test_the_encoder_sees_both_directions_and_no_padding() -> None:
     later[0, 5] = (later[0, 5] + 1) % VOCAB
     change = (model(later, padding=hidden).logits - before)[0].detach().abs().amax(-1)
     assert float(change[4]) > 1e-4 and float(change[6]) > 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_looks_ahead_in_an_encoder_or_is_refused(kind: str) -> None:
+    """And looks back only in the decoder of an encoder–decoder."""
+    source, hidden, x = texts()
+    attention = AttentionConfig(kind=kind, max_span=32, window=8)
+    try:
+        model = Encoder(replace(ENCODER, attention=attention, layers=1)).double().eval()
+    except ValueError as refused:
+        assert f"{kind} looks back only" in str(refused)
+    else:
+        later = source.clone()
+        later[:, 6] = (later[:, 6] + 1) % VOCAB
+        change = (model(later).logits - model(source).logits).detach().abs().amax(-1)
+        assert float(change[:, [5, 7]].min()) > 1e-6
+        padded = torch.where(hidden, (source + 5) % VOCAB, source)
+        found, again = (model(ids, padding=hidden).logits[~hidden] for ids in (source, padded))
+        torch.testing.assert_close(found, again, rtol=0, atol=1e-12)
+    model = make(replace(SMALL, attention=attention))
+    later = x.clone()
+    later[:, 6:] = (later[:, 6:] + 1) % VOCAB
+    before, after = (model(source, ids, source_padding=hidden).logits for ids in (x, later))
+    torch.testing.assert_close(after[:, :6], before[:, :6], rtol=0, atol=1e-12)
 
 
 def test_the_encoder_at_some_places_only() -> None:
