@@ -113,7 +113,7 @@ def _longformer(config: ModelConfig, part: HeadKind) -> Attention:
     return Longformer(
         part.heads * config.head_dim, part.heads, window, positions=range(part.numbers["globals"] or 0),
         farthest=max(config.attention.max_span, window * dilation), dilation=dilation,
-        kv_heads=part.heads * config.groups // config.heads,
+        kv_heads=part.heads * config.groups // config.heads, causal=config.causal,
     )  # fmt: skip
 
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spanformer.attention import AdaptiveSpan, Attention, DynamicSpan, View, read_spans
-from spanformer.memory import Source
-from spanformer.model.block import Block
+from spanformer.model.block import Block, Heard
 from spanformer.model.build import make_block, make_embedding, make_position
 from spanformer.model.config import ModelConfig
 from spanformer.model.embedding import AdaptiveEmbedding, AdaptiveHead, Embedding, Head
@@ -68,12 +67,12 @@ class Layered(nn.Module):
         return self.positions()[n].embed(h, start) if not n or self.config.position.per_layer else h
 
     def through(
-        self, block: nn.Module, h: Tensor, past: Tensor, view: View, position: Position, source: Source | None = None
+        self, block: nn.Module, h: Tensor, past: Tensor, view: View, position: Position, heard: Heard | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """One block; see `Block.forward`."""
         if self.checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, h, past, view, position, source, use_reentrant=False)  # pyright: ignore
-        return block(h, past, view, position, source)
+            return checkpoint(block, h, past, view, position, heard, use_reentrant=False)  # pyright: ignore
+        return block(h, past, view, position, heard)
 
     def mechanisms(self) -> list[Attention]:
         """The attention mechanism of each layer."""
