@@ -32,7 +32,7 @@ class TestEncoder:
             etc = make(shared=shared)
             long, top = etc(*text())
             assert long.shape == (2, 12, 16) and top.shape == (2, 3, 16)
-            (etc.head.nll(long, text()[0]).mean() + top.square().mean()).backward()
+            (etc.guess(long, text()[1], text()[0]).mean() + top.square().mean()).backward()
             lazy = [name for name, p in etc.named_parameters() if p.grad is None or not p.grad.abs().sum()]
             assert not lazy, lazy
 
@@ -90,10 +90,10 @@ class TestEncoder:
         for step in range(60):
             g = torch.Generator().manual_seed(step)
             x = torch.randint(1, 20, (8, 3), generator=g).repeat_interleave(4, 1)
-            hidden = torch.rand(x.shape, generator=g) < 0.2
+            at = torch.rand(x.shape, generator=g).topk(3).indices
             _, segments, top = text(8)
-            long = etc(x.masked_fill(hidden, MASK), segments, top).long
-            loss = etc.head.nll(long, x)[hidden].mean()
+            long = etc(x.scatter(1, at, MASK), segments, top).long
+            loss = etc.guess(long, at, x.gather(1, at)).mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -115,6 +115,8 @@ class TestEncoder:
         x, segments, top = text()
         with pytest.raises(ValueError, match=r"top has shape \[1, 3\] and dtype torch.int64; expected ids, one row"):
             make()(x, segments, top[:1])
+        with pytest.raises(ValueError, match=r"at has shape \[2, 3\] and targets \[2, 4\]; expected \[2, N\] both"):
+            make().guess(torch.zeros(2, 12, 16), x[:, :3], x[:, :4])
         with pytest.raises(ValueError, match="token 1 is outside the vocabulary of 1"):
             make()(x, segments, top + 1)
 
