@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from largest import largest_tensor
 from torch import Tensor, nn
 
 from spanformer import Rule
@@ -183,6 +184,15 @@ def test_each_head_has_its_dilation(backend, dtype, causal):
     chosen = choose(b, t, 2)
     check(module, inputs(b, t), chosen, View(chosen=chosen), backend, dtype, dilation=dilation)
     assert make(4, causal=causal, dilation=dilation).lookback() == ([3, 9] if causal else [2, 6])
+
+
+def test_no_square_is_made():
+    made, module = {n: s.float().requires_grad_() for n, s in inputs(1, 700).items()}, make(8, positions=[0, 50, 600])
+
+    def work() -> None:
+        module.mix(made["q"], made["k"], made["v"], module.rule(), View(x=made["x"])).out.sum().backward()
+
+    assert largest_tensor(work) < 700 * 700 / 4
 
 
 def test_a_window_without_global_tokens_is_only_a_rule():
