@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from largest import largest_tensor
 from torch import Tensor
 
+from largest import largest_tensor
 from spanformer.attention.etc import GlobalLocal, Projected, Structure
 
 H, D = 2, 4

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from largest import largest_tensor
 from torch import Tensor, nn
 
+from largest import largest_tensor
 from spanformer import Rule
 from spanformer.attention import View
 from spanformer.attention.longformer import Longformer, growing_windows
