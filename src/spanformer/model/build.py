@@ -110,10 +110,11 @@ def _dynamic_span(config: ModelConfig, part: HeadKind) -> Attention:
 
 def _longformer(config: ModelConfig, part: HeadKind) -> Attention:
     window, dilation = part.numbers["window"] or config.attention.window, part.numbers["dilation"] or 1
+    most = part.numbers["globals"] or 0
     return Longformer(
-        part.heads * config.head_dim, part.heads, window, positions=range(part.numbers["globals"] or 0),
-        farthest=max(config.attention.max_span, window * dilation), dilation=dilation,
-        kv_heads=part.heads * config.groups // config.heads, causal=config.causal,
+        part.heads * config.head_dim, part.heads, window, positions=range(most), most=most, dilation=dilation,
+        farthest=max(config.attention.max_span, window * dilation) if config.causal else None,  # memory has an end
+        causal=config.causal, kv_heads=part.heads * config.groups // config.heads,
     )  # fmt: skip
 
 
