@@ -34,6 +34,7 @@ COMMANDS = {
     "heatmap": Command("spanformer.cli.heatmap", "HEATMAP", "where every head looks while a model reads a sentence"),
     "report": Command("spanformer.cli.report", "RUNS", "one page of pictures of one run or several"),
     "cost": Command("spanformer.cli.cost", "COST", "what attention costs by arithmetic, mechanism by mechanism"),
+    "compare": Command("spanformer.cli.compare", "COMPARE", "train several mechanisms alike and report them together"),
     "sweep": Command("spanformer.cli.sweep", "SWEEP", "train at several span limits and compare"),
     "data": Command("spanformer.cli.data", "DATA", "prepare a corpus and say what is in it"),
     "import-original": Command("spanformer.cli.original", "IMPORT", "a checkpoint of the paper's code as our model"),
