@@ -49,6 +49,8 @@ def check_call(
         raise ValueError(f"the rule keeps {rule.kept} first tokens and the cache {kept}; expected one number")
     if rule.blocks is not None or rule.key_bias is not None or rule.documents is not None or not rule.causal:
         raise ValueError("a cache takes causal rules without blocks, key_bias and documents")
+    if rule.stride != 1 or rule.skip != 0 or rule.also is not None:
+        raise ValueError("a cache takes rules without stride, skip and also")
     shared, shift = rule.heads // len(reach), 1 if rule.original else 0
     for head, limit in enumerate(rule.limits()):
         if limit + shift > reach[head // shared] and limit:

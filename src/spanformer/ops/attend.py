@@ -11,8 +11,7 @@ from torch import Tensor
 from spanformer.ops.backend import Backend
 from spanformer.ops.call import Attended, Call, make_call
 from spanformer.ops.dropout import draw_seed
-from spanformer.ops.kept import split
-from spanformer.ops.merge import merge
+from spanformer.ops.parts import attend_parts, plain
 from spanformer.ops.rule import Rule
 
 log = logging.getLogger("spanformer")
@@ -50,9 +49,9 @@ def attend(
     call = make_call(
         q, k, v, rule, scale=scale, dropout=dropout, seed=seed, q_positions=q_positions, k_positions=k_positions
     )
-    if rule.kept and backend != "reference":
-        return merge([_pick(part, backend).run(part) for part in split(call)])
-    return _pick(call, backend).run(call)
+    if backend == "reference":
+        return _pick(call, backend).run(call)
+    return attend_parts(call, lambda part: _pick(part, backend).run(part))
 
 
 def backends() -> dict[str, list[str]]:
@@ -72,7 +71,7 @@ def choose_backend(
 ) -> str:
     """The backend that backend="auto" takes for this call."""
     call = make_call(q, k, v, rule, dropout=dropout, q_positions=q_positions, k_positions=k_positions)
-    return _pick(split(call)[0] if rule.kept else call, "auto").name
+    return _pick(plain(call), "auto").name
 
 
 def _pick(call: Call, name: str) -> Backend:
