@@ -33,6 +33,7 @@ COMMANDS = {
     "spans": Command("spanformer.cli.spans", "SPANS", "what every head has learned, as a table and bars"),
     "heatmap": Command("spanformer.cli.heatmap", "HEATMAP", "where every head looks while a model reads a sentence"),
     "report": Command("spanformer.cli.report", "RUNS", "one page of pictures of one run or several"),
+    "show": Command("spanformer.cli.show", "SHOW", "what a pattern of attention sees, as a picture, and what it costs"),
     "cost": Command("spanformer.cli.cost", "COST", "what attention costs by arithmetic, mechanism by mechanism"),
     "compare": Command("spanformer.cli.compare", "COMPARE", "train several mechanisms alike and report them together"),
     "sweep": Command("spanformer.cli.sweep", "SWEEP", "train at several span limits and compare"),
