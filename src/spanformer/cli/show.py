@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,15 +51,13 @@ class ShowOptions:
 
 def run(options: ShowOptions) -> None:
     from spanformer.report.pattern_pictures import pattern_picture
-    from spanformer.report.terminal import half_blocks
+    from spanformer.report.terminal import beside, half_blocks
 
     seen = visible(options.pattern, options.length, causal=options.causal)
     by_title = _alike(seen)
-    for title, matrix in by_title.items():
-        if len(by_title) > 1:
-            print(f"{title}:")
-        if options.length <= WIDE:
-            print(half_blocks(matrix) + "\n")
+    if options.length <= WIDE:
+        pictures = {title if len(by_title) > 1 else "": half_blocks(matrix) for title, matrix in by_title.items()}
+        print(beside(pictures, shutil.get_terminal_size().columns))
     sentences = facts(seen, causal=options.causal, dim=options.dim)
     print("\n".join(sentences))
     name = re.sub(r"[^A-Za-z0-9_]+", "-", options.pattern).strip("-")[:60]
