@@ -126,6 +126,10 @@ def _of_a_layer(kind: str, length: int) -> np.ndarray:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         lm = LM(ModelConfig(vocab=16, dim=16 * heads, layers=1, heads=heads, attention=attention)).double()
+        with torch.no_grad():  # spans and gates start alike, where training would have told them apart
+            for p in lm.mechanisms()[0].parameters():
+                p.add_(torch.randn_like(p), alpha=0.3)
+        lm.after_step()
         maps = attention_maps(lm, torch.randint(0, 16, (length,)))
     return (maps[0] > 0).numpy()
 
