@@ -42,6 +42,8 @@ struct Plan {  // who visits which block of queries
     const Call& c = s.c;
     // A function of the shape alone: what is summed, and in which order, must not depend on the threads.
     size = std::clamp(round_up(c.Tk * c.B * c.Hkv / 8, 64), 128L, c.Tk < 4096 ? 512L : 1024L);
+    // Far blocks of a pattern make a block of queries be visited by as many segments as there are, so not more than so.
+    if (s.sparse()) size = std::max(size, round_up(c.Tk / 8, 64));
     if (c.d_distance_vec) size = std::max(size, round_up(c.Tk / 8, 64));  // each segment sums vectors by itself
     segments = (c.Tk + size - 1) / size;
     blocks = (c.Tq + BACK_QUERIES - 1) / BACK_QUERIES;
