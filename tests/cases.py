@@ -19,7 +19,8 @@ TERMS = (
     "span", "dynamic", "distance_bias", "distance_vec", "head_vec", "key_bias", "padding", "documents", "sinks",
     "blocks",
 )  # fmt: skip
-LEARNED = ("span", "distance_bias", "distance_vec", "key_bias", "sinks")
+TABLE_TERMS = ("distance_value", "head_value", "distance_scale")
+LEARNED = ("span", "distance_bias", "distance_vec", "distance_value", "distance_scale", "key_bias", "sinks")
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Case:
     reach: tuple[int, ...] | None = None  # cycled over heads
     logits: float = 1.0  # standard deviation of q (k is 1)
     kept: int = 0
+    ahead: bool = False  # signed tables
     stride: tuple[int, ...] = (1,)  # cycled over heads
     skip: tuple[int, ...] = (0,)  # cycled over heads
     dropout: float = 0.0
@@ -91,6 +93,8 @@ def make(case: Case) -> Made:
         q_pos = k_pos[:, c.tk - c.tq :] + torch.arange(c.b)[:, None] % 2
         length += 3 * c.b + 1
     fixed["q_positions"], fixed["k_positions"] = q_pos, k_pos
+    if c.ahead:  # as far ahead as behind, and a little more behind
+        fixed["ahead"], length = length - 1, 2 * length + 1
     for term in c.terms:
         if term == "span":
             inputs["span"] = torch.tensor([c.spans[i % len(c.spans)] for i in range(c.h)], dtype=torch.float64)
@@ -106,6 +110,14 @@ def make(case: Case) -> Made:
             inputs["distance_vec"] = rand(1, length, c.d)
         elif term == "head_vec":
             inputs["distance_vec"] = rand(c.h, length, c.d)
+        elif term == "distance_value":
+            inputs["distance_value"] = rand(1, length if c.ahead else 5, dv)
+        elif term == "head_value":
+            inputs["distance_value"] = rand(c.h, length if c.ahead else 5, dv)
+        elif term == "clipped_value":  # ends ahead and behind, and all beyond reads them
+            inputs["distance_value"], fixed["ahead"] = rand(1, 5, dv), 9  # any other than 0
+        elif term == "distance_scale":
+            inputs["distance_scale"] = rand(c.h, length)
         elif term == "key_bias":
             inputs["key_bias"] = rand(c.b, c.hkv, c.tk)
         elif term == "padding":

@@ -8,6 +8,7 @@ from spanformer.attention.dilated import DilatedWindow
 from spanformer.attention.dynamic_span import DynamicSpan
 from spanformer.attention.full import Full
 from spanformer.attention.image_local import ImageLocal1D, ImageLocal2D
+from spanformer.attention.longformer import Longformer
 from spanformer.attention.mixed import Mixed
 from spanformer.attention.patterned import Patterned
 from spanformer.attention.sparse import FixedSparse, StridedSparse
@@ -26,6 +27,7 @@ ATTENTIONS = {
     "mixed": Mixed,
     "pattern": Patterned,
     "strided": StridedSparse,
+    "longformer": Longformer,
     "window": Window,
 }
 
@@ -41,6 +43,7 @@ __all__ = [
     "Full",
     "ImageLocal1D",
     "ImageLocal2D",
+    "Longformer",
     "Mixed",
     "Patterned",
     "StridedSparse",

@@ -55,6 +55,7 @@ class Plan:
     least_span: list[float] | None
     """per head the shortest span, where reading it is free (on a CPU)"""
     causal: bool
+    ahead: int
     shift: int
     ramp: float
     scale: float
@@ -87,8 +88,8 @@ def make_plan(call: Call) -> Plan:
         z = rule.span.detach().double()
         least = (z.amin((0, 2)) if rule.dynamic else z).tolist()
     return Plan(
-        steps, offset, rule.reach_list(), least, rule.causal, call.shift, rule.ramp, call.scale, call.dropout,
-        call.seed, *call.positions(), call.q_documents, call.k_documents, blocks,
+        steps, offset, rule.reach_list(), least, rule.causal, rule.ahead, call.shift, rule.ramp, call.scale,
+        call.dropout, call.seed, *call.positions(), call.q_documents, call.k_documents, blocks,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from spanformer.ops.backend import Backend
+from spanformer.ops.backend import Backend, unserved_terms
 from spanformer.ops.call import Attended, Call
 from spanformer.ops.flex_blocks import BLOCK, block_lists, pad, pattern_width
 from spanformer.ops.flex_mods import VEC_DISTANCES, Mod, make_mods, vec_needed
@@ -147,9 +147,12 @@ def unusable() -> list[str]:
     return [f"this torch ({torch.__version__}) has no flex_attention.{', '.join(missing)}"] if missing else []
 
 
+_unserved = unserved_terms("flex")
+
+
 def refuses(call: Call) -> list[str]:
     rule, device = call.rule, call.q.device.type
-    reasons = []
+    reasons = _unserved(rule)
     if not call.q.shape[0]:
         reasons.append("an empty batch")
     if call.dropout:

@@ -1,5 +1,5 @@
-"""A call whose rule says more than a backend takes becomes several calls, merged by lse: a rule's `also`, kept keys,
-strides and skips. Backends see plain calls only; the reference sees the dense equation."""
+"""A call whose rule says more than a backend takes becomes several calls: values by distance, a rule's `also` and kept
+keys (merged by lse), strides and skips. Backends see plain calls only; the reference sees the dense equation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from spanformer.ops import kept
 from spanformer.ops.call import Attended, Call, make_call
 from spanformer.ops.fold import attend_folded
 from spanformer.ops.merge import merge
+from spanformer.ops.values import attend_values, without_values
 
 
 def attend_parts(call: Call, run: Callable[[Call], Attended]) -> Attended:
     rule = call.rule
+    if rule.distance_value is not None:
+        return attend_values(call, lambda part: attend_parts(part, run))
     if rule.also is not None:
         return merge([attend_parts(part, run) for part in union(call)])
     if rule.kept:
@@ -39,6 +42,7 @@ def union(call: Call) -> tuple[Call, Call]:
 
 def plain(call: Call) -> Call:
     """What a backend would be asked of such a call, for choosing one: the first of its parts."""
+    call = without_values(call)
     rule = call.rule
     if rule.kept:
         call = kept.split(replace(call, rule=replace(rule, also=None)))[0]

@@ -1,19 +1,20 @@
 """What an attention head may see, as plain data: tensors that a kernel, a cache and a cost model can all read.
 
 Shapes: B batch, H query heads, Hkv key/value heads (H a multiple of Hkv), Tq queries, Tk keys,
-D head size, L the length of a table over distances 0 … L − 1.
+D and Dv head sizes of keys and values, L the length of a table over distances 0 … L − 1.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 from torch import Tensor
 
 from spanformer.ops.blocks import BlockIndex
+from spanformer.ops.tables import TABLES, add_tables, add_values, check_ahead, counted, multiply_tables, shared_ahead
 
 UNLIMITED = 1 << 40  # a reach beyond any sequence
 
@@ -42,6 +43,15 @@ class Rule:
     """[H, L] added to the score at distance d (ALiBi, T5)."""
     distance_vec: Tensor | None = None
     """[1 or H, L, D]: q·r[d] joins q·k, and is scaled with it (Shaw, Transformer-XL, the original's table)."""
+    distance_value: Tensor | None = None
+    """[1 or H, L, Dv]: Σ_j a_ij·r[d] joins the output, a_ij the weights (Shaw's relative values). Unlike the other
+    tables it never ends: what lies beyond it reads its last entry (ahead, its first), so it may be short. With `ahead`,
+    L is odd and distance 0 stands in its middle."""
+    distance_scale: Tensor | None = None
+    """[H, L]: the score becomes relu(score)·f[d] before biases join it (DA-Transformer)."""
+    ahead: int = 0
+    """n: tables hold distances −n … L − 1 − n, so that keys ahead have entries of their own. 0: they are read at |d|.
+    Only without `causal`; a sum with a causal rule drops what lies ahead."""
     key_bias: Tensor | None = None
     """[1 or B, 1 or Hkv or H, Tk] added to every score of a key; −inf hides the key (padding)."""
     documents: Tensor | tuple[Tensor, Tensor] | None = None
@@ -76,7 +86,7 @@ class Rule:
             raise ValueError(f"ramp is {self.ramp}; expected a positive, finite number of tokens")
         if self.kept < 0:
             raise ValueError(f"kept is {self.kept}; expected a number of tokens, 0 or more")
-        unfit = [name for name in ("distance_bias", "distance_vec", "blocks") if getattr(self, name) is not None]
+        unfit = [name for name in (*TABLES, "blocks") if getattr(self, name) is not None]
         if self.kept and unfit:
             raise ValueError(
                 f"kept is {self.kept} beside {' and '.join(unfit)}, which ends at some distance or position; a kept "
@@ -90,6 +100,7 @@ class Rule:
                 raise ValueError(f"original=True counts from the previous token; beside {name} that says two things")
         self._check_also()
         self._check_shapes()
+        check_ahead(self)
         if self.span is not None and self.span.device.type == "cpu" and not torch.compiler.is_compiling():
             lowest = float(self.span.detach().min()) if self.span.numel() else 0.0
             if not lowest >= 0:  # NaN fails too
@@ -113,7 +124,7 @@ class Rule:
 
     def _check_shapes(self) -> None:
         h = self.heads
-        for name in ("span", "distance_bias", "distance_vec", "key_bias", "sinks", "penalty"):
+        for name in ("span", *TABLES, "key_bias", "sinks", "penalty"):
             t = getattr(self, name)
             if t is not None and not isinstance(t, Tensor):
                 raise ValueError(f"{name} is a {type(t).__name__}; expected a tensor")
@@ -121,15 +132,15 @@ class Rule:
             static, dynamic = self.span.shape == (h,), self.span.ndim == 3 and self.span.shape[1] == h
             _expect(static or dynamic, "span", self.span, f"[{h}] (static) or [B, {h}, Tq] (dynamic)")
             _expect(self.span.is_floating_point(), "span", self.span, "a floating-point dtype")
-        if self.distance_bias is not None:
-            t = self.distance_bias
-            _expect(t.ndim == 2 and t.shape[0] == h and t.shape[1] > 0, "distance_bias", t, f"[{h}, L], L at least 1")
-            _expect(t.is_floating_point(), "distance_bias", t, "a floating-point dtype")
-        if self.distance_vec is not None:
-            t = self.distance_vec
-            fits = t.ndim == 3 and t.shape[0] in (1, h) and t.shape[1] > 0
-            _expect(fits, "distance_vec", t, f"[1 or {h}, L, D], L at least 1")
-            _expect(t.is_floating_point(), "distance_vec", t, "a floating-point dtype")
+        for name in ("distance_bias", "distance_scale"):
+            if (t := getattr(self, name)) is not None:
+                _expect(t.ndim == 2 and t.shape[0] == h and t.shape[1] > 0, name, t, f"[{h}, L], L at least 1")
+                _expect(t.is_floating_point(), name, t, "a floating-point dtype")
+        for name, size in (("distance_vec", "D"), ("distance_value", "Dv")):
+            if (t := getattr(self, name)) is not None:
+                fits = t.ndim == 3 and t.shape[0] in (1, h) and t.shape[1] > 0
+                _expect(fits, name, t, f"[1 or {h}, L, {size}], L at least 1")
+                _expect(t.is_floating_point(), name, t, "a floating-point dtype")
         if self.key_bias is not None:
             t = self.key_bias
             fits = t.ndim == 3 and t.shape[1] > 0 and h % t.shape[1] == 0
@@ -199,6 +210,8 @@ class Rule:
             span=pick(self.span, 1 if self.dynamic else 0),
             distance_bias=pick(self.distance_bias, 0),
             distance_vec=pick(self.distance_vec, 0),
+            distance_value=pick(self.distance_value, 0),
+            distance_scale=pick(self.distance_scale, 0),
             key_bias=pick(self.key_bias, 1),
             sinks=pick(self.sinks, 0),
             stride=[self.strides()[h][0] for h in heads],
@@ -214,15 +227,24 @@ class Rule:
             raise ValueError(f"rules of {self.heads} and {other.heads} heads cannot be added")
         if self.span is not None and other.span is not None:
             raise ValueError("both rules carry a span; a head has one span, so drop one of them")
+        causal = self.causal or other.causal
+        ahead = 0 if causal else shared_ahead(self, other)
+
+        def both(name: str, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
+            return _either(counted(self, name, causal, ahead), counted(other, name, causal, ahead), join)
+
         mine, theirs = self.strides(), other.strides()
         return Rule(
             self.heads,
-            causal=self.causal or other.causal,
+            causal=causal,
             reach=_either(self.reach, other.reach, lambda a, b: torch.minimum(a, b)),
             span=_either(self.span, other.span, _never),
             ramp=self.ramp if self.span is not None or other.span is None else other.ramp,
-            distance_bias=_either(self.distance_bias, other.distance_bias, _add_tables),
-            distance_vec=_either(self.distance_vec, other.distance_vec, _add_tables),
+            distance_bias=both("distance_bias", add_tables),
+            distance_vec=both("distance_vec", add_tables),
+            distance_value=both("distance_value", lambda a, b: add_values(a, b, ahead > 0)),
+            distance_scale=both("distance_scale", multiply_tables),
+            ahead=ahead,
             key_bias=_either(self.key_bias, other.key_bias, _add_key_biases),
             documents=_either(self.documents, other.documents, _same_documents),
             sinks=_either(self.sinks, other.sinks, torch.logaddexp),  # two sinks weigh as much as their sum
@@ -295,16 +317,6 @@ def _either(a, b, both):
 
 def _never(_a: Tensor, _b: Tensor) -> Tensor:
     raise AssertionError("two spans were refused above")
-
-
-def _add_tables(a: Tensor, b: Tensor) -> Tensor:
-    """Tables of different lengths are known together only as far as the shorter goes."""
-    if a.shape[2:] != b.shape[2:]:
-        raise ValueError(
-            f"distance_vec of shapes {list(a.shape)} and {list(b.shape)} cannot be added; expected one head size"
-        )
-    length = min(a.shape[1], b.shape[1])
-    return a[:, :length] + b[:, :length]
 
 
 def _add_key_biases(a: Tensor, b: Tensor) -> Tensor:
