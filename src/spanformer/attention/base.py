@@ -20,6 +20,8 @@ class View:
 
     x: Tensor | None = None
     """[B, Tq, dim] the hidden states that the queries were made of."""
+    past: Tensor | None = None
+    """[B, M, dim] the remembered hidden states that the first M keys were made of; the others are of x."""
     q_positions: Tensor | None = None
     """[Tq] or [B, Tq] integers; given with k_positions. They travel with the keys, so trimming never shifts them."""
     k_positions: Tensor | None = None
@@ -28,6 +30,13 @@ class View:
     """Integer ids as in `Rule.documents`: of the keys, or a pair (of the queries, of the keys)."""
     padding: Tensor | None = None
     """[B, Tk] bool, True where a key is padding: nothing sees it."""
+
+    @property
+    def keys(self) -> Tensor | None:
+        """[B, Tk, dim] the hidden states that the keys were made of."""
+        if self.x is None or self.past is None or not self.past.shape[1]:
+            return self.x
+        return torch.cat([self.past, self.x], 1)
 
     def rule(self, heads: int, *, causal: bool = True) -> Rule:
         """What the view itself hides: other documents and padded keys."""
@@ -50,6 +59,8 @@ class Attention(nn.Module):
     """which backend `mix` runs on, see `spanformer.attend`"""
     dropout: float = 0.0
     """of attention weights, while training"""
+    own_mix: bool = False
+    """True for what is no masked softmax over the rule: its heads cannot stand beside others in `Mixed`"""
     heads: int
 
     def rule(self, view: View) -> Rule:

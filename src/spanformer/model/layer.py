@@ -17,6 +17,7 @@ from spanformer.memory import Persistent
 from spanformer.memory.groups import group_heads
 from spanformer.model.linear import Linear, product
 from spanformer.ops import Attended, Rule, merge
+from spanformer.ops.rule import UNLIMITED
 from spanformer.position import Position
 
 
@@ -36,14 +37,12 @@ class SelfAttention(nn.Module):
 
         Returns [B, T, dim], and what the rule asks to be added to the loss.
         """
-        view = replace(view, x=x)
+        view = replace(view, x=x, past=past)
         rule = self.mechanism.rule(view)
         lookback = self._lookback(rule)
         q = split_heads(self.query(x), self.heads)
         fresh = split_heads(self.key(x), self.kv_heads), split_heads(self.value(x), self.kv_heads)
         groups = group_heads(self._shared(lookback), past.shape[1])
-        if rule.blocks is not None:  # patterns stand at fixed positions; trimming would shift them
-            groups = [(list(range(self.kv_heads)), past.shape[1])]
         length = min(max(lookback), past.shape[1] + x.shape[1] - 1) + 1
         added = position.rule(view, length)
         rule = rule if added is None else rule + added
@@ -59,9 +58,16 @@ class SelfAttention(nn.Module):
 
     def _lookback(self, rule: Rule) -> list[int]:
         """[H] how many earlier tokens each head looks back at in this segment."""
-        if rule.dynamic and rule.span is not None and rule.span.device.type == "cpu":
-            return [max(n - 1, 0) for n in rule.limits()]  # elsewhere, reading them would make the host wait
-        return self.mechanism.lookback()
+        lookback = self.mechanism.lookback()
+        for heads, part in rule.parts():
+            for span in (part.span if part.dynamic else None, part.key_span):
+                if span is not None and span.device.type == "cpu":  # elsewhere, reading it would make the host wait
+                    for head, limit in zip(heads, part.limits(), strict=True):
+                        lookback[head] = min(lookback[head], max(limit - 1, 0))
+            if part.blocks is not None:  # patterns stand at fixed positions; trimming would shift them
+                for head in heads:
+                    lookback[head] = UNLIMITED
+        return lookback
 
     def _shared(self, lookback: list[int]) -> list[int]:
         """[Hkv] the longest lookback among the query heads of each key/value head."""
@@ -95,7 +101,7 @@ class SelfAttention(nn.Module):
             v = torch.cat([self._project(memory, self.value, kv_heads), v], 2)
         view = _last(view, k.shape[2], q.shape[2])
         q, k = position.turn(q, k, view)
-        return self.mechanism.mix(q, k, v, rule, view)
+        return self.mechanism.mix(q, k, v, rule.last_keys(k.shape[2]), view)
 
     def _project(self, memory: Tensor, linear: nn.Linear, kv_heads: list[int] | None) -> Tensor:
         """[B, heads, need, D]"""

@@ -8,9 +8,11 @@ import logging
 import torch
 from torch import Tensor
 
+from spanformer.ops.apart import by_parts
 from spanformer.ops.backend import Backend
 from spanformer.ops.call import Attended, Call, make_call
 from spanformer.ops.dropout import draw_seed
+from spanformer.ops.forget import with_forget, without_forget
 from spanformer.ops.kept import split
 from spanformer.ops.merge import merge
 from spanformer.ops.rule import Rule
@@ -46,13 +48,24 @@ def attend(
 
     Returns out [B, H, Tq, Dv] and lse [B, H, Tq]; a row that sees no key gives zeros and −inf.
     """
+    if isinstance(rule, Rule) and rule.apart:
+        each = [
+            attend(
+                *some, backend=backend, dropout=dropout, generator=generator, scale=scale, q_positions=q_positions,
+                k_positions=k_positions,
+            )
+            for some in by_parts(q, k, v, rule)
+        ]  # fmt: skip
+        return Attended(torch.cat([found.out for found in each], 1), torch.cat([found.lse for found in each], 1))
     seed = draw_seed(generator, q.device) if dropout else None
     call = make_call(
         q, k, v, rule, scale=scale, dropout=dropout, seed=seed, q_positions=q_positions, k_positions=k_positions
     )
-    if rule.kept and backend != "reference":
-        return merge([_pick(part, backend).run(part) for part in split(call)])
-    return _pick(call, backend).run(call)
+    if backend == "reference":  # the dense equation of all of it
+        return _pick(call, backend).run(call)
+    if rule.forget is not None:
+        return with_forget(_run(without_forget(call), backend), call)
+    return _run(call, backend)
 
 
 def backends() -> dict[str, list[str]]:
@@ -70,9 +83,18 @@ def choose_backend(
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
 ) -> str:
-    """The backend that backend="auto" takes for this call."""
+    """The backend that backend="auto" takes for this call (where heads stand apart, for the first of them)."""
+    if rule.apart:
+        q, k, v, rule = by_parts(q, k, v, rule)[0]
     call = make_call(q, k, v, rule, dropout=dropout, q_positions=q_positions, k_positions=k_positions)
+    call = call if rule.forget is None else without_forget(call)
     return _pick(split(call)[0] if rule.kept else call, "auto").name
+
+
+def _run(call: Call, backend: str) -> Attended:
+    if call.rule.kept:
+        return merge([_pick(part, backend).run(part) for part in split(call)])
+    return _pick(call, backend).run(call)
 
 
 def _pick(call: Call, name: str) -> Backend:

@@ -157,7 +157,7 @@ def _documents(rule: Rule, q: Tensor, b: int, tq: int, tk: int) -> tuple[Tensor 
 
 def _check_rule(call: Call) -> None:
     rule, (b, h, tq, d), (_, hkv, tk, _) = call.rule, call.q.shape, call.k.shape
-    for name in ("span", "distance_bias", "distance_vec", "key_bias", "sinks"):
+    for name in ("span", "distance_bias", "distance_vec", "key_bias", "key_span", "forget", "sinks"):
         t = getattr(rule, name)
         if t is not None and t.device != call.q.device:
             raise ValueError(f"{name} is on {t.device}; expected {call.q.device}, where q is")
@@ -167,6 +167,11 @@ def _check_rule(call: Call) -> None:
         t = rule.key_bias
         if t.shape[0] not in (1, b) or t.shape[1] not in (1, hkv, h) or t.shape[2] != tk:
             raise ValueError(f"key_bias has shape {list(t.shape)}; expected [1 or {b}, 1 or {hkv} or {h}, {tk}]")
+    for name, t in (("key_span", rule.key_span), ("forget", rule.forget)):
+        if t is not None and (t.shape[0] not in (1, b) or t.shape[2] != tk):
+            raise ValueError(f"{name} has shape {list(t.shape)}; expected [1 or {b}, 1 or {h}, {tk}]")
+    if rule.forget is not None and tk < tq:
+        raise ValueError(f"forget is given for {tk} keys and {tq} queries; queries are the last of the keys")
     if rule.distance_vec is not None and rule.distance_vec.shape[2] != d:
         raise ValueError(
             f"distance_vec has shape {list(rule.distance_vec.shape)}; expected head size {d} as its last axis"

@@ -154,6 +154,8 @@ def refuses(call: Call) -> list[str]:
         reasons.append("an empty batch")
     if call.dropout:
         reasons.append("dropout acts on weights after the softmax, where FlexAttention has no hook")
+    if rule.key_span is not None:
+        reasons.append("key_span is given; spans of queries and heads only are served")
     if rule.distance_vec is not None and (needed := vec_needed(call)) > VEC_DISTANCES:
         reasons.append(
             f"distance_vec over {needed} distances: q·r[d] would be stored for every query, "

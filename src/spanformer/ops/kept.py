@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from spanformer.ops.call import Call
-from spanformer.ops.rule import Rule
+from spanformer.ops.rule import KEY_TERMS, Rule
 
 
 def split(call: Call) -> tuple[Call, Call]:
     """(over the other keys, over the kept ones)."""
     rule = replace(call.rule, kept=0)
-    free = replace(rule, reach=None, span=None, sinks=None)  # one of the two has the learned sink
+    free = replace(rule, reach=None, span=None, key_span=None, sinks=None)  # one of the two has the learned sink
     if call.k_positions is None:
         return _first_keys(call, rule, free)
     kept = (call.k_positions >= 0) & (call.k_positions < call.rule.kept)  # [1 or B, Tk]
@@ -56,12 +56,12 @@ def _first_keys(call: Call, rule: Rule, free: Rule) -> tuple[Call, Call]:
 
 
 def _some_keys(call: Call, rule: Rule, some: slice, q_positions: Tensor, k_positions: Tensor) -> Call:
-    bias = rule.key_bias
+    held = {name: t[..., some] for name in KEY_TERMS if (t := getattr(rule, name)) is not None}
     return replace(
         call,
         k=call.k[:, :, some],
         v=call.v[:, :, some],
-        rule=rule if bias is None else replace(rule, key_bias=bias[..., some]),
+        rule=replace(rule, **held),
         q_positions=q_positions,
         k_positions=k_positions[:, some],
         k_documents=None if call.k_documents is None else call.k_documents[:, some],

@@ -181,6 +181,8 @@ def _refuses(call: Call) -> list[str]:
         reasons.append(f"q is on {call.q.device}; the native kernel runs on the CPU")
     if call.q.dtype not in kernel.DTYPES:
         reasons.append(f"q has dtype {call.q.dtype}; the native kernel takes float32 and bfloat16")
+    if call.rule.key_span is not None:
+        reasons.append("key_span is given; the native kernel takes spans of queries and heads only")
     size = max(call.q.shape[3], call.v.shape[3])
     if size > kernel.MAX_HEAD_SIZE:
         reasons.append(f"the head size is {size}; the native kernel takes up to {kernel.MAX_HEAD_SIZE}")

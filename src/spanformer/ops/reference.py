@@ -1,7 +1,7 @@
 """The dense oracle: every pair of query and key, written from the equations, in any dtype.
 
-    s_ij = scale · (q_i·k_j + q_i·r[d]) + b[d] + c_j          d = i − j
-    a_ij = m(d)·exp(s_ij) / (exp(sink) + Σ_r m(i − r)·exp(s_ir))       m(d) = clip((R + z − d)/R, 0, 1)
+    s_ij = scale · (q_i·k_j + q_i·r[d]) + b[d] + c_j + f_i − f_j          d = i − j
+    a_ij = m_ij·exp(s_ij) / (exp(sink) + Σ_r m_ir·exp(s_ir))       m_ij = clip((R + z − d)/R, 0, 1), z of i or j
 
 It builds Tq × Tk tensors on purpose. Differentiable (twice, where torch is) in every term.
 """
@@ -41,8 +41,10 @@ def attend_reference(call: Call) -> Attended:
     if rule.key_bias is not None:
         bias = rule.key_bias.to(q.dtype)
         score = score + bias.repeat_interleave(q.shape[1] // bias.shape[1], 1)[:, :, None]
-    if rule.span is not None:
-        m = span_mask(call, distance)
+    if rule.forget is not None:
+        gate = rule.forget.to(torch.promote_types(rule.forget.dtype, q.dtype))
+        score = score + (gate[..., gate.shape[2] - q.shape[2] :, None] - gate[..., None, :]).to(q.dtype)
+    for m in span_masks(call, distance):
         score = score + torch.where(visible, m, 1).log().to(q.dtype)
     score = torch.where(visible, score, -math.inf)
 
@@ -82,8 +84,8 @@ def visible_pairs(call: Call, distance: Tensor) -> Tensor:
     if rule.reach is not None:
         reach = torch.as_tensor(rule.reach_list(), device=distance.device)
         seen = seen & (distance < reach[None, :, None, None])
-    if rule.span is not None:
-        seen = seen & (span_mask(call, distance).detach() > 0)
+    for m in span_masks(call, distance):
+        seen = seen & (m.detach() > 0)
     if rule.kept:
         seen = seen | (near & kept_keys(call)[:, None, None])
     if rule.key_bias is not None:
@@ -98,16 +100,21 @@ def visible_pairs(call: Call, distance: Tensor) -> Tensor:
     return seen
 
 
-def span_mask(call: Call, distance: Tensor) -> Tensor:
-    """m, [1 or B, H, Tq or 1, Tk]; its gradient lives strictly on the ramp: a whole-number span sits on no kink."""
-    rule = call.rule
-    assert rule.span is not None
+def span_masks(call: Call, distance: Tensor) -> list[Tensor]:
+    """m of the queries' spans [1 or B, H, Tq or 1, Tk] and of the keys' [1 or B, 1 or H, Tq, Tk], those that there are.
+    Their gradients live strictly on the ramp: a whole-number span sits on no kink."""
+    rule, found = call.rule, []
     wide = torch.promote_types(call.q.dtype, torch.float32)  # bfloat16 cannot tell distance 1001 from 1000
-    z = rule.span.to(wide)
-    z = z[..., None] if rule.dynamic else z[None, :, None, None]
-    m = (z - distance.to(wide) + rule.ramp) / rule.ramp  # z − d first: they are close on the ramp, so it is exact
-    m = torch.where(m >= 1, 1, torch.where(m <= 0, 0, m))
-    return torch.where(kept_keys(call)[:, None, None], 1, m) if rule.kept else m
+    if rule.span is not None:
+        found.append(rule.span[..., None] if rule.dynamic else rule.span[None, :, None, None])
+    if rule.key_span is not None:
+        found.append(rule.key_span[:, :, None])
+    masks = []
+    for z in found:
+        m = (z.to(wide) - distance.to(wide) + rule.ramp) / rule.ramp  # z − d first: close on the ramp, so it is exact
+        m = torch.where(m >= 1, 1, torch.where(m <= 0, 0, m))
+        masks.append(torch.where(kept_keys(call)[:, None, None], 1, m) if rule.kept else m)
+    return masks
 
 
 def kept_keys(call: Call) -> Tensor:
