@@ -20,8 +20,6 @@ class View:
 
     x: Tensor | None = None
     """[B, Tq, dim] the hidden states that the queries were made of."""
-    past: Tensor | None = None
-    """[B, M, dim] the remembered hidden states that the first M keys were made of; the others are of x."""
     q_positions: Tensor | None = None
     """[Tq] or [B, Tq] integers; given with k_positions. They travel with the keys, so trimming never shifts them."""
     k_positions: Tensor | None = None
@@ -30,13 +28,12 @@ class View:
     """Integer ids as in `Rule.documents`: of the keys, or a pair (of the queries, of the keys)."""
     padding: Tensor | None = None
     """[B, Tk] bool, True where a key is padding: nothing sees it."""
-
-    @property
-    def keys(self) -> Tensor | None:
-        """[B, Tk, dim] the hidden states that the keys were made of."""
-        if self.x is None or self.past is None or not self.past.shape[1]:
-            return self.x
-        return torch.cat([self.past, self.x], 1)
+    start: int = 0
+    """Where in the text the first key stands: memory is trimmed, and a pattern may hold at certain places only."""
+    length: int | None = None
+    """Tk, how many keys there are; None: as many as queries."""
+    keys: Tensor | None = None
+    """[B, Tk, dim] the hidden states that the keys were made of, for a mechanism that `reads_keys`."""
 
     def rule(self, heads: int, *, causal: bool = True) -> Rule:
         """What the view itself hides: other documents and padded keys."""
@@ -62,6 +59,11 @@ class Attention(nn.Module):
     own_mix: bool = False
     """True for what is no masked softmax over the rule: its heads cannot stand beside others in `Mixed`"""
     heads: int
+    placed: bool = False
+    """whether the rule depends on which keys there are: where they stand (view.start, view.length), or what they are
+    (view.keys). It is then asked for with every stretch of keys, and holds for that one only."""
+    reads_keys: bool = False
+    """whether the rule is made of the keys' hidden states, view.keys; such a mechanism is `placed` too"""
 
     def rule(self, view: View) -> Rule:
         """What each head may see. A layer adds its position encoding's rule to this one before mixing."""

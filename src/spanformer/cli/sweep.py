@@ -10,7 +10,6 @@ from pathlib import Path
 from spanformer.cli.leaf import Leaf
 from spanformer.cli.runfile import read_run
 from spanformer.cli.screen import Screen
-from spanformer.model.config import AttentionKind
 from spanformer.train.config import RunConfig
 
 
@@ -18,7 +17,7 @@ from spanformer.train.config import RunConfig
 class SweepConfig(RunConfig):
     limits: tuple[int, ...] = (64, 256, 1024)
     """span limits to train with, in tokens"""
-    kinds: tuple[AttentionKind, ...] = ("adaptive_span", "full")
+    kinds: tuple[str, ...] = ("adaptive_span", "full")
     """kinds of attention to train at each limit"""
 
 
@@ -45,7 +44,7 @@ def run(config: SweepConfig) -> None:
     print(f"report: {write_report([Path(each.out) for each in runs], Path(config.out) / 'report')}")
 
 
-def one_run(config: SweepConfig, kind: AttentionKind, limit: int) -> RunConfig:
+def one_run(config: SweepConfig, kind: str, limit: int) -> RunConfig:
     attention = dataclasses.replace(config.model.attention, kind=kind, max_span=limit, stack=())
     return RunConfig(
         out=str(Path(config.out) / f"{kind}-{limit}"),

@@ -9,7 +9,7 @@ Shapes: B batch, H query heads, Hkv key/value heads, T new tokens, D and Dv head
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -20,6 +20,8 @@ from spanformer.memory.groups import group_heads
 from spanformer.memory.slots import Store, move, read_slots, write_slots
 from spanformer.ops import Attended, Rule, attend
 from spanformer.ops.rings import Decoder
+
+RuleFor = Callable[[Tensor, int, int], Rule]
 
 
 class HeadCache:
@@ -119,6 +121,43 @@ class HeadCache:
         found = self._look_back(q, k, v, rule, backend, scale)
         self._write(k, v, lengths)
         return found
+
+    @torch.no_grad()
+    def read_placed(
+        self, q: Tensor, k: Tensor, v: Tensor, rule_for: RuleFor, *, lengths: Tensor | None = None,
+        backend: str = "auto", scale: float | None = None,
+    ) -> Attended:  # fmt: skip
+        """`read` under a rule that depends on which keys there are. rule_for(rows, start, length) gives it for some
+        rows [n] of the batch whose keys stand at start … start + length − 1, the new tokens last. Rows that stand at
+        different places are served one place after the other."""
+        lengths = check_lengths(lengths, self.batch, q.shape[2])
+        parts, order = [], []
+        for place in sorted(set(self.place.tolist())):
+            rows = (self.place == place).nonzero()[:, 0]
+            qs, ks, vs = (t if len(rows) == self.batch else t[rows.to(t.device)] for t in (q, k, v))
+            parts.append(self._look_back_placed(qs, ks, vs, rule_for, rows, place, backend, scale))
+            order += rows.tolist()
+        self._write(k, v, lengths)
+        if len(parts) == 1:
+            return parts[0]
+        turn = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=q.device)
+        return Attended(*(torch.cat(t).index_select(0, turn) for t in zip(*parts, strict=True)))
+
+    def _look_back_placed(self, q, k, v, rule_for: RuleFor, rows: Tensor, place: int, backend, scale) -> Attended:
+        """Rows that all stand at `place`."""
+        shared, t = q.shape[1] // len(self.reach), q.shape[2]
+        groups = group_heads([n - 1 for n in self.reach], place)
+        mine = self if len(rows) == self.batch else self.rows(rows)
+        parts, order = [], []
+        for kv_heads, past in groups:
+            heads = [g * shared + n for g in kv_heads for n in range(shared)]
+            held = [n for n in self.reach for _ in range(shared)]  # of a shorter ring, older slots hold other tokens
+            rule = rule_for(rows, place - past, past + t) + Rule(q.shape[1], causal=False, reach=held)
+            some = q[:, heads], k[:, kv_heads], v[:, kv_heads], rule.for_heads(heads, kv_heads)
+            parts.append(mine._attend_group(*some, kv_heads, past, backend, scale))
+            order += heads
+        turn = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=q.device)
+        return Attended(*(torch.cat(p, 1).index_select(1, turn) for p in zip(*parts, strict=True)))
 
     @torch.no_grad()
     def append(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from torch import nn
 
 from spanformer.attention import AdaptiveSpan, Attention, DynamicSpan, Mixed, Window
 from spanformer.memory import Persistent
 from spanformer.model.block import Block
-from spanformer.model.config import HeadKind, ModelConfig
+from spanformer.model.config import ModelConfig
 from spanformer.model.experts import Experts
 from spanformer.model.feedforward import FeedForward
+from spanformer.model.kinds import HeadKind
 from spanformer.model.layer import SelfAttention
 from spanformer.model.norm import make_norm
 from spanformer.position import Alibi, DistanceBias, Position, Rotary, Table
@@ -36,21 +38,45 @@ def make_mechanism(config: ModelConfig, parts: list[HeadKind]) -> Attention:
 
 
 def _make_heads(config: ModelConfig, part: HeadKind) -> Attention:
-    a, heads = config.attention, part.heads
-    if part.kind == "window":
-        return Window(heads, part.window, original=config.original)
-    if part.kind == "full":
-        return Window(heads, a.max_span, original=config.original)
-    kv_heads = heads * config.groups // config.heads if a.tied else None
-    if part.kind == "dynamic_span":
-        share = min(max(a.init, LEAST_DYNAMIC), 1 - LEAST_DYNAMIC)
-        bias = math.log(share / (1 - share))
-        return DynamicSpan(
-            config.dim, heads, a.max_span, ramp=a.ramp, init=bias, penalty=a.penalty, kv_heads=kv_heads
-        )  # fmt: skip
+    return MAKERS[part.kind](config, part)
+
+
+def _window(config: ModelConfig, part: HeadKind) -> Attention:
+    return Window(part.heads, part.numbers["window"] or config.attention.window, original=config.original)
+
+
+def _full(config: ModelConfig, part: HeadKind) -> Attention:
+    return Window(part.heads, config.attention.max_span, original=config.original)
+
+
+def _adaptive_span(config: ModelConfig, part: HeadKind) -> Attention:
+    a = config.attention
     return AdaptiveSpan(
-        heads, a.max_span, ramp=a.ramp, init=a.init, penalty=a.penalty, kv_heads=kv_heads, original=config.original
+        part.heads, a.max_span, ramp=a.ramp, init=a.init, penalty=a.penalty, kv_heads=_tied(config, part),
+        original=config.original,
+    )  # fmt: skip
+
+
+def _dynamic_span(config: ModelConfig, part: HeadKind) -> Attention:
+    a = config.attention
+    share = min(max(a.init, LEAST_DYNAMIC), 1 - LEAST_DYNAMIC)
+    bias = math.log(share / (1 - share))
+    return DynamicSpan(
+        config.dim, part.heads, a.max_span, ramp=a.ramp, init=bias, penalty=a.penalty, kv_heads=_tied(config, part)
     )
+
+
+def _tied(config: ModelConfig, part: HeadKind) -> int | None:
+    return part.heads * config.groups // config.heads if config.attention.tied else None
+
+
+MAKERS: dict[str, Callable[[ModelConfig, HeadKind], Attention]] = {
+    "adaptive_span": _adaptive_span,
+    "dynamic_span": _dynamic_span,
+    "window": _window,
+    "full": _full,
+}
+"""one for each of kinds.KINDS"""
 
 
 def make_position(config: ModelConfig) -> Position:

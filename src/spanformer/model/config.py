@@ -6,22 +6,22 @@ No torch here: the command line reads these fields for its help.
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, field
-from typing import Literal, cast, get_args
+from typing import Literal
 
-AttentionKind = Literal["adaptive_span", "dynamic_span", "window", "full"]
+from spanformer.model.kinds import HeadKind, parse_layer
 
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    kind: AttentionKind = "adaptive_span"
-    """adaptive_span: each head learns how far it looks; dynamic_span: each token and head chooses; window: a fixed
-    number of tokens; full: everything up to max_span"""
+    kind: str = "adaptive_span"
+    """what the heads are: adaptive_span (each learns how far it looks), dynamic_span (each token and head chooses),
+    window:128 (a fixed number of tokens), full (everything up to max_span) and others, mixtures by head such as
+    "6 window:64 + 2 adaptive_span", or a pattern such as "Window(64) | Global([0])"; see docs/patterns.md"""
     max_span: int = 1024
     """S: no span grows beyond this many tokens"""
     window: int = 128
-    """how many tokens a head of kind window sees, itself included"""
+    """how many tokens a head of kind window without a number sees, itself included"""
     ramp: float = 32.0
     """R: how many tokens the soft edge of a span takes"""
     init: float = 0.0
@@ -31,8 +31,7 @@ class AttentionConfig:
     tied: bool = False
     """one span for each key/value head instead of each query head, so that a grouped cache can forget"""
     stack: tuple[str, ...] = ()
-    """what each layer is, instead of `kind` for all: a list repeated until every layer has one, of kinds such as
-    "window:128" or mixtures by head such as "6 window:64 + 2 adaptive_span" """
+    """what each layer is, instead of `kind` for all: a list repeated until every layer has one"""
     dropout: float = 0.0
     """of attention weights"""
     backend: str = "auto"
@@ -134,14 +133,15 @@ class ModelConfig:
             raise ValueError(f"model.dim is {self.dim}; expected a multiple of model.heads, {self.heads}")
         if self.heads % self.groups:
             raise ValueError(f"model.kv_heads is {self.kv_heads}; expected a divisor of model.heads, {self.heads}")
-        if self.original and self.attention.kind == "dynamic_span":
-            raise ValueError("model.original is set, and the paper's code has no dynamic_span; unset one of them")
         cutoffs = self.embedding.cutoffs
         if self.vocab and cutoffs and cutoffs[-1] >= self.vocab:
             raise ValueError(
                 f"model.embedding.cutoffs ends at {cutoffs[-1]}; expected less than the vocabulary, {self.vocab}"
             )
-        self.stack()
+        kinds = {part.kind for parts in self.stack() for part in parts}
+        if self.original and kinds - {"adaptive_span", "window", "full"}:
+            strange = ", ".join(sorted(kinds - {"adaptive_span", "window", "full"}))
+            raise ValueError(f"model.original is set, and the paper's code has no {strange}; unset one of them")
 
     @property
     def head_dim(self) -> int:
@@ -156,41 +156,14 @@ class ModelConfig:
         """What the heads of each layer are: one part for a uniform layer, several for a mixture."""
         a = self.attention
         entries = a.stack or (a.kind,)
-        return [parse_layer(entries[n % len(entries)], self) for n in range(self.layers)]
-
-
-@dataclass(frozen=True)
-class HeadKind:
-    """Some heads of a layer, all of one kind."""
-
-    kind: AttentionKind
-    heads: int
-    window: int
-
-
-def parse_layer(text: str, config: ModelConfig) -> list[HeadKind]:
-    """'6 window:64 + 2 adaptive_span' as its parts; a part without a number is all heads."""
-    parts = []
-    for part in text.split("+"):
-        found = re.fullmatch(r"\s*(?:(\d+)\s+)?(\w+)(?::(\d+))?\s*", part)
-        kind = found[2] if found else part.strip()
-        if found is None or kind not in get_args(AttentionKind) or (found[3] and kind != "window"):
+        where = "model.attention.stack" if a.stack else "model.attention.kind"
+        layers = [parse_layer(entries[n % len(entries)], self.heads, where) for n in range(self.layers)]
+        shared = self.heads // self.groups
+        if any(part.heads % shared for parts in layers for part in parts):
             raise ValueError(
-                f"model.attention.stack holds {text!r}; expected kinds such as 'window:128', 'adaptive_span' or "
-                f"'6 window:64 + 2 adaptive_span' (kinds: {', '.join(get_args(AttentionKind))})"
+                f"{where} holds {entries}; expected multiples of {shared} heads, the query heads that share keys"
             )
-        window = int(found[3]) if found[3] else config.attention.window
-        parts.append(HeadKind(cast(AttentionKind, kind), int(found[1] or config.heads), window))
-    if sum(p.heads for p in parts) != config.heads:
-        raise ValueError(
-            f"model.attention.stack holds {text!r}, {sum(p.heads for p in parts)} heads; expected {config.heads}"
-        )
-    shared = config.heads // config.groups
-    if any(p.heads % shared for p in parts):
-        raise ValueError(
-            f"model.attention.stack holds {text!r}; expected multiples of {shared}, the query heads that share keys"
-        )
-    return parts
+        return layers
 
 
 def _at_least(name: str, value: int, least: int) -> None:

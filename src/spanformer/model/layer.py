@@ -7,6 +7,7 @@ neighbours pay. Shapes: B batch, T new tokens, M remembered ones, H heads, Hkv k
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -17,7 +18,6 @@ from spanformer.memory import Persistent
 from spanformer.memory.groups import group_heads
 from spanformer.model.linear import Linear, product
 from spanformer.ops import Attended, Rule, merge
-from spanformer.ops.rule import UNLIMITED
 from spanformer.position import Position
 
 
@@ -37,36 +37,42 @@ class SelfAttention(nn.Module):
 
         Returns [B, T, dim], and what the rule asks to be added to the loss.
         """
-        view = replace(view, x=x, past=past)
-        rule = self.mechanism.rule(view)
-        lookback = self._lookback(rule)
+        view = replace(view, x=x)
+        if self.mechanism.placed:  # what is seen depends on the keys: each group's rule is made for its own
+            lookback = self.mechanism.lookback()
+            rule = None
+        else:
+            rule = self.mechanism.rule(view)
+            lookback = self._lookback(rule)
         q = split_heads(self.query(x), self.heads)
         fresh = split_heads(self.key(x), self.kv_heads), split_heads(self.value(x), self.kv_heads)
         groups = group_heads(self._shared(lookback), past.shape[1])
         length = min(max(lookback), past.shape[1] + x.shape[1] - 1) + 1
         added = position.rule(view, length)
-        rule = rule if added is None else rule + added
+
+        def rule_for(need: int) -> Rule:
+            own = self.mechanism.rule(self._stretch(view, past, need)) if rule is None else rule
+            return own if added is None else own + added
+
         if len(groups) == 1:
-            found = self._attend(q, fresh, past, rule, view, position, groups[0][1], None)
+            ruled = rule_for(groups[0][1])
+            penalty = ruled.penalty
+            found = self._attend(q, fresh, past, ruled, view, position, groups[0][1], None)
         else:
-            found = self._by_groups(q, fresh, past, rule, view, position, groups)
+            found, penalty = self._by_groups(q, fresh, past, rule_for, view, position, groups)
         if self.persistent is not None:
             dropout = self.mechanism.dropout if self.training else 0.0
             apart = self.persistent.attend(q, backend=self.mechanism.backend, dropout=dropout)
             found = merge([found, apart])
-        return self.out(found.out.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1)), rule.penalty
+        return self.out(found.out.transpose(1, 2).reshape(x.shape[0], x.shape[1], -1)), penalty
 
     def _lookback(self, rule: Rule) -> list[int]:
         """[H] how many earlier tokens each head looks back at in this segment."""
         lookback = self.mechanism.lookback()
         for heads, part in rule.parts():
-            for span in (part.span if part.dynamic else None, part.key_span):
-                if span is not None and span.device.type == "cpu":  # elsewhere, reading it would make the host wait
-                    for head, limit in zip(heads, part.limits(), strict=True):
-                        lookback[head] = min(lookback[head], max(limit - 1, 0))
-            if part.blocks is not None:  # patterns stand at fixed positions; trimming would shift them
-                for head in heads:
-                    lookback[head] = UNLIMITED
+            if part.dynamic and part.span is not None and part.span.device.type == "cpu":
+                for head, limit in zip(heads, part.limits(), strict=True):
+                    lookback[head] = max(limit - 1, 0)  # elsewhere, reading them would make the host wait
         return lookback
 
     def _shared(self, lookback: list[int]) -> list[int]:
@@ -74,21 +80,37 @@ class SelfAttention(nn.Module):
         shared = self.heads // self.kv_heads
         return [max(lookback[h : h + shared]) for h in range(0, self.heads, shared)]
 
-    def _by_groups(self, q, fresh, past, rule: Rule, view: View, position: Position, groups) -> Attended:
+    def _stretch(self, view: View, past: Tensor, need: int) -> View:
+        """The view of the last `need` remembered tokens and the new ones; `view.start` is where all of them begin."""
+        assert view.x is not None
+        memory = past[:, past.shape[1] - need :]
+        return replace(
+            _last(view, need + view.x.shape[1], view.x.shape[1]),
+            start=view.start + past.shape[1] - need,
+            length=need + view.x.shape[1],
+            keys=torch.cat([memory, view.x], 1) if self.mechanism.reads_keys else None,
+        )
+
+    def _by_groups(
+        self, q, fresh, past, rule_for: Callable[[int], Rule], view: View, position: Position, groups
+    ) -> tuple[Attended, Tensor | None]:
         shared = self.heads // self.kv_heads
-        parts, order = [], []
+        parts, order, penalty = [], [], None
         for kv_heads, need in groups:
             heads = [h * shared + n for h in kv_heads for n in range(shared)]
             index, kv_index = (torch.tensor(i, device=q.device) for i in (heads, kv_heads))
             some = tuple(t.index_select(1, kv_index) for t in fresh)
+            rule = rule_for(need)
+            penalty = rule.penalty if penalty is None else penalty  # the layer's, said by every rule
             part = rule.for_heads(heads, kv_heads)
             parts.append(self._attend(q.index_select(1, index), some, past, part, view, position, need, kv_heads))
             order += heads
         back = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=q.device)
-        return Attended(
+        found = Attended(
             torch.cat([p.out for p in parts], 1).index_select(1, back),
             torch.cat([p.lse for p in parts], 1).index_select(1, back),
         )
+        return found, penalty
 
     def _attend(
         self, q: Tensor, fresh, past: Tensor, rule: Rule, view: View, position: Position, need: int, kv_heads
@@ -99,9 +121,9 @@ class SelfAttention(nn.Module):
             memory = past[:, past.shape[1] - need :]
             k = torch.cat([self._project(memory, self.key, kv_heads), k], 2)
             v = torch.cat([self._project(memory, self.value, kv_heads), v], 2)
-        view = _last(view, k.shape[2], q.shape[2])
+        view = self._stretch(view, past, need)
         q, k = position.turn(q, k, view)
-        return self.mechanism.mix(q, k, v, rule.last_keys(k.shape[2]), view)
+        return self.mechanism.mix(q, k, v, rule, view)
 
     def _project(self, memory: Tensor, linear: nn.Linear, kv_heads: list[int] | None) -> Tensor:
         """[B, heads, need, D]"""

@@ -93,7 +93,8 @@ class LM(nn.Module):
             if self.config.original and past.shape[1] < keep:  # a span outgrew its memory: zeros, as at the start
                 past = F.pad(past, (0, 0, keep - past.shape[1], 0))
             keys = past.shape[1] + x.shape[1]
-            view = View(documents=_last(documents, keys), padding=_last(padding, keys))
+            start = state.seen - past.shape[1]  # below 0 where zeros stand before the text
+            view = View(documents=_last(documents, keys), padding=_last(padding, keys), start=start)
             past = past.to(h.dtype)
             arguments = (h, past, view, self.position)
             if self.checkpointing and torch.is_grad_enabled():

@@ -15,6 +15,7 @@ from torch import Tensor
 from spanformer.attention import View
 from spanformer.memory import Cache, HeadCache
 from spanformer.memory.checks import check_lengths
+from spanformer.memory.head_cache import RuleFor
 from spanformer.model.block import Block
 from spanformer.model.layer import SelfAttention, split_heads
 from spanformer.ops import Rule, merge
@@ -95,6 +96,21 @@ class Reader:
             self.rules[n] = rule
         return rule
 
+    def rule_for(self, n: int, x: Tensor) -> RuleFor:
+        """The rule of a layer whose rules depend on which keys there are."""
+        mechanism, added = self.blocks[n].attention.mechanism, self.added[n]
+        if mechanism.reads_keys:
+            raise ValueError(
+                f"{type(mechanism).__name__} reads the hidden states of its keys, which a cache does not hold; read "
+                "the text by segments, lm(x, state)"
+            )
+
+        def make(rows: Tensor, start: int, length: int) -> Rule:
+            rule = mechanism.rule(View(x=x[rows.to(x.device)], start=start, length=length))
+            return rule if added is None else rule + added
+
+        return make
+
 
 @torch.inference_mode()
 def read(lm: LM, x: Tensor, cache: Cache, lengths: Tensor | None, logits: Logits) -> Tensor | None:
@@ -142,22 +158,25 @@ def _read_piece(lm: LM, x: Tensor, cache: Cache, real: Tensor | None) -> Tensor:
     turn = lm.position.turner(lambda: _positions(seen, x), h.dtype)
     for n, (block, layer) in enumerate(zip(reader.blocks, cache.layers, strict=True)):
         y = block.norm1(h) if block.pre else h
-        found = _attend(block.attention, y, layer, reader.rule(n, y), turn, real)
+        found = _attend(block.attention, y, layer, reader, n, turn, real)
         h = block.feed(h + found if block.pre else block.norm1(h + found))[0]
     cache.advance(x.shape[1], real)
     return h
 
 
 def _attend(
-    attention: SelfAttention, x: Tensor, layer: HeadCache, rule: Rule, turn: Callable[[Tensor], Tensor] | None,
-    real: Tensor | None,
+    attention: SelfAttention, x: Tensor, layer: HeadCache, reader: Reader, n: int,
+    turn: Callable[[Tensor], Tensor] | None, real: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """[B, T, dim] of the layer's attention to what it still holds and to x [B, T, dim]."""
     q = split_heads(attention.query(x), attention.heads)
     k, v = (split_heads(project(x), attention.kv_heads) for project in (attention.key, attention.value))
     turned, k = (q, k) if turn is None else (turn(q), turn(k))
     backend = attention.mechanism.backend
-    found = layer.read(turned, k, v, rule, lengths=real, backend=backend)
+    if attention.mechanism.placed:
+        found = layer.read_placed(turned, k, v, reader.rule_for(n, x), lengths=real, backend=backend)
+    else:
+        found = layer.read(turned, k, v, reader.rule(n, x), lengths=real, backend=backend)
     if attention.persistent is not None:
         found = merge([found, attention.persistent.attend(q, backend=backend)])
     return attention.out(found.out.transpose(1, 2).reshape(x.shape))

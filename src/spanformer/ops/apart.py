@@ -66,8 +66,8 @@ def by_parts(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> list[tuple[Tensor, 
     """q [B, H, Tq, D], k and v [B, Hkv, Tk, ·] and the rule of each part's heads."""
     if rule.heads != q.shape[1] or not k.shape[1] or q.shape[1] % k.shape[1]:
         raise ValueError(
-            f"q has shape {list(q.shape)} and k {list(k.shape)}; expected {rule.heads} heads in q, as the rule has, and "
-            "a number in k that divides it"
+            f"q has shape {list(q.shape)} and k {list(k.shape)}; expected {rule.heads} heads in q, as the rule has, "
+            "and a number in k that divides it"
         )
     shared, found = q.shape[1] // k.shape[1], []
     for heads, part in rule.parts():

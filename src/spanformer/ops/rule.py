@@ -213,13 +213,6 @@ class Rule:
             **{name: pick(name, axis) for name, axis in HEAD_AXIS.items()},
         )
 
-    def last_keys(self, keys: int) -> Rule:
-        """The rule of the last so many keys, where terms have a number for each."""
-        if self.apart:
-            return replace(self, apart=tuple(part.last_keys(keys) for part in self.apart))
-        held = {name: t for name in KEY_TERMS if (t := getattr(self, name)) is not None}
-        return replace(self, **{name: t[..., t.shape[2] - keys :] for name, t in held.items()}) if held else self
-
     def __add__(self, other: Rule) -> Rule:
         if not isinstance(other, Rule):
             return NotImplemented

@@ -1,0 +1,71 @@
+"""Which attention mechanisms a model can be made of, and how a run file writes them down.
+
+    adaptive_span                       all heads of a layer
+    window:128                          with its numbers
+    6 window:64 + 2 adaptive_span       a mixture by head
+    Window(64) | Global([0])            any pattern of attention/pattern.py, which begins with a capital letter
+
+No torch here: the command line reads this table for its help.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Kind:
+    help: str
+    numbers: Mapping[str, int | None] = field(default_factory=dict)
+    """what may follow the name, in this order, with defaults; None: as the [model.attention] section says"""
+
+
+KINDS: dict[str, Kind] = {
+    "adaptive_span": Kind("each head learns how far it looks"),
+    "dynamic_span": Kind("each token and head chooses how far it looks"),
+    "window": Kind("a fixed number of tokens", {"window": None}),
+    "full": Kind("everything up to max_span"),
+}
+PATTERN = "pattern"
+"""the kind of heads that are written as an expression"""
+
+
+@dataclass(frozen=True)
+class HeadKind:
+    """Some heads of a layer, all of one kind."""
+
+    kind: str
+    heads: int
+    numbers: Mapping[str, int | None] = field(default_factory=dict)
+    """by name, every one that the kind has"""
+    text: str = ""
+    """the expression of a pattern"""
+
+
+def parse_layer(text: str, heads: int, where: str = "model.attention.stack") -> list[HeadKind]:
+    """'6 window:64 + 2 adaptive_span' as its parts; a part without a number of heads is all of them."""
+    parts = [_parse_part(part, text, heads, where) for part in text.split("+")]
+    if sum(part.heads for part in parts) != heads:
+        raise ValueError(f"{where} holds {text!r}, {sum(part.heads for part in parts)} heads; expected {heads}")
+    return parts
+
+
+def _parse_part(part: str, text: str, heads: int, where: str) -> HeadKind:
+    found = re.fullmatch(r"\s*(?:(\d+)\s+)?(?:([a-z]\w*)((?::\d+)*)|([A-Z].*?))\s*", part, re.DOTALL)
+    if found is None or (found[2] and found[2] not in KINDS):
+        raise ValueError(
+            f"{where} holds {text!r}; expected kinds such as 'window:128', 'adaptive_span' or "
+            "'6 window:64 + 2 adaptive_span', or a pattern such as 'Window(64) | Global([0])' "
+            f"(kinds: {', '.join(KINDS)})"
+        )
+    count = int(found[1]) if found[1] else heads
+    if found[4]:
+        return HeadKind(PATTERN, count, text=found[4])
+    known = KINDS[found[2]].numbers
+    given = [int(n) for n in found[3].split(":")[1:]]
+    if len(given) > len(known):
+        takes = f"takes {' and '.join(known)}" if known else "takes no number"
+        raise ValueError(f"{where} holds {text!r}; {found[2]} {takes}")
+    return HeadKind(found[2], count, dict(zip(known, [*given, *list(known.values())[len(given) :]], strict=True)))
