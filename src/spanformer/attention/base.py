@@ -6,9 +6,11 @@ Shapes: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D and 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spanformer.ops import Attended, Rule, attend
@@ -59,6 +61,8 @@ class Attention(nn.Module):
     own_mix: bool = False
     """True for what is no masked softmax over the rule: its heads cannot stand beside others in `Mixed`"""
     heads: int
+    kept: int = 0
+    """how many first tokens of the text all heads go on seeing, see `Rule.kept`"""
     placed: bool = False
     """whether the rule depends on which keys there are: where they stand (view.start, view.length), or what they are
     (view.keys). It is then asked for with every stretch of keys, and holds for that one only."""
@@ -95,3 +99,21 @@ class Attention(nn.Module):
 
     def after_step(self) -> None:
         """Called after every optimiser step, e.g. to put parameters back into their range."""
+
+
+def key_states(view: View, dim: int) -> Tensor:
+    """[B, Tk, dim], for a mechanism that reads its keys' hidden states; by themselves, queries are the keys."""
+    keys = view.x if view.keys is None else view.keys
+    if keys is None:
+        raise ValueError("view.keys is missing; expected the hidden states [B, Tk, dim] that the keys were made of")
+    if keys.ndim != 3 or keys.shape[2] != dim:
+        raise ValueError(f"view.keys has shape {list(keys.shape)}; expected [B, Tk, {dim}]")
+    return keys
+
+
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """F.linear in float32 or wider, autocast or not: what is counted in tokens or summed over them needs the bits."""
+    wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    at = x.device.type
+    with torch.autocast(at, enabled=False) if torch.amp.is_autocast_available(at) else nullcontext():
+        return F.linear(x.to(wide), weight.to(wide), bias.to(wide))

@@ -31,6 +31,7 @@ class Mixed(Attention):
                 )
         self.parts = nn.ModuleList(parts)
         self.heads = sum(part.heads for part in parts)
+        self.kept = max(part.kept for part in parts)
         self.placed, self.reads_keys = (any(getattr(p, name) for p in parts) for name in ("placed", "reads_keys"))
 
     def rule(self, view: View) -> Rule:

@@ -47,6 +47,13 @@ class SelfAttention(nn.Module):
         q = split_heads(self.query(x), self.heads)
         fresh = split_heads(self.key(x), self.kv_heads), split_heads(self.value(x), self.kv_heads)
         groups = group_heads(self._shared(lookback), past.shape[1])
+        if self.mechanism.kept:  # the first tokens must be there, at their own places
+            if view.start > 0:
+                raise ValueError(
+                    f"heads here keep the text's first {self.mechanism.kept} tokens in sight, and the memory has "
+                    "forgotten them; read the text with a cache (LM.read), or use learned sinks"
+                )
+            groups = [(list(range(self.kv_heads)), past.shape[1])]
         length = min(max(lookback), past.shape[1] + x.shape[1] - 1) + 1
         added = position.rule(view, length)
 
