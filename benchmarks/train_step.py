@@ -107,11 +107,17 @@ def measure(contender: str, p: Profile, options: argparse.Namespace) -> dict:
     from spanformer.cost.malloc import keep_freed_memory
     from spanformer.cost.peak import resident_bytes
 
-    before = resident_bytes()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     if contender == "original":
         sys.path.insert(0, str(options.original))
+        import adagrad_with_grad_clip  # noqa: F401  # pyright: ignore[reportMissingImports]
+        import models  # noqa: F401  # pyright: ignore[reportMissingImports]
+    else:
+        import spanformer.model.lm
+        import spanformer.train.measure
+        import spanformer.train.optim  # noqa: F401
+    before = resident_bytes()
     step, share = original_steps(p) if contender == "original" else our_steps(p, options.checkpointing)
     x, y = torch.randint(0, VOCAB, (2, p.batch, p.block))
     times: list[float] = []
@@ -123,7 +129,7 @@ def measure(contender: str, p: Profile, options: argparse.Namespace) -> dict:
             times.append(time.perf_counter() - began)
 
     if contender == "ours":  # as `spanformer train` does; theirs runs as it is
-        keep_freed_memory(True)
+        keep_freed_memory(not options.checkpointing)
     run()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     return {"seconds": statistics.median(times[1:]), "peak_bytes": peak, "attention_share": share(x, y)}

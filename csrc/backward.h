@@ -14,7 +14,8 @@ namespace SPANFORMER_ISA {
 constexpr long BACK_QUERIES = 64;  // per block
 constexpr long BACK_KEYS = 192;     // per chunk, a multiple of ROWS
 
-// Sums over distances, d first … first + count − 1, of one segment and head; `width` numbers a distance.
+// Sums over distances, d first … first + count − 1, of one segment and head; `width` numbers a distance. Where positions
+// are given one by one, over the table's rows instead.
 struct DistanceSums {
   long h, first, count;
   float* data;
@@ -306,14 +307,14 @@ class SegmentBackward {
     if (s.positioned)  // the table was in the mask, and so was the ramp
       for (long r = 0; r < t.n; r++)
         for (long lane = 0; lane < t.p.n; lane++)
-          d_span_[g_] += dS[r * t.ld + lane] * head.slope_at(s.pair_distance(x_.b, t.p.i + lane, t.ja + r));
+          d_span_[g_] += dS[r * t.ld + lane] * head.slope_at(s.head_key(s.pair_distance(x_.b, t.p.i + lane, t.ja + r)));
   }
 
   void dynamic_span_sums(const Tile& t, float* dz) {
     if (s.positioned) {
       for (long r = 0; r < t.n; r++)
         for (long lane = 0; lane < t.p.n; lane++) {
-          const double m = ramp_at(t.p.z[lane], c.ramp, s.pair_distance(x_.b, t.p.i + lane, t.ja + r));
+          const double m = ramp_at(t.p.z[lane], c.ramp, s.length(s.pair_distance(x_.b, t.p.i + lane, t.ja + r)));
           if (m > 0 && m < 1) dz[lane] += (float)(t.S[r * t.ld + lane] / (m * c.ramp));
         }
       return;
@@ -344,7 +345,8 @@ class SegmentBackward {
   }
   void add_bias(long i, long j, float value) {
     const DistanceSums& sums = bias_[g_];
-    const long d = (s.positioned ? s.pair_distance(x_.b, i, j) : i + s.offset[x_.b] - j) - sums.first;
+    const long at = s.positioned ? row_of_table(c, s.pair_distance(x_.b, i, j)) : i + s.offset[x_.b] - j;
+    const long d = at - sums.first;
     if (d >= 0 && d < sums.count) sums.data[d] += value;
   }
 
@@ -411,12 +413,12 @@ class SegmentBackward {
         if (c.d_span && c.dynamic) w.dz[i - i0] += ds * pair.slope;
         if (d_key_) d_key_[j] += ds;
         if (bias_) add_bias(i, j, ds);
-        if (!c.distance_vec || pair.d >= c.vec_length) continue;
-        const float* r = s.vectors(h_) + pair.d * c.D;
+        if (pair.row < 0) continue;
+        const float* r = s.vectors(h_) + pair.row * c.D;
         for (long d = 0; d < c.D; d++) dq[d] += by * r[d];
         if (!vec_) continue;
-        const long signed_d = s.positioned ? pair.d : i + s.offset[x_.b] - j;
-        float* sums = vec_[g_].data + (signed_d - vec_[g_].first) * w.D;
+        const long at = s.positioned ? pair.row : i + s.offset[x_.b] - j;
+        float* sums = vec_[g_].data + (at - vec_[g_].first) * w.D;
         for (long d = 0; d < c.D; d++) sums[d] += ds * to_float(q[d]);
       }
     }

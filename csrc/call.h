@@ -16,6 +16,7 @@ struct Call {
   int64_t dtype, threads;
   int64_t B, H, Hkv, Tq, Tk, D, Dv;
   int64_t causal, shift;  // shift: every distance is shortened by this (1 with the original's conventions)
+  int64_t ahead;  // tables begin at distance −ahead; 0: without causality they are read at |d|
   double scale, ramp, dropout;
   Rows q, k, v, out;
   float* lse;            // [B, H, Tq] contiguous, natural log

@@ -27,7 +27,7 @@ static inline float exact_dot(const A* a, const B* b, long n) {
 struct Pair {
   bool visible;
   float score;  // log2
-  long d;       // what tables are read at
+  long row;     // of distance_vec, −1 if it has none
   float slope;  // d score / d span, natural
 };
 
@@ -35,9 +35,10 @@ template <class T>
 static Pair exact_pair(const Scene& s, long b, long h, long i, long j) {
   const Call& c = s.c;
   const Head& head = s.heads[h];
-  Pair p{false, 0.f, 0, 0.f};
-  const long key = s.positioned ? s.pair_distance(b, i, j) : i + s.offset[b] - j;  // of the head's tables
-  p.d = s.fold(key);
+  Pair p{false, 0.f, -1, 0.f};
+  const long d = s.positioned ? s.pair_distance(b, i, j) : i + s.offset[b] - j;
+  const long key = s.positioned ? s.head_key(d) : d, entry = row_of_table(c, d);
+  if (c.distance_vec && entry >= 0 && entry < c.vec_length) p.row = entry;
   const float table = head.at(key);
   if (table <= HIDDEN_AT_MOST) return p;
   if (c.q_documents && s.q_document(b, i) != s.k_document(b, j)) return p;
@@ -47,7 +48,7 @@ static Pair exact_pair(const Scene& s, long b, long h, long i, long j) {
   if (bias <= HIDDEN_AT_MOST) return p;
   float soft = 0.f;
   if (c.dynamic) {
-    const double m = ramp_at(s.dynamic_span(b, h, i), c.ramp, p.d);
+    const double m = ramp_at(s.dynamic_span(b, h, i), c.ramp, s.length(d));
     if (!(m > 0)) return p;
     if (m < 1) soft = (float)std::log2(m), p.slope = (float)(1 / (m * c.ramp));
   } else if (c.span) {
@@ -55,7 +56,7 @@ static Pair exact_pair(const Scene& s, long b, long h, long i, long j) {
   }
   const T* q = row<T>(c.q, b, h, i);
   float dots = exact_dot(q, row<T>(c.k, b, h / (c.H / c.Hkv), j), c.D);
-  if (c.distance_vec && p.d < c.vec_length) dots += exact_dot(q, s.vectors(h) + p.d * c.D, c.D);
+  if (p.row >= 0) dots += exact_dot(q, s.vectors(h) + p.row * c.D, c.D);
   p.visible = true;
   p.score = dots * (float)c.scale * LOG2E + bias + soft + table;
   return p;

@@ -32,7 +32,7 @@ class SegmentSums {
   }
   DistanceSums* of(long item) { return parts_.data() + item * plan_.group; }
 
-  // out[h or 0][|d|][0 … size) = scale · the sum of all parts, in the order of the items.
+  // out[h or 0][row][0 … size) = scale · the sum of all parts, in the order of the items.
   void reduce(float* out, long length, long size, bool shared, float scale, long threads) const {
     const long heads = shared ? 1 : plan_.s.c.H, step = 256, steps = (length + step - 1) / step;
     for_items(heads * steps, threads, (double)parts_.size() * length * size, [&](long t) {
@@ -42,7 +42,7 @@ class SegmentSums {
       for (const DistanceSums& p : parts_) {
         if (!shared && p.h != h) continue;
         add(p, from, to, 1, sums, size);
-        if (p.first < 0 && !plan_.s.c.causal) add(p, from, to, -1, sums, size);
+        if (p.first < 0 && !plan_.s.c.causal && !plan_.s.c.ahead) add(p, from, to, -1, sums, size);
       }
       for (long e = from * size; e < to * size; e++) sums[e] *= scale;
     });
@@ -59,8 +59,9 @@ class SegmentSums {
   std::unique_ptr<float, Free> store_;
 
   void add(const DistanceSums& p, long from, long to, long sign, float* sums, long size) const {
+    const long ahead = plan_.s.positioned ? 0 : plan_.s.c.ahead;
     for (long a = sign < 0 ? std::max(from, 1L) : from; a < to; a++) {
-      const long at = sign * a - p.first;
+      const long at = sign * a - ahead - p.first;
       if (at < 0 || at >= p.count) continue;
       for (long e = 0; e < size; e++) sums[a * size + e] += p.data[at * width_ + e];
     }

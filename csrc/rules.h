@@ -33,7 +33,7 @@ struct Head {
   const float *bias = nullptr, *slope = nullptr;  // by d: log2 of what multiplies the weight; 1/(m·ramp) on the ramp
   std::vector<float> store;
 
-  // The table's entry for any distance (|d| where `folded`).
+  // The table's value for any distance (|d| where `folded`).
   float at(long d) const {
     if (d < first || d > last) return HIDDEN;
     return d < table_first || d > table_last ? 0.f : bias[d];
@@ -47,8 +47,12 @@ static inline long limit_of(const Call& c, long h) {
   return c.span && !c.dynamic ? std::min(limit, reach_of_span(c.span[h], c.ramp)) : limit;
 }
 
-// `folded` heads know only |d| (positions are given one by one); otherwise the table runs over signed distances.
-static void make_head(const Call& c, long h, bool folded, long least, long most, Head& head) {
+// Which row of distance_bias and distance_vec a signed distance reads; it may be none of theirs.
+static inline long row_of_table(const Call& c, long d) { return c.ahead ? d + c.ahead : c.causal ? d : std::labs(d); }
+
+// `folded` heads know only |d| (positions are given one by one, and no table tells −d from d); otherwise the table runs
+// over signed distances. `positioned` heads' tables are never read past their ends, so they need none of the padding.
+static void make_head(const Call& c, long h, bool folded, bool positioned, long least, long most, Head& head) {
   const bool soft = c.span && !c.dynamic;
   const double z = soft ? c.span[h] : 0;
   const long limit = limit_of(c, h);
@@ -62,7 +66,10 @@ static void make_head(const Call& c, long h, bool folded, long least, long most,
   head.table_last = folded ? head.last : head.last + PAD;
   if (c.distance_bias) {
     head.plain_first = 1, head.plain_last = 0;
-    if (folded) head.table_last = std::min(head.table_last, (long)c.bias_length - 1);
+    if (positioned) {
+      head.table_last = std::min(head.last, (long)(c.bias_length - 1 - c.ahead));
+      head.table_first = folded ? head.table_first : std::max(head.first, (long)-c.ahead);
+    }
   } else if (folded && !soft) {
     head.table_first = 0, head.table_last = -1;
   }
@@ -81,7 +88,8 @@ static void make_head(const Call& c, long h, bool folded, long least, long most,
         if (m < 1) value = (float)std::log2(m), inverse = (float)(1.0 / (m * c.ramp));
       }
       if (c.distance_bias) {
-        const float extra = a < c.bias_length ? c.distance_bias[h * c.bias_length + a] : 0.f;
+        const long row = row_of_table(c, d);
+        const float extra = row >= 0 && row < c.bias_length ? c.distance_bias[h * c.bias_length + row] : 0.f;
         value = std::max(value + extra * LOG2E, HIDDEN);  // in this order NaN stays NaN
         if (value == HIDDEN) inverse = 0.f;
       }
@@ -105,6 +113,7 @@ class Scene {
   std::vector<Head> heads;
   std::vector<long> offset, base;  // by batch row: query 0 less key 0 (less the shift); the position of key 0
   bool positioned = false;         // distances are not i + offset − j, and are looked up pair by pair
+  bool folded = false;             // and then at |d|
   bool general;                    // some pairs inside the band may be hidden: runs are found tile by tile
   long tile = 64, tiles = 0;
 
@@ -137,8 +146,9 @@ class Scene {
     // Queries and keys far apart would make a table as long as the way between them.
     const long table = std::min(most, widest) - (c.causal ? 0 : std::max(least, -widest));
     if (table > std::max(LONG_TABLE, 4 * (c.Tq + c.Tk))) positioned = true;
+    folded = positioned && !(c.ahead && c.distance_bias);
     heads.resize(c.H);
-    for (long h = 0; h < c.H; h++) make_head(c, h, positioned, least, most, heads[h]);
+    for (long h = 0; h < c.H; h++) make_head(c, h, folded, positioned, least, most, heads[h]);
     if (c.dynamic)
       for (long row = 0; row < c.B * c.H; row++) {
         const float* z = c.span + row * c.Tq;
@@ -164,10 +174,11 @@ class Scene {
   float dynamic_span(long b, long h, long i) const { return c.span[(b * c.H + h) * c.Tq + i]; }
   // How many distances the head's dynamic spans reach, at most.
   long longest(long b, long h) const { return c.dynamic ? longest_[b * c.H + h] : FAR; }
-  // What tables are read at: |d| where the future may be seen and distances come one by one.
-  long fold(long d) const { return c.causal ? d : std::labs(d); }
-
-  long pair_distance(long b, long i, long j) const { return fold(q_position(b, i) - k_position(b, j) - c.shift); }
+  long pair_distance(long b, long i, long j) const { return q_position(b, i) - k_position(b, j) - c.shift; }
+  // What a span measures.
+  long length(long d) const { return c.causal ? d : std::labs(d); }
+  // What a head's table is read at where distances come one by one.
+  long head_key(long d) const { return folded ? length(d) : d; }
 
   Panel panel(long b, long h, long i, long n) const {
     Panel p;
@@ -240,9 +251,9 @@ class Scene {
         float value = 0.f;
         if (positioned) {
           const long d = pair_distance(p.b, i, j);
-          value = heads[p.h].at(d);
+          value = heads[p.h].at(head_key(d));
           if (c.dynamic) {
-            const double m = ramp_at(p.z[t], c.ramp, d);
+            const double m = ramp_at(p.z[t], c.ramp, length(d));
             value += m >= 1 ? 0.f : m > 0 ? (float)std::log2(m) : HIDDEN;
           }
         }
@@ -300,7 +311,7 @@ class Scene {
     if (positioned) {  // distances are never all plain here: the mask carries the table
       const Range& r = positions_[p.b * tiles + t];
       const long far = p.position_hi - r.lo - c.shift, near = p.position_lo - r.hi - c.shift;
-      if (near > p.last || (c.causal ? far < 0 : -far > p.last)) return NOTHING;
+      if (near > p.last || (c.causal ? far < 0 : folded ? -far > p.last : far < p.first)) return NOTHING;
       kind = PARTLY;
     }
     if (c.q_documents) {

@@ -18,6 +18,11 @@ template <class Part>
 static inline void vector_parts(const Scene& s, long h, const Distances& ds, Part part) {
   const long D = s.c.D, length = s.c.vec_length, end = ds.least + ds.rows;
   const float* table = s.vectors(h);
+  if (s.c.ahead) {
+    const long ahead = s.c.ahead, a = std::max(ds.least, -ahead), b = std::min(end, length - ahead);
+    if (b > a) part(a - ds.least, b - a, table + (a + ahead) * D, D);
+    return;
+  }
   if (!s.c.causal) {
     const long a = std::max(ds.least, 1 - length), b = std::min(end, 0L);
     if (b > a) part(a - ds.least, b - a, table - a * D, -D);

@@ -19,8 +19,12 @@ TERMS = (
     "span", "dynamic", "distance_bias", "distance_vec", "head_vec", "key_bias", "padding", "documents", "sinks",
     "blocks",
 )  # fmt: skip
+TABLE_TERMS = ("distance_value", "head_value", "distance_scale")
 KEYS = ("key_span", "head_key_span", "forget", "head_forget")  # spans and forget gates of keys
-LEARNED = ("span", "distance_bias", "distance_vec", "key_bias", "key_span", "forget", "sinks")
+LEARNED = (
+    "span", "distance_bias", "distance_vec", "distance_value", "distance_scale", "key_bias", "key_span", "forget",
+    "sinks",
+)  # fmt: skip
 
 
 @dataclass
@@ -42,6 +46,9 @@ class Case:
     reach: tuple[int, ...] | None = None  # cycled over heads
     logits: float = 1.0  # standard deviation of q (k is 1)
     kept: int = 0
+    ahead: bool = False  # signed tables
+    stride: tuple[int, ...] = (1,)  # cycled over heads
+    skip: tuple[int, ...] = (0,)  # cycled over heads
     dropout: float = 0.0
     positions: str = "implicit"  # "implicit", "shuffled" (keys in any order), "rows" (each batch row elsewhere)
     layout: str = "bhtd"  # "bthd": heads and tokens transposed views, rows not contiguous
@@ -90,6 +97,8 @@ def make(case: Case) -> Made:
         q_pos = k_pos[:, c.tk - c.tq :] + torch.arange(c.b)[:, None] % 2
         length += 3 * c.b + 1
     fixed["q_positions"], fixed["k_positions"] = q_pos, k_pos
+    if c.ahead:  # as far ahead as behind, and a little more behind
+        fixed["ahead"], length = length - 1, 2 * length + 1
     for term in c.terms:
         if term == "span":
             inputs["span"] = torch.tensor([c.spans[i % len(c.spans)] for i in range(c.h)], dtype=torch.float64)
@@ -105,6 +114,14 @@ def make(case: Case) -> Made:
             inputs["distance_vec"] = rand(1, length, c.d)
         elif term == "head_vec":
             inputs["distance_vec"] = rand(c.h, length, c.d)
+        elif term == "distance_value":
+            inputs["distance_value"] = rand(1, length if c.ahead else 5, dv)
+        elif term == "head_value":
+            inputs["distance_value"] = rand(c.h, length if c.ahead else 5, dv)
+        elif term == "clipped_value":  # ends ahead and behind, and all beyond reads them
+            inputs["distance_value"], fixed["ahead"] = rand(1, 5, dv), 9  # any other than 0
+        elif term == "distance_scale":
+            inputs["distance_scale"] = rand(c.h, length)
         elif term == "key_bias":
             inputs["key_bias"] = rand(c.b, c.hkv, c.tk)
         elif term == "padding":
@@ -129,6 +146,7 @@ def make(case: Case) -> Made:
             fixed["blocks"] = BlockIndex.from_dense(mask, 16)
         else:
             raise ValueError(f"no such term: {term}")
+    fixed["stride"], fixed["skip"] = ([given[i % len(given)] for i in range(c.h)] for given in (c.stride, c.skip))
     if c.reach is not None:
         fixed["reach"] = [c.reach[i % len(c.reach)] for i in range(c.h)]
     return Made(inputs, fixed, c, rand(c.b, c.h, c.tq, dv), rand(c.b, c.h, c.tq))

@@ -95,7 +95,7 @@ def test_what_can_be_read_off() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="view.keys is missing"):
+    with pytest.raises(ValueError, match=r"view.keys is missing"):
         expiring().rule(View())
     with pytest.raises(ValueError, match=r"view.keys has shape \[2, 5, 7\]; expected \[B, Tk, 12\]"):
         expiring().rule(View(x=rand(2, 5, 7)))

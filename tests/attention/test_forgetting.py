@@ -86,7 +86,7 @@ def test_a_long_text_in_float32() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="view.keys is missing"):
+    with pytest.raises(ValueError, match=r"view.keys is missing"):
         forgetting().rule(View())
     with pytest.raises(ValueError, match="dim is 12, heads 0 and max_span 5; expected at least 1 each"):
         Forgetting(12, 0, 5)

@@ -49,6 +49,10 @@ def parts() -> dict[str, Rule]:
         "blocks": Rule(2, blocks=pattern(2)),
         "shared blocks": Rule(2, blocks=pattern(1, seed=5), reach=30),
         "other blocks": Rule(2, blocks=pattern(1, size=4)),
+        "stride": Rule(2, stride=[3, 1], skip=[0, 2], reach=30),
+        "also": Rule(2, reach=5, also=Rule(2, stride=4, skip=5)),
+        "distance_value": Rule(2, distance_value=rand(2, 4, D)),
+        "distance_scale": Rule(2, distance_scale=rand(2, T).abs()),
     }
 
 
@@ -106,7 +110,7 @@ def test_all_kinds_at_once_and_key_heads_that_parts_share() -> None:
 def test_alike_rules_become_one() -> None:
     kinds = parts()
     for names in (
-        ("empty", "reach", "span", "dynamic"),
+        ("empty", "reach", "stride", "span", "dynamic"),
         ("shared vectors", "vectors"),
         ("key_bias", "one key_bias"),
         ("blocks", "shared blocks"),

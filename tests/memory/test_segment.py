@@ -24,9 +24,23 @@ def test_it_is_the_last_states(length: int, dim: int) -> None:
 
 
 def test_a_tape_serves_several_segments_without_a_copy() -> None:
-    memory, tape = remember(torch.zeros(1, 64, 16), torch.ones(1, 8, 16), 64)
+    memory, tape = remember(torch.zeros(1, 64, 16), torch.ones(1, 8, 16), 64, layer=1)
     again, same = remember(memory, torch.ones(1, 8, 16), 64, tape)
     assert same is tape and again.data_ptr() == memory[:, 8:].data_ptr()
+
+
+def test_layers_copy_their_memories_to_new_tapes_in_turn() -> None:
+    copied = []
+    for layer in range(4):
+        memory, tape, when = torch.zeros(1, 64, 16), None, []
+        for step in range(12):
+            memory, new = remember(memory, torch.ones(1, 8, 16), 64, tape, layer)
+            if tape is not None and new is not tape:
+                when.append(step)
+            tape = new
+        copied.append(when)
+    assert all(len(when) >= 2 for when in copied)
+    assert len({step for when in copied for step in when}) == sum(map(len, copied))  # never two at a time
 
 
 def test_a_state_continued_twice_keeps_both_stories_apart() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cases import KEYS, LEARNED, TERMS, Case, Made, make
+from cases import KEYS, LEARNED, TABLE_TERMS, TERMS, Case, Made, make
 from spanformer import Attended, BlockIndex, Rule, attend, merge
 
 F64 = torch.float64
@@ -74,6 +74,7 @@ def by_loops(made: Made, seed: int | None = None) -> tuple[list, list]:
             d = p_i - p_j - shift
             if c.causal and d < 0:
                 continue
+            entry = d + fixed["ahead"] if fixed.get("ahead") else abs(d)
             d = abs(d)
             if "reach" in fixed and d >= fixed["reach"][h]:
                 continue
@@ -94,10 +95,12 @@ def by_loops(made: Made, seed: int | None = None) -> tuple[list, list]:
             s = sum(x * y for x, y in zip(query, t["k"][b][group][j], strict=True))
             if "distance_vec" in t:
                 table = t["distance_vec"][h if len(t["distance_vec"]) > 1 else 0]
-                s += sum(x * y for x, y in zip(query, table[d], strict=True))
+                s += sum(x * y for x, y in zip(query, table[entry], strict=True))
             s /= math.sqrt(c.d)
+            if "distance_scale" in t:
+                s = max(s, 0.0) * t["distance_scale"][h][entry]
             if "distance_bias" in t:
-                s += t["distance_bias"][h][d]
+                s += t["distance_bias"][h][entry]
             if "key_bias" in t:
                 per_head = len(t["key_bias"][0])
                 s += t["key_bias"][b][h // (c.h // per_head)][j]
@@ -108,7 +111,13 @@ def by_loops(made: Made, seed: int | None = None) -> tuple[list, list]:
             if weight > 0:
                 stays = 1.0 if not c.dropout else kept(seed, c.dropout, b * c.h + h, i, j) / (1 - c.dropout)
                 numerators.append(weight)
-                values.append((weight * stays, t["v"][b][group][j]))
+                value = t["v"][b][group][j]
+                if "distance_value" in t:
+                    table = t["distance_value"][h if len(t["distance_value"]) > 1 else 0]
+                    at = p_i - p_j - shift + len(table) // 2 if fixed.get("ahead") else d
+                    added = table[min(max(at, 0), len(table) - 1)]
+                    value = [x + y for x, y in zip(value, added, strict=True)]
+                values.append((weight * stays, value))
         total = sum(numerators) + (math.exp(t["sinks"][h]) if "sinks" in t else 0.0)
         width = c.dv or c.d
         outs.append([sum(w * value[n] for w, value in values) / total if total else 0.0 for n in range(width)])
@@ -136,10 +145,20 @@ def check_by_loops(case: Case) -> None:
 
 SMALL = {"b": 2, "h": 4, "hkv": 2, "tq": 7, "tk": 11, "d": 3, "dv": 2, "ramp": 2.5, "spans": (1.3, 4.0, 0.0, 30.0)}
 KINDS = ({}, {"causal": False}, {"original": True})
+SIGNED = {"causal": False, "ahead": True}
+TABLES = ("distance_bias", "distance_vec", "head_vec", *TABLE_TERMS)
+
+
+@pytest.mark.parametrize("positions", ["implicit", "shuffled", "rows"])
+@pytest.mark.parametrize("term", (*TABLES, "clipped_value"))
+def test_signed_tables_equal_scalar_loops(term, positions):
+    kind = {"causal": False} if term == "clipped_value" else SIGNED
+    check_by_loops(Case(**SMALL, terms=(term,), positions=positions, **kind))
+    check_by_loops(Case(**SMALL, terms=(term, "span", "sinks"), positions=positions, reach=(3, 0, 20, 1), **kind))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["causal", "both ways", "original"])
-@pytest.mark.parametrize("term", (None, *TERMS, *KEYS))
+@pytest.mark.parametrize("term", (None, *TERMS, *TABLE_TERMS, *KEYS))
 def test_every_term_equals_scalar_loops(term, kind):
     for positions, reach in itertools.product(("implicit", "shuffled", "rows"), (None, (3, 0, 20, 1))):
         terms = () if term is None else (term,)
@@ -272,6 +291,7 @@ def function_of(made: Made, names: list[str], dropout: float = 0.0):
         ("head_vec", "documents"),
         ("span", "distance_bias", "distance_vec", "key_bias", "sinks"),
         ("dynamic", "key_bias", "blocks"),
+        ("span", "distance_bias", "distance_vec", "distance_scale", "distance_value"),
     ],
     ids="+".join,
 )

@@ -17,7 +17,14 @@ TERMS = {
     "vectors per head": {"distance_vec": torch.randn(H, LENGTH, D, generator=torch.Generator().manual_seed(3))},
     "sinks": {"sinks": torch.randn(H, generator=torch.Generator().manual_seed(4))},
     "original": {"original": True},
+    "values": {"distance_value": torch.randn(1, 9, DV, generator=torch.Generator().manual_seed(5))},
+    "scale": {
+        "distance_scale": torch.randn(H, LENGTH, generator=torch.Generator().manual_seed(6)),
+        "distance_vec": torch.randn(1, LENGTH, D, generator=torch.Generator().manual_seed(2)),
+        "distance_value": torch.randn(H, 9, DV, generator=torch.Generator().manual_seed(5)),
+    },
 }
+NATIVE = [name for name, terms in TERMS.items() if not {"distance_value", "distance_scale"} & set(terms)]
 
 
 def rings_of(k: torch.Tensor, v: torch.Tensor, capacity: list[int], newest: list[int]) -> Rings:
@@ -38,6 +45,8 @@ def rings_of(k: torch.Tensor, v: torch.Tensor, capacity: list[int], newest: list
 @pytest.mark.parametrize("terms", TERMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_equals_attention_over_everything(terms, dynamic, newest, backend, dtype) -> None:
+    if backend == "native" and terms not in NATIVE:
+        backend = "auto"
     g = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn(*shape, generator=g).to(dtype)

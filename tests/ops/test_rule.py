@@ -526,12 +526,12 @@ class TestBlockIndex:
     def test_heads_that_differ(self):
         two, three = (BlockIndex.from_dense(torch.ones(n, 8, 8, dtype=torch.bool), 4) for n in (2, 3))
         for a, b in ((two, three), (three, two)):
-            with refused("blocks of", "heads cannot be intersected"):
+            with refused("blocks of", "heads cannot be combined"):
                 a & b
 
     def test_sizes_that_differ(self):
         ones = torch.ones(16, 16, dtype=torch.bool)
-        with refused("blocks of sizes 8 and 16 cannot be intersected"):
+        with refused("blocks of sizes 8 and 16 cannot be combined"):
             BlockIndex.from_dense(ones, 8) & BlockIndex.from_dense(ones, 16)
 
 

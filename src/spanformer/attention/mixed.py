@@ -54,8 +54,9 @@ class Mixed(Attention):
 def join(rules: Sequence[Rule]) -> Rule:
     """One rule for the heads of all, in this order.
 
-    Neighbours that differ in numbers alone (reaches, spans, tables, biases, sinks, patterns of one size) become one;
-    others stand apart, and attend runs each by itself. All must look in the same direction (causal, original)."""
+    Neighbours that differ in numbers alone (reaches, spans, strides, tables, biases, sinks, patterns of one size)
+    become one; others stand apart, and attend runs each by itself. All must look in the same direction (causal,
+    original)."""
     for name in ("causal", "original"):
         if len({getattr(rule, name) for rule in rules}) > 1:
             raise ValueError(f"the heads of one layer have {name} = True and False; expected one for all")
@@ -76,7 +77,7 @@ def alike(a: Rule, b: Rule) -> bool:
     any other term both must have, or neither."""
     for field in fields(Rule):
         name, mine, theirs = field.name, getattr(a, field.name), getattr(b, field.name)
-        if name in ("heads", "reach", "span", "penalty"):
+        if name in ("heads", "reach", "span", "stride", "skip", "penalty"):
             continue
         if name == "ramp":
             if soft(a) and soft(b) and mine != theirs:
@@ -94,7 +95,7 @@ def alike(a: Rule, b: Rule) -> bool:
         elif isinstance(mine, int | float):
             if mine != theirs:
                 return False
-        elif mine is not theirs:  # documents, or a term that this file does not know: the very same or apart
+        elif mine is not theirs:  # documents, also, or a term that this file does not know: the very same or apart
             return False
     return True
 
@@ -115,6 +116,8 @@ def _unite(rules: list[Rule]) -> Rule:
         reach=reach,
         span=_join_spans(rules),
         ramp=next((rule.ramp for rule in rules if soft(rule)), first.ramp),
+        stride=[stride for rule in rules for stride, _ in rule.strides()],
+        skip=[skip for rule in rules for _, skip in rule.strides()],
         blocks=BlockIndex.side_by_side(blocks) if blocks else None,
         penalty=None,
         **terms,

@@ -48,9 +48,11 @@ def check_call(
     for _, part in rule.parts():
         if part.kept != kept:
             raise ValueError(f"the rule keeps {part.kept} first tokens and the cache {kept}; expected one number")
-        unknown = ("blocks", "key_bias", "key_span", "forget", "documents")
+        unknown = ("blocks", "key_bias", "key_span", "forget", "documents", "also")
         if any(getattr(part, name) is not None for name in unknown) or not part.causal:
             raise ValueError(f"a cache takes causal rules without {', '.join(unknown)}")
+        if part.stride != 1 or part.skip != 0:
+            raise ValueError("a cache takes rules without stride and skip")
     shared, shift = rule.heads // len(reach), 1 if rule.original else 0
     for head, limit in enumerate(rule.limits()):
         if limit + shift > reach[head // shared] and limit:

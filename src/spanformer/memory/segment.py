@@ -18,6 +18,8 @@ from torch import Tensor
 BLOCK = 64  # memory lengths are multiples of this: fewer shapes, and spare room for spans that grow
 ALIGNED = 64  # bytes; products may round otherwise on rows that lie otherwise, and a resumed run must not
 
+SEGMENTS = 4  # room on a tape, at most half of what it remembers: so often is it copied to a new one
+
 
 class Tape:
     """Room behind what a layer remembers: new states are written after the old, which stay where they are.
@@ -26,9 +28,10 @@ class Tape:
     next segment. Written is only what no state reaches yet: a state continued a second time gets a tape of its own.
     """
 
-    def __init__(self, past: Tensor, x: Tensor) -> None:
+    def __init__(self, past: Tensor, x: Tensor, more: int) -> None:
+        """more: room for so many further states."""
         b, old, dim = past.shape
-        room = old + x.shape[1] + max(x.shape[1], old // 8)
+        room = old + x.shape[1] + more
         self.states = torch.empty(b, room, dim, dtype=x.dtype, device=x.device)
         self.states[:, :old] = past
         self.end = old
@@ -113,8 +116,14 @@ def memory_length(lookback: list[int]) -> int:
 
 
 @torch.no_grad()
-def remember(past: Tensor, x: Tensor, length: int, tape: Tape | None = None) -> tuple[Tensor, Tape | None]:
-    """The last `length` of past [B, M, dim] and x [B, T, dim], detached, and the tape they lie on; `tape`: past's."""
+def remember(
+    past: Tensor, x: Tensor, length: int, tape: Tape | None = None, layer: int = 0
+) -> tuple[Tensor, Tape | None]:
+    """The last `length` of past [B, M, dim] and x [B, T, dim], detached, and the tape they lie on; `tape`: past's.
+
+    A full tape is copied to a new one, and the backward pass holds the old one meanwhile. So first tapes have room for
+    a different number of segments from layer to layer: never are all layers' memories there twice.
+    """
     new = x.shape[1]
     if length <= new:
         return x[:, new - length :].detach(), None
@@ -124,5 +133,6 @@ def remember(past: Tensor, x: Tensor, length: int, tape: Tape | None = None) -> 
     if tape is not None and tape.continues(past, x):
         tape.append(x)
     else:
-        tape = Tape(old, x)
+        segments = min(SEGMENTS, max(1, old.shape[1] // (2 * new)))
+        tape = Tape(old, x, new * (segments if tape is not None else layer % (segments + 1)))
     return tape.last(old.shape[1] + new), tape

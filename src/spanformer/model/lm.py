@@ -89,7 +89,7 @@ class LM(nn.Module):
         lengths = self.memory_lengths()
         memories, penalty = [], h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
         tapes = state.tapes or (None,) * len(lengths)
-        for block, past, keep, tape in zip(self.blocks, state.hidden, lengths, tapes, strict=True):
+        for n, (block, past, keep, tape) in enumerate(zip(self.blocks, state.hidden, lengths, tapes, strict=True)):
             if self.config.original and past.shape[1] < keep:  # a span outgrew its memory: zeros, as at the start
                 past = F.pad(past, (0, 0, keep - past.shape[1], 0))
             keys = past.shape[1] + x.shape[1]
@@ -101,7 +101,7 @@ class LM(nn.Module):
                 h, new, added = checkpoint(block, *arguments, use_reentrant=False)  # pyright: ignore
             else:
                 h, new, added = block(*arguments)
-            memories.append(remember(past, new, keep, tape))
+            memories.append(remember(past, new, keep, tape, n))
             penalty = penalty if added is None else penalty + added
         h = self.dropout(self.norm(h))
         longest = max(lengths)

@@ -12,9 +12,7 @@ from spanformer.ops.apart import by_parts
 from spanformer.ops.backend import Backend
 from spanformer.ops.call import Attended, Call, make_call
 from spanformer.ops.dropout import draw_seed
-from spanformer.ops.forget import with_forget, without_forget
-from spanformer.ops.kept import split
-from spanformer.ops.merge import merge
+from spanformer.ops.parts import attend_parts, plain
 from spanformer.ops.rule import Rule
 
 log = logging.getLogger("spanformer")
@@ -61,11 +59,9 @@ def attend(
     call = make_call(
         q, k, v, rule, scale=scale, dropout=dropout, seed=seed, q_positions=q_positions, k_positions=k_positions
     )
-    if backend == "reference":  # the dense equation of all of it
+    if backend == "reference":
         return _pick(call, backend).run(call)
-    if rule.forget is not None:
-        return with_forget(_run(without_forget(call), backend), call)
-    return _run(call, backend)
+    return attend_parts(call, lambda part: _pick(part, backend).run(part))
 
 
 def backends() -> dict[str, list[str]]:
@@ -87,14 +83,7 @@ def choose_backend(
     if rule.apart:
         q, k, v, rule = by_parts(q, k, v, rule)[0]
     call = make_call(q, k, v, rule, dropout=dropout, q_positions=q_positions, k_positions=k_positions)
-    call = call if rule.forget is None else without_forget(call)
-    return _pick(split(call)[0] if rule.kept else call, "auto").name
-
-
-def _run(call: Call, backend: str) -> Attended:
-    if call.rule.kept:
-        return merge([_pick(part, backend).run(part) for part in split(call)])
-    return _pick(call, backend).run(call)
+    return _pick(plain(call), "auto").name
 
 
 def _pick(call: Call, name: str) -> Backend:

@@ -2,6 +2,7 @@
 
     s_ij = scale · (q_i·k_j + q_i·r[d]) + b[d] + c_j + log m_ij     P_ij = exp(s_ij − lse_i)
     dS_ij = P_ij · (dP_ij − δ_i + dlse_i)        δ_i = Σ_j P_ij·dP_ij       dz = Σ over the ramp of (dS_ij / m) / R
+    with distance_scale, scale · (…) = x becomes relu(x)·f[d]:   dx = dS·f[d] where x > 0, df[d] = Σ dS·relu(x)
 
 Queries are cut in chunks, and a chunk meets only the keys its heads reach (banded_plan); chunks whose windows slide
 along with them are one batched product. Nothing of a window's size outlives its step: the backward pass works the
@@ -24,7 +25,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from spanformer.ops.backend import Backend, refuse_second_derivative
+from spanformer.ops.backend import Backend, refuse_second_derivative, unserved_terms
 from spanformer.ops.banded_plan import Plan, Step, make_plan
 from spanformer.ops.banded_tiles import Learned, Sight, accumulate, add_k, kept, look, pick, put_q, take_k, take_q
 from spanformer.ops.call import Attended, Call
@@ -33,7 +34,8 @@ from spanformer.ops.call import Attended, Call
 def attend_banded(call: Call) -> Attended:
     rule = call.rule
     x = Learned(
-        call.q, call.k, call.v, rule.span, rule.distance_bias, rule.distance_vec, rule.key_bias, rule.key_span,
+        call.q, call.k, call.v, rule.span, rule.distance_bias, rule.distance_vec, rule.distance_scale, rule.key_bias,
+        rule.key_span,
         rule.sinks,
     )  # fmt: skip
     if not x.k.shape[2]:  # no keys at all
@@ -73,7 +75,8 @@ def _forward(plan: Plan, x: Learned) -> tuple[Tensor, Tensor]:
     for step in plan.steps:
         seen, kv_heads = look(plan, x, step, work), _kv_heads(x, step)
         q, k, v = take_q(x.q, step).to(work), _keys(x.k, step, kv_heads, work), _keys(x.v, step, kv_heads, work)
-        p = seen.hide(_scores(plan, x, step, seen, q, k, _vectors(x, step, seen, work)), -math.inf)
+        p = _products(plan, seen, q, k, _vectors(x, step, seen, work))
+        p = seen.hide(_scores(seen, p), -math.inf)
         peak = p.amax(-1, keepdim=True)
         sink = _sink(x, step, work)
         if sink is not None:
@@ -101,7 +104,7 @@ def _backward(
     grads: dict[str, Tensor] = {}
     if needed.q:
         grads["q"] = torch.empty_like(x.q)
-    for name in ("k", "v", "span", "distance_bias", "distance_vec", "sinks"):
+    for name in ("k", "v", "span", "distance_bias", "distance_vec", "distance_scale", "sinks"):
         if getattr(needed, name):
             grads[name] = torch.zeros_like(getattr(x, name), dtype=work)
     by_key = [name for name in ("key_bias", "key_span") if getattr(needed, name)]
@@ -121,7 +124,9 @@ def _backward(
             q, k, v, g = _zeroed(q), _zeroed(k), _zeroed(v), _zeroed(g)
             vectors = None if vectors is None else _zeroed(vectors)
 
-        p = seen.hide(_scores(plan, x, step, seen, q, k, vectors).sub_(row_lse), -math.inf).exp_()
+        raw = _products(plan, seen, q, k, vectors)
+        positive = None if seen.factor is None else raw.clamp(min=0)
+        p = seen.hide(_scores(seen, raw).sub_(row_lse), -math.inf).exp_()
         ds = g @ v.transpose(-1, -2)
         keep = kept(plan, step, len(x.q), x.q.device).to(work).div_(1 - plan.dropout) if plan.dropout else None
         if keep is not None:
@@ -142,6 +147,10 @@ def _backward(
             of_sink = -(sink - row_lse).exp() * less
             accumulate(grads["sinks"][None], step.heads, of_sink.sum((0, 2, 3, 4))[None])
         _term_gradients(step, x, seen, ds, grads)
+        if positive is not None and seen.factor is not None:
+            if needed.distance_scale:
+                _add_by_distance(grads["distance_scale"], step, seen, seen.distances.collect(ds * positive))
+            ds.mul_(seen.factor).masked_fill_(positive <= 0, 0)
         q = q * plan.scale
         if needed.k:
             add_k(grads["k"], step, kv_heads, ds.transpose(-1, -2) @ q)
@@ -162,12 +171,19 @@ def _backward(
     return [grads.get(name) for name in Learned._fields]
 
 
-def _scores(plan: Plan, x: Learned, step: Step, seen: Sight, q: Tensor, k: Tensor, vectors: Tensor | None) -> Tensor:
-    """[B, h, n, C, W], before anything is hidden."""
+def _products(plan: Plan, seen: Sight, q: Tensor, k: Tensor, vectors: Tensor | None) -> Tensor:
+    """[B, h, n, C, W]: scale · (q·k + q·r[d])."""
     q = q * plan.scale
-    scores = q @ k.transpose(-1, -2)
+    products = q @ k.transpose(-1, -2)
     if vectors is not None:
-        scores += seen.distances.from_queries(q @ vectors.transpose(-1, -2))
+        products += seen.distances.from_queries(q @ vectors.transpose(-1, -2))
+    return products
+
+
+def _scores(seen: Sight, scores: Tensor) -> Tensor:
+    """The products, in place, with all that joins them, before anything is hidden."""
+    if seen.factor is not None:
+        scores.clamp_(min=0).mul_(seen.factor)
     for bias in seen.biases:
         scores += bias
     return scores
@@ -193,11 +209,14 @@ def _term_gradients(step: Step, x: Learned, seen: Sight, ds: Tensor, grads: dict
             total = torch.where(slope == 0, 0, by_distance * slope).sum((0, 2, 3, 4))
             accumulate(grads["span"][None], step.heads, total[None])
         if "distance_bias" in grads and grads["distance_bias"].shape[1]:
-            table = grads["distance_bias"]
-            rows = seen.distances.d.clamp(0, table.shape[1] - 1).flatten().expand(len(step.heads), -1)
-            values = by_distance.movedim(1, 0).flatten(1)
-            part = table.new_zeros(len(step.heads), table.shape[1]).scatter_add_(1, rows, values)
-            accumulate(table[None], step.heads, part[None])
+            _add_by_distance(grads["distance_bias"], step, seen, by_distance)
+
+
+def _add_by_distance(table: Tensor, step: Step, seen: Sight, by_distance: Tensor) -> None:
+    """What `collect` gave into the gradient of a table [H, L]."""
+    rows = seen.distances.entry.clamp(0, table.shape[1] - 1).flatten().expand(len(step.heads), -1)
+    part = table.new_zeros(len(step.heads), table.shape[1]).scatter_add_(1, rows, by_distance.movedim(1, 0).flatten(1))
+    accumulate(table[None], step.heads, part[None])
 
 
 def _sink(x: Learned, step: Step, work: torch.dtype) -> Tensor | None:
@@ -264,4 +283,5 @@ def _full_precision(t: Tensor) -> contextlib.AbstractContextManager:
 
 # The plan is made of numbers read from the spans: nothing to trace.
 _untraced = cast(Callable[[Call], Attended], torch.compiler.disable(attend_banded))
-BACKEND = Backend("banded", unusable=lambda: [], refuses=lambda _call: [], run=_untraced)
+_unserved = unserved_terms("banded", "ahead", "distance_scale", "key_span")
+BACKEND = Backend("banded", unusable=lambda: [], refuses=lambda call: _unserved(call.rule), run=_untraced)

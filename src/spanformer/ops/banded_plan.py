@@ -14,13 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spanformer.ops.blocks import FULL, BlockIndex
+from spanformer.ops.blocks import FULL, HIDDEN, BlockIndex
 from spanformer.ops.call import Call
 from spanformer.ops.rule import UNLIMITED
 
 ROOM = {"cpu": 1 << 20}  # how many scores a step may hold: on a CPU about what a cache does
 ROOM_ELSEWHERE = 1 << 24
-HIDDEN = FULL - 1  # the mask id of a block that is not stored
 WORTH_GATHERING = 0.75  # gather a window's keys one by one if fewer than this share of them are in the pattern
 
 
@@ -58,6 +57,7 @@ class Plan:
     least_key_span: float | None
     """the shortest span of a key, likewise"""
     causal: bool
+    ahead: int
     shift: int
     ramp: float
     scale: float
@@ -94,7 +94,7 @@ def make_plan(call: Call) -> Plan:
         z = rule.span.detach().double()
         least = (z.amin((0, 2)) if rule.dynamic else z).tolist()
     return Plan(
-        steps, offset, rule.reach_list(), least, least_key, rule.causal, call.shift, rule.ramp, call.scale,
+        steps, offset, rule.reach_list(), least, least_key, rule.causal, rule.ahead, call.shift, rule.ramp, call.scale,
         call.dropout, call.seed, *call.positions(), call.q_documents, call.k_documents, blocks,
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from spanformer.ops import dropout as dropping
 from spanformer.ops.banded_plan import Plan, Step, block_visible
 from spanformer.ops.rule import UNLIMITED
+from spanformer.ops.tables import entry
 
 
 class Learned(NamedTuple):
@@ -28,6 +29,7 @@ class Learned(NamedTuple):
     span: Tensor | None
     distance_bias: Tensor | None
     distance_vec: Tensor | None
+    distance_scale: Tensor | None
     key_bias: Tensor | None
     key_span: Tensor | None
     sinks: Tensor | None
@@ -113,6 +115,7 @@ class Diagonals:
         d = last - torch.arange(self.count, device=device)
         self.near, self.far = _ends(last - self.count + 1, last, plan.causal)
         self.d = (d if plan.causal else d.abs()).view(1, 1, 1, 1, -1)
+        self.entry = entry(d, plan.causal, plan.ahead).view(1, 1, 1, 1, -1)
 
     def spread(self, t: Tensor) -> Tensor:
         return t[..., 0, :].unfold(-1, self.width, 1).flip(-2)
@@ -123,7 +126,7 @@ class Diagonals:
         return self.to_queries(total).sum(-2, keepdim=True)
 
     def table_rows(self, length: int) -> Tensor:
-        return self.d.flatten().clamp(0, length - 1)
+        return self.entry.flatten().clamp(0, length - 1)
 
     def from_queries(self, t: Tensor) -> Tensor:
         """[.., C, C + W − 1], a number for each query and diagonal → [.., C, W]"""
@@ -155,6 +158,7 @@ class Pairs:
             self.near, self.far = _ends(first - last_key + 1, first + step.size - 1 - step.lo, plan.causal)
         d = q - k - plan.shift
         self.d, self.limit = d if plan.causal else d.abs(), min(step.limit, self.far + 1)
+        self.entry, self.ahead = entry(d, plan.causal, plan.ahead), plan.ahead
 
     def spread(self, t: Tensor) -> Tensor:
         return t
@@ -163,8 +167,9 @@ class Pairs:
         return _sum_to(tile, (self.d.shape[0], tile.shape[1], *self.d.shape[2:]))
 
     def table_rows(self, length: int) -> Tensor:
-        self.rows = max(1, min(length, self.limit))
-        return torch.arange(self.rows, device=self.d.device)
+        self.least = max(0, self.ahead - self.limit + 1) if self.ahead else 0
+        self.rows = max(1, min(length, self.ahead + self.limit) - self.least)
+        return self.least + torch.arange(self.rows, device=self.entry.device)
 
     def from_queries(self, t: Tensor) -> Tensor:
         return t.gather(-1, self._index((*t.shape[:-1], self.d.shape[-1])))
@@ -173,7 +178,7 @@ class Pairs:
         return tile.new_zeros(*tile.shape[:-1], self.rows).scatter_add_(-1, self._index(tile.shape), tile)
 
     def _index(self, shape: tuple[int, ...]) -> Tensor:
-        return self.d.clamp(0, self.rows - 1).expand(shape)
+        return (self.entry - self.least).clamp(0, self.rows - 1).expand(shape)
 
 
 @dataclass
@@ -189,6 +194,8 @@ class Sight:
     """d log m / d z on the ramp, 0 elsewhere: a tile, or spread from diagonals"""
     key_slope: Tensor | None = None
     """the same for the keys' own spans, a tile"""
+    factor: Tensor | None = None
+    """a tile that relu(scores) are multiplied with"""
 
     def hide(self, tile: Tensor, value: float) -> Tensor:
         for mask in self.hidden:
@@ -213,8 +220,9 @@ def look(plan: Plan, x: Learned, step: Step, work: torch.dtype) -> Sight:
         hidden.append(gone)
         biases.append(bias)
     if x.distance_bias is not None and x.distance_bias.shape[1]:
-        table = pick(x.distance_bias[None], heads)[0].to(work)
-        biases.append(table[:, d[:, 0].clamp(0, table.shape[1] - 1)].movedim(0, 1))
+        biases.append(_read(x.distance_bias, distances, heads, work))
+    if x.distance_scale is not None:
+        seen.factor = distances.spread(_read(x.distance_scale, distances, heads, work))
     if hidden:
         seen.hidden.append(distances.spread(functools.reduce(torch.logical_or, hidden)))
     if biases:
@@ -243,6 +251,12 @@ def _soft(z: Tensor, d: Tensor, ramp: float) -> tuple[Tensor, Tensor, Tensor]:
     """Where m = clip((ramp + z − d) / ramp, 0, 1) is 0, its log, and d log m / d z on the ramp, 0 elsewhere."""
     m = (z - d + ramp) / ramp  # z − d first: they are close on the ramp, so it is exact
     return ~(m > 0), m.clamp(0, 1).log(), torch.where((m > 0) & (m < 1), 1 / (m * ramp), 0)
+
+
+def _read(table: Tensor, distances: Diagonals | Pairs, heads: tuple[int, ...], work: torch.dtype) -> Tensor:
+    """A table [H, L] at the step's distances, heads on axis 1."""
+    own = pick(table[None], heads)[0].to(work)
+    return own[:, distances.entry[:, 0].clamp(0, own.shape[1] - 1)].movedim(0, 1)
 
 
 def kept(plan: Plan, step: Step, batch: int, device: torch.device) -> Tensor:

@@ -6,13 +6,14 @@ S the block size. Block row r holds the query positions r·S … r·S + S − 1,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 FULL = -1  # the mask id of a block whose every pair is visible
+HIDDEN = FULL - 1  # of a block that is not stored
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +67,8 @@ class BlockIndex:
             raise ValueError("blocks.columns must not be negative")
         if n and not -1 <= int(self.mask_ids.min()) <= int(self.mask_ids.max()) < max(self.masks.shape[0], 0):
             raise ValueError(f"blocks.mask_ids must lie in −1 … {self.masks.shape[0] - 1}")
-        row_of = torch.repeat_interleave(torch.arange(starts.numel()), (ends - starts).reshape(-1))
-        flat = torch.cat([self.columns[a:b] for a, b in zip(self.offsets[:, 0], self.offsets[:, -1], strict=True)])
+        row_of, at = _spread((ends - starts).flatten(), starts.flatten())
+        flat = self.columns[at]
         same_row = row_of[1:] == row_of[:-1]
         if bool((same_row & (flat[1:] <= flat[:-1])).any()):
             raise ValueError("blocks.columns must ascend strictly within each block row")
@@ -81,12 +82,6 @@ class BlockIndex:
         """The same pattern on a device; attend wants it where q is."""
         parts = (t.to(device) for t in (self.offsets, self.columns, self.mask_ids, self.masks))
         return BlockIndex(self.size, *parts)
-
-    def for_heads(self, heads: Sequence[int]) -> BlockIndex:
-        """The patterns of some heads; one that all share stays as it is."""
-        if self.offsets.shape[0] == 1:
-            return self
-        return replace(self, offsets=self.offsets[torch.tensor(heads, device=self.offsets.device)])
 
     @staticmethod
     def side_by_side(each: Sequence[tuple[BlockIndex, int]]) -> BlockIndex:
@@ -145,12 +140,10 @@ class BlockIndex:
         """Element mask [..., Hb, Tq, Tk] for positions [..., Tq] and [..., Tk]: dense; for the oracle and tests."""
         rows, cols = q_pos // self.size, k_pos // self.size
         width = max([int(t.max()) for t in (self.columns, cols) if t.numel()], default=0) + 1
-        grid = torch.full((self.offsets.shape[0], self.rows, width), FULL - 1, dtype=torch.int64, device=cols.device)
+        grid = torch.full((self.offsets.shape[0], self.rows, width), HIDDEN, dtype=torch.int64, device=cols.device)
         for h in range(grid.shape[0]):
-            a, b = int(self.offsets[h, 0]), int(self.offsets[h, -1])
-            counts = self.offsets[h, 1:] - self.offsets[h, :-1]
-            row_of = torch.repeat_interleave(torch.arange(self.rows, device=counts.device), counts)
-            grid[h, row_of, self.columns[a:b]] = self.mask_ids[a:b]
+            row_of, at = _spread(self.offsets[h, 1:] - self.offsets[h, :-1], self.offsets[h, :-1])
+            grid[h, row_of, self.columns[at]] = self.mask_ids[at]
         ids = grid[:, rows.unsqueeze(-1), cols.unsqueeze(-2)]  # [Hb, ..., Tq, Tk]
         ids = ids.movedim(0, -3)
         if not self.masks.shape[0]:
@@ -160,36 +153,104 @@ class BlockIndex:
 
     def __and__(self, other: BlockIndex) -> BlockIndex:
         """The pairs both patterns see."""
-        if self.size != other.size:
-            raise ValueError(f"blocks of sizes {self.size} and {other.size} cannot be intersected; rebuild one of them")
-        heads, rows = max(self.offsets.shape[0], other.offsets.shape[0]), min(self.rows, other.rows)
-        if any(x.offsets.shape[0] not in (1, heads) for x in (self, other)):
-            raise ValueError(
-                f"blocks of {self.offsets.shape[0]} and {other.offsets.shape[0]} heads cannot be intersected; "
-                "expected one number, or 1 for a pattern all heads share"
-            )
-        offsets, columns, ids, masks = torch.zeros(heads, rows + 1, dtype=torch.int64), [], [], []
-        for h in range(heads):
-            offsets[h, 0] = len(columns)
-            for r in range(rows):
-                mine, theirs = self._row(h, r), other._row(h, r)
-                for column in sorted(mine.keys() & theirs.keys()):
-                    a, b = mine[column], theirs[column]
-                    both = [x.masks[i] for x, i in ((self, a), (other, b)) if i != FULL]
-                    mask = both[0] if len(both) == 1 else both[0] & both[1] if both else None
-                    if mask is not None and not bool(mask.any()):
-                        continue
-                    columns.append(column)
-                    ids.append(FULL if mask is None else len(masks))
-                    if mask is not None:
-                        masks.append(mask)
-                offsets[h, r + 1] = len(columns)
-        at = self.offsets.device
-        stacked = torch.stack(masks) if masks else torch.zeros(0, self.size, self.size, dtype=torch.bool, device=at)
-        kept = torch.tensor([columns, ids], dtype=torch.int64, device=at)
-        return BlockIndex(self.size, offsets.to(at), kept[0], kept[1], stacked)
+        return _combine(self, other, torch.logical_and)
 
-    def _row(self, head: int, row: int) -> dict[int, int]:
-        h = head if self.offsets.shape[0] > 1 else 0
-        a, b = int(self.offsets[h, row]), int(self.offsets[h, row + 1])
-        return dict(zip(self.columns[a:b].tolist(), self.mask_ids[a:b].tolist(), strict=True))
+    def __or__(self, other: BlockIndex) -> BlockIndex:
+        """The pairs either pattern sees."""
+        return _combine(self, other, torch.logical_or)
+
+    def for_heads(self, heads: Sequence[int]) -> BlockIndex:
+        """The pattern of some heads, in the order given."""
+        if self.offsets.shape[0] == 1:
+            return self
+        offsets = self.offsets[torch.tensor(heads, device=self.offsets.device)]
+        return BlockIndex(self.size, offsets, self.columns, self.mask_ids, self.masks)
+
+    def entries(self, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(head · rows + row, column, mask id) of every stored block, in ascending order, for so many heads."""
+        offsets = self.offsets.expand(heads, -1)
+        starts, counts = offsets[:, :-1].flatten(), (offsets[:, 1:] - offsets[:, :-1]).flatten()
+        line, at = _spread(counts, starts)
+        return line, self.columns[at], self.mask_ids[at]
+
+    @staticmethod
+    def from_blocks(size: int, rows: int, row: Tensor, column: Tensor, ids: Tensor, masks: Tensor) -> BlockIndex:
+        """From stored blocks in any order: row [N] (head · rows + row, for as many heads as they name), column [N],
+        mask ids [N] and masks [M, S, S]. The same block must not come twice."""
+        heads = int(row.max()) // rows + 1 if row.numel() else 1
+        width = int(column.max()) + 1 if column.numel() else 1
+        order = (row * width + column).argsort()
+        counts = torch.bincount(row, minlength=heads * rows).view(heads, rows)
+        ends = counts.flatten().cumsum(0).view(heads, rows)
+        offsets = torch.cat([ends[:, :1] - counts[:, :1], ends], 1)
+        return BlockIndex(size, offsets, column[order].contiguous(), ids[order].contiguous(), masks)
+
+    @staticmethod
+    def stack(indices: Sequence[BlockIndex]) -> BlockIndex:
+        """One pattern for each head, one after the other. Heads that are given the same object share what it stores."""
+        sizes, rows = {x.size for x in indices}, {x.rows for x in indices}
+        if len(sizes) != 1 or len(rows) != 1 or any(x.offsets.shape[0] != 1 for x in indices):
+            raise ValueError(
+                f"blocks of sizes {sorted(sizes)} with {sorted(rows)} rows cannot be stacked; "
+                "expected one size, one number of rows, and patterns of one head each"
+            )
+        unique = list({id(x): x for x in indices}.values())
+        place, stored, known = {}, 0, 0
+        for x in unique:
+            place[id(x)] = stored, known
+            stored, known = stored + x.columns.numel(), known + x.masks.shape[0]
+        ids = [torch.where(x.mask_ids == FULL, FULL, x.mask_ids + place[id(x)][1]) for x in unique]
+        return BlockIndex(
+            indices[0].size,
+            torch.cat([x.offsets + place[id(x)][0] for x in indices]),
+            torch.cat([x.columns for x in unique]),
+            torch.cat(ids),
+            torch.cat([x.masks for x in unique]),
+        )
+
+
+def _spread(counts: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """For runs of `counts` numbers from `starts` on: which run each number is of, and the number."""
+    line = torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts)
+    return line, torch.arange(line.numel(), device=counts.device) + (starts - counts.cumsum(0) + counts)[line]
+
+
+def _combine(a: BlockIndex, b: BlockIndex, both: Callable[[Tensor, Tensor], Tensor]) -> BlockIndex:
+    """Blocks of two patterns, pair by pair; what a pattern does not store it does not see. Only as far as both are
+    described. A pair of masks is put together once, however often it occurs."""
+    if a.size != b.size:
+        raise ValueError(f"blocks of sizes {a.size} and {b.size} cannot be combined; rebuild one of them")
+    heads, rows = max(a.offsets.shape[0], b.offsets.shape[0]), min(a.rows, b.rows)
+    if any(x.offsets.shape[0] not in (1, heads) for x in (a, b)):
+        raise ValueError(
+            f"blocks of {a.offsets.shape[0]} and {b.offsets.shape[0]} heads cannot be combined; "
+            "expected one number, or 1 for a pattern all heads share"
+        )
+    width = max([int(x.columns.max()) + 1 for x in (a, b) if x.columns.numel()], default=1)
+    keys, ids = [], []
+    for x in (a, b):
+        line, column, mask = x.entries(heads)
+        inside = line % x.rows < rows
+        keys.append((((line // x.rows) * rows + line % x.rows) * width + column)[inside])
+        ids.append(mask[inside])
+    key = torch.cat(keys).unique()
+    pair = torch.full((2, key.numel()), HIDDEN, dtype=torch.int64, device=key.device)
+    for n in (0, 1):
+        pair[n, torch.searchsorted(key, keys[n])] = ids[n]
+    kinds, kind = pair.unique(dim=1, return_inverse=True)
+    masks = both(_masks(a, kinds[0]), _masks(b, kinds[1]))
+    some, full = masks.flatten(1).any(1), masks.flatten(1).all(1)
+    partly = some & ~full
+    new = torch.where(full, FULL, partly.cumsum(0) - 1)
+    seen = some[kind]
+    key, new_ids = key[seen], new[kind[seen]]
+    offsets = torch.searchsorted(key, torch.arange(heads * rows + 1, device=key.device) * width)
+    starts = torch.arange(heads, device=key.device)[:, None] * rows + torch.arange(rows + 1, device=key.device)
+    return BlockIndex(a.size, offsets[starts], key % width, new_ids, masks[partly])
+
+
+def _masks(x: BlockIndex, ids: Tensor) -> Tensor:
+    """[n, S, S] of mask ids, stored or not."""
+    if not x.masks.shape[0]:
+        return (ids == FULL)[:, None, None].expand(-1, x.size, x.size)
+    return (ids == FULL)[:, None, None] | ((ids >= 0)[:, None, None] & x.masks[ids.clamp(min=0)])

@@ -6,14 +6,15 @@ Shapes: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D and 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from spanformer.ops.blocks import BlockIndex
-from spanformer.ops.rule import Rule
+from spanformer.ops.rule import KEY_TERMS, Rule
+from spanformer.ops.tables import ENDING, TABLES
 
 
 class Attended(NamedTuple):
@@ -99,7 +100,13 @@ def make_call(
     q_documents, k_documents = _documents(rule, q, b, tq, tk)
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else float(scale)
     call = Call(q, k, v, rule, scale, dropout, seed, q_positions, k_positions, q_documents, k_documents)
-    _check_rule(call)
+    if rule.also is None:
+        _check_rule(call)
+        return call
+    _check_rule(replace(call, rule=replace(rule, also=None)))
+    make_call(
+        q, k, v, rule.also, scale=scale, dropout=dropout, seed=seed, q_positions=q_positions, k_positions=k_positions
+    )
     return call
 
 
@@ -157,7 +164,7 @@ def _documents(rule: Rule, q: Tensor, b: int, tq: int, tk: int) -> tuple[Tensor 
 
 def _check_rule(call: Call) -> None:
     rule, (b, h, tq, d), (_, hkv, tk, _) = call.rule, call.q.shape, call.k.shape
-    for name in ("span", "distance_bias", "distance_vec", "key_bias", "key_span", "forget", "sinks"):
+    for name in ("span", *TABLES, *KEY_TERMS, "sinks"):
         t = getattr(rule, name)
         if t is not None and t.device != call.q.device:
             raise ValueError(f"{name} is on {t.device}; expected {call.q.device}, where q is")
@@ -172,20 +179,13 @@ def _check_rule(call: Call) -> None:
             raise ValueError(f"{name} has shape {list(t.shape)}; expected [1 or {b}, 1 or {h}, {tk}]")
     if rule.forget is not None and tk < tq:
         raise ValueError(f"forget is given for {tk} keys and {tq} queries; queries are the last of the keys")
-    if rule.distance_vec is not None and rule.distance_vec.shape[2] != d:
-        raise ValueError(
-            f"distance_vec has shape {list(rule.distance_vec.shape)}; expected head size {d} as its last axis"
-        )
-    tables = [(name, t) for name in ("distance_bias", "distance_vec") if (t := getattr(rule, name)) is not None]
+    for name, size in (("distance_vec", d), ("distance_value", call.v.shape[3])):
+        if (t := getattr(rule, name)) is not None and t.shape[2] != size:
+            raise ValueError(f"{name} has shape {list(t.shape)}; expected head size {size} as its last axis")
+    tables = [(name, t) for name in ENDING if (t := getattr(rule, name)) is not None]
     # only on the CPU: elsewhere reading spans or positions would make the host wait
     if tables and call.q.device.type == "cpu" and not torch.compiler.is_compiling():
-        needed = min(max(rule.limits()), longest_distance(call))
-        for name, t in tables:
-            if t.shape[1] < needed:
-                raise ValueError(
-                    f"{name} has shape {list(t.shape)}, distances 0 … {t.shape[1] - 1}; heads here reach "
-                    f"{needed} distances, so it needs at least {needed}"
-                )
+        _check_lengths(call, tables)
     if rule.blocks is not None:
         _check_blocks(call, rule.blocks)
 
@@ -206,14 +206,39 @@ def _check_blocks(call: Call, blocks: BlockIndex) -> None:
             raise ValueError(f"blocks describes positions 0 … {last}; a {what} stands at {int(pos.max())}")
 
 
+def _check_lengths(call: Call, tables: list[tuple[str, Tensor]]) -> None:
+    ahead, limit, (behind, before) = call.rule.ahead, max(call.rule.limits()), extents(call)
+    needed, needed_ahead = min(limit, behind), max(0, min(limit, before) - 1)
+    if not ahead:
+        needed = min(limit, longest_distance(call))
+    for name, t in tables:
+        last = t.shape[1] - 1 - ahead
+        if last + 1 < needed:
+            raise ValueError(
+                f"{name} has shape {list(t.shape)}, distances {-ahead} … {last}; heads here reach "
+                f"{needed} distances, so it needs at least {needed}"
+            )
+        if ahead and ahead < needed_ahead:
+            raise ValueError(
+                f"{name} has shape {list(t.shape)}, distances {-ahead} … {last}; heads here reach {needed_ahead} "
+                f"ahead, so ahead must be at least {needed_ahead}"
+            )
+
+
 def longest_distance(call: Call) -> int:
     """How many distances 0, 1, … can occur between a query and a key of this call."""
+    back, ahead = extents(call)
+    return back if call.rule.causal else max(back, ahead)
+
+
+def extents(call: Call) -> tuple[int, int]:
+    """How many distances 0, 1, … can occur, and how many 0, −1, …"""
     tq, tk = call.q.shape[2], call.k.shape[2]
     if not tq or not tk or not call.q.shape[0]:
-        return 0
+        return 0, 0
     if call.q_positions is None or call.k_positions is None:
         back, ahead = tk - 1, tq - 1  # queries stand at tk − tq … tk − 1
     else:  # row by row: rows of a batch may stand far from each other
         back = int((call.q_positions.amax(1) - call.k_positions.amin(1)).max())
         ahead = int((call.k_positions.amax(1) - call.q_positions.amin(1)).max())
-    return max(0, (back if call.rule.causal else max(back, ahead)) + 1 - call.shift)
+    return max(0, back + 1 - call.shift), max(0, ahead + 1 + call.shift)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from spanformer.ops.backend import Backend
+from spanformer.ops.backend import Backend, unserved_terms
 from spanformer.ops.call import Attended, Call
 from spanformer.ops.flex_blocks import BLOCK, block_lists, pad, pattern_width
 from spanformer.ops.flex_mods import VEC_DISTANCES, Mod, make_mods, vec_needed
@@ -147,15 +147,16 @@ def unusable() -> list[str]:
     return [f"this torch ({torch.__version__}) has no flex_attention.{', '.join(missing)}"] if missing else []
 
 
+_unserved = unserved_terms("flex")
+
+
 def refuses(call: Call) -> list[str]:
     rule, device = call.rule, call.q.device.type
-    reasons = []
+    reasons = _unserved(rule)
     if not call.q.shape[0]:
         reasons.append("an empty batch")
     if call.dropout:
         reasons.append("dropout acts on weights after the softmax, where FlexAttention has no hook")
-    if rule.key_span is not None:
-        reasons.append("key_span is given; spans of queries and heads only are served")
     if rule.distance_vec is not None and (needed := vec_needed(call)) > VEC_DISTANCES:
         reasons.append(
             f"distance_vec over {needed} distances: q·r[d] would be stored for every query, "

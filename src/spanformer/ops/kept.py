@@ -22,7 +22,9 @@ from spanformer.ops.rule import KEY_TERMS, Rule
 def split(call: Call) -> tuple[Call, Call]:
     """(over the other keys, over the kept ones)."""
     rule = replace(call.rule, kept=0)
-    free = replace(rule, reach=None, span=None, key_span=None, sinks=None)  # one of the two has the learned sink
+    free = replace(
+        rule, reach=None, span=None, key_span=None, sinks=None, stride=1, skip=0
+    )  # fmt: skip
     if call.k_positions is None:
         return _first_keys(call, rule, free)
     kept = (call.k_positions >= 0) & (call.k_positions < call.rule.kept)  # [1 or B, Tk]
@@ -30,13 +32,13 @@ def split(call: Call) -> tuple[Call, Call]:
     if call.k_documents is not None:
         most = int(kept.sum(1).max())
     index = kept.int().topk(min(most, kept.shape[1]), 1).indices  # [1 or B, N]
-    others = replace(call, rule=_hide(rule, kept))
+    others = replace(call, rule=hide(rule, kept))
     there = kept.gather(1, index)
     few = replace(
         call,
         k=_take(call.k, index),
         v=_take(call.v, index),
-        rule=_hide(_take_bias(free, index), ~there),
+        rule=hide(_take_bias(free, index), ~there),
         k_positions=call.k_positions.expand(len(index), -1).gather(1, index),
         k_documents=None if call.k_documents is None else _rows(call.k_documents, index),
         seed=None if call.seed is None else call.seed + 1,  # index n is another key here
@@ -51,7 +53,7 @@ def _first_keys(call: Call, rule: Rule, free: Rule) -> tuple[Call, Call]:
     few = _some_keys(call, free, slice(0, n), q_positions, k_positions)
     if call.dropout:  # which weights are dropped depends on the number of a key, so the keys stay where they are
         hidden = torch.arange(call.k.shape[2], device=call.k.device)[None] < n
-        return replace(call, rule=_hide(rule, hidden)), few
+        return replace(call, rule=hide(rule, hidden)), few
     return _some_keys(call, rule, slice(n, None), q_positions, k_positions), few
 
 
@@ -68,7 +70,7 @@ def _some_keys(call: Call, rule: Rule, some: slice, q_positions: Tensor, k_posit
     )
 
 
-def _hide(rule: Rule, hidden: Tensor) -> Rule:
+def hide(rule: Rule, hidden: Tensor) -> Rule:
     """The rule with −inf for the keys of hidden [1 or B, Tk]."""
     bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, -math.inf)[:, None]
     return rule + Rule(rule.heads, causal=False, key_bias=bias)

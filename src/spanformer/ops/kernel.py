@@ -18,10 +18,10 @@ from torch import Tensor
 
 from spanformer.ops.rule import Rule
 
-ABI = 3
+ABI = 4
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 MAX_HEAD_SIZE = 256
-CALL = struct.Struct("=11q3d68q")
+CALL = struct.Struct("=12q3d68q")
 DECODE = struct.Struct("=28q2d23q")
 STEP = struct.Struct("=19q")  # the fields of a `Decode` that change from token to token, its first
 
@@ -86,6 +86,7 @@ class Fixed(NamedTuple):
     dropout: float
     causal: bool
     shift: int
+    ahead: int
     reach: Tensor | None  # [H] int64
     seed: Tensor | None  # [1] int64
     q_positions: Tensor | None  # [1 or B, T] int64, as the next three
@@ -118,7 +119,7 @@ def pack_call(
 ) -> bytes:
     """The bytes of a `Call`; gradients are its last fields, or `_NO_GRADIENTS`."""
     (b, h, tq, d), (_, hkv, tk, dv) = q.shape, v.shape
-    head = (DTYPES[q.dtype], torch.get_num_threads(), b, h, hkv, tq, tk, d, dv, fixed.causal, fixed.shift)
+    head = (DTYPES[q.dtype], torch.get_num_threads(), b, h, hkv, tq, tk, d, dv, fixed.causal, fixed.shift, fixed.ahead)
     tensors = (*rows(q), *rows(k), *rows(v), *rows(out), lse.data_ptr())
     return CALL.pack(*head, fixed.scale, fixed.ramp, fixed.dropout, *tensors, *_rule(h, terms, fixed), *gradients)
 
@@ -225,7 +226,7 @@ def run_kinks(
 ) -> Tensor:  # fmt: skip
     """[H] float32: what whole spans [H] gain at their kinks, by the original's conventions (attention/kinks.py)."""
     none = (None, None, None, None)
-    fixed = Fixed(1 / math.sqrt(q.shape[3]), ramp, 0.0, True, 1, reach, None, *none, 0, *none)
+    fixed = Fixed(1 / math.sqrt(q.shape[3]), ramp, 0.0, True, 1, 0, reach, None, *none, 0, *none)
     terms = Terms(as_float(span), None, as_float(vec), None, None)
     found = torch.empty(q.shape[1], dtype=torch.float32)
     gradients = (*rows(g_out), *_NO_ROWS, *_NO_ROWS, *_NO_ROWS, _ptr(g_lse), _ptr(found), 0, 0, 0, 0)

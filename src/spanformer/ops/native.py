@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spanformer.ops import kernel
-from spanformer.ops.backend import Backend, refuse_second_derivative
+from spanformer.ops.backend import Backend, refuse_second_derivative, unserved_terms
 from spanformer.ops.call import Attended, Call
 from spanformer.ops.kernel import Fixed, Terms, as_float, run_backward, run_forward
 
@@ -46,7 +46,7 @@ def _fixed(call: Call) -> Fixed:
     assert reach is None or isinstance(reach, Tensor)
     parts = (None,) * 4 if blocks is None else (blocks.offsets, blocks.columns, blocks.mask_ids, blocks.masks)
     return Fixed(
-        call.scale, rule.ramp, call.dropout, rule.causal, call.shift, reach, call.seed,
+        call.scale, rule.ramp, call.dropout, rule.causal, call.shift, rule.ahead, reach, call.seed,
         call.q_positions, call.k_positions, call.q_documents, call.k_documents,
         0 if blocks is None else blocks.size, *(None if t is None else t.contiguous() for t in parts),
     )  # fmt: skip
@@ -93,7 +93,7 @@ class _Attend(torch.autograd.Function):
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? span, Tensor? bias, Tensor? vec, Tensor? key, Tensor? sinks"
 _FIXED = (
-    "float scale, float ramp, float dropout, bool causal, int shift, Tensor? reach, Tensor? seed, "
+    "float scale, float ramp, float dropout, bool causal, int shift, int ahead, Tensor? reach, Tensor? seed, "
     "Tensor? q_positions, Tensor? k_positions, Tensor? q_documents, Tensor? k_documents, "
     "int block_size, Tensor? block_offsets, Tensor? block_columns, Tensor? block_mask_ids, Tensor? block_masks"
 )
@@ -175,14 +175,15 @@ def _fold_key_bias(grad: Tensor, term: Tensor) -> Tensor:
     return grad.sum(0, keepdim=True) if term.shape[0] == 1 else grad
 
 
+_unserved = unserved_terms("the native kernel", "ahead")
+
+
 def _refuses(call: Call) -> list[str]:
-    reasons = []
+    reasons = _unserved(call.rule)
     if call.q.device.type != "cpu":
         reasons.append(f"q is on {call.q.device}; the native kernel runs on the CPU")
     if call.q.dtype not in kernel.DTYPES:
         reasons.append(f"q has dtype {call.q.dtype}; the native kernel takes float32 and bfloat16")
-    if call.rule.key_span is not None:
-        reasons.append("key_span is given; the native kernel takes spans of queries and heads only")
     size = max(call.q.shape[3], call.v.shape[3])
     if size > kernel.MAX_HEAD_SIZE:
         reasons.append(f"the head size is {size}; the native kernel takes up to {kernel.MAX_HEAD_SIZE}")

@@ -2,6 +2,8 @@
 
     s_ij = scale · (q_i·k_j + q_i·r[d]) + b[d] + c_j + f_i − f_j          d = i − j
     a_ij = m_ij·exp(s_ij) / (exp(sink) + Σ_r m_ir·exp(s_ir))       m_ij = clip((R + z − d)/R, 0, 1), z of i or j
+    out_i = Σ_j a_ij · (v_j + w[d])
+    with distance_scale   s_ij = relu(scale · (q_i·k_j + q_i·r[d])) · f[d] + b[d] + c_j + f_i − f_j
 
 It builds Tq × Tk tensors on purpose. Differentiable (twice, where torch is) in every term.
 """
@@ -14,39 +16,29 @@ import torch
 from torch import Tensor
 
 from spanformer.ops import dropout as dropping
-from spanformer.ops.backend import Backend
+from spanformer.ops.backend import Backend, unserved_terms
 from spanformer.ops.call import Attended, Call
+from spanformer.ops.parts import union
+from spanformer.ops.tables import ahead_of, entry
 
 
 def attend_reference(call: Call) -> Attended:
     q, rule = call.q, call.rule
     group = q.shape[1] // call.k.shape[1]
     k, v = call.k.repeat_interleave(group, 1), call.v.repeat_interleave(group, 1)  # [B, H, Tk, ·]
-    distance = distances(call)  # [1 or B, 1, Tq, Tk]
-    visible = visible_pairs(call, distance)  # [B, H, Tq, Tk]
     finite = bool(q.isfinite().all() and k.isfinite().all() and v.isfinite().all())
-    if finite:
-        score = q @ k.transpose(-1, -2)
-    else:  # 0 · NaN is NaN: what is not visible must not even be multiplied
-        k = torch.where(visible[..., None], k[:, :, None], 0)
+    score, visible = _scores(call, k, finite)
+    part = call
+    while part.rule.also is not None:  # one softmax over the pairs of all
+        part = union(part)[1]
+        more, seen = _scores(part, k, finite)
+        if bool((seen & visible).any()):
+            raise ValueError(
+                "also sees pairs that the rule itself sees; they would be counted twice, so leave them out"
+            )
+        score, visible = torch.where(seen, more, score), visible | seen
+    if not finite:
         v = torch.where(visible[..., None], v[:, :, None], 0)
-        score = (q[:, :, :, None] * k).sum(-1)
-    if rule.distance_vec is not None:
-        table = (q @ rule.distance_vec.to(q.dtype).transpose(-1, -2)).contiguous()  # [B, H, Tq, L]
-        score = score + table.gather(-1, _index(distance, rule.distance_vec, q))
-    score = score * call.scale
-    if rule.distance_bias is not None:
-        table = rule.distance_bias.to(q.dtype)[None, :, None].expand(*q.shape[:3], -1)
-        score = score + table.gather(-1, _index(distance, rule.distance_bias, q))
-    if rule.key_bias is not None:
-        bias = rule.key_bias.to(q.dtype)
-        score = score + bias.repeat_interleave(q.shape[1] // bias.shape[1], 1)[:, :, None]
-    if rule.forget is not None:
-        gate = rule.forget.to(torch.promote_types(rule.forget.dtype, q.dtype))
-        score = score + (gate[..., gate.shape[2] - q.shape[2] :, None] - gate[..., None, :]).to(q.dtype)
-    for m in span_masks(call, distance):
-        score = score + torch.where(visible, m, 1).log().to(q.dtype)
-    score = torch.where(visible, score, -math.inf)
 
     peak = (
         score.detach().amax(-1, keepdim=True) if score.shape[-1] else score.new_full((*score.shape[:3], 1), -math.inf)
@@ -66,13 +58,53 @@ def attend_reference(call: Call) -> Attended:
     if call.dropout:
         weight = weight * kept_weights(call).to(q.dtype) / (1 - call.dropout)
     out = weight @ v if finite else (weight[..., None] * v).sum(-2)
+    if rule.distance_value is not None:
+        table, at = rule.distance_value.to(q.dtype), _index(call, rule.distance_value, ahead_of(rule, "distance_value"))
+        by_entry = weight.new_zeros(*q.shape[:3], table.shape[1]).scatter_add(-1, at, weight)
+        out = out + by_entry @ table
     return Attended(out, lse)
 
 
-def distances(call: Call) -> Tensor:
-    """[1 or B, 1, Tq, Tk]: i − j, from the previous token by the original's conventions; |i − j| if not causal."""
+def _scores(call: Call, k: Tensor, finite: bool) -> tuple[Tensor, Tensor]:
+    """Scores by the call's rule, its `also` aside, −inf where it sees nothing, and where it sees: [B, H, Tq, Tk]."""
+    q, rule = call.q, call.rule
+    distance = distances(call)  # [1 or B, 1, Tq, Tk]
+    visible = visible_pairs(call, distance)
+    if finite:
+        score = q @ k.transpose(-1, -2)
+    else:  # 0 · NaN is NaN: what is not visible must not even be multiplied
+        k = torch.where(visible[..., None], k[:, :, None], 0)
+        score = (q[:, :, :, None] * k).sum(-1)
+    if rule.distance_vec is not None:
+        table = (q @ rule.distance_vec.to(q.dtype).transpose(-1, -2)).contiguous()  # [B, H, Tq, L]
+        score = score + table.gather(-1, _index(call, rule.distance_vec))
+    score = score * call.scale
+    if rule.distance_scale is not None:
+        table = rule.distance_scale.to(q.dtype)[None, :, None].expand(*q.shape[:3], -1)
+        score = score.relu() * table.gather(-1, _index(call, rule.distance_scale))
+    if rule.distance_bias is not None:
+        table = rule.distance_bias.to(q.dtype)[None, :, None].expand(*q.shape[:3], -1)
+        score = score + table.gather(-1, _index(call, rule.distance_bias))
+    if rule.key_bias is not None:
+        bias = rule.key_bias.to(q.dtype)
+        score = score + bias.repeat_interleave(q.shape[1] // bias.shape[1], 1)[:, :, None]
+    if rule.forget is not None:
+        gate = rule.forget.to(torch.promote_types(rule.forget.dtype, q.dtype))
+        score = score + (gate[..., gate.shape[2] - q.shape[2] :, None] - gate[..., None, :]).to(q.dtype)
+    for m in span_masks(call, distance):
+        score = score + torch.where(visible, m, 1).log().to(q.dtype)
+    return torch.where(visible, score, -math.inf), visible
+
+
+def signed_distances(call: Call) -> Tensor:
+    """[1 or B, 1, Tq, Tk]: i − j, from the previous token by the original's conventions."""
     q_pos, k_pos = call.positions()
-    d = q_pos[:, None, :, None] - k_pos[:, None, None, :] - call.shift
+    return q_pos[:, None, :, None] - k_pos[:, None, None, :] - call.shift
+
+
+def distances(call: Call) -> Tensor:
+    """The same, |i − j| if not causal."""
+    d = signed_distances(call)
     return d if call.rule.causal else d.abs()
 
 
@@ -86,6 +118,9 @@ def visible_pairs(call: Call, distance: Tensor) -> Tensor:
         seen = seen & (distance < reach[None, :, None, None])
     for m in span_masks(call, distance):
         seen = seen & (m.detach() > 0)
+    if rule.stride != 1 or rule.skip != 0:
+        stride, skip = torch.tensor(rule.strides(), device=distance.device).T[:, None, :, None, None]
+        seen = seen & (distance % stride == 0) & (distance >= skip)
     if rule.kept:
         seen = seen | (near & kept_keys(call)[:, None, None])
     if rule.key_bias is not None:
@@ -132,10 +167,14 @@ def kept_weights(call: Call) -> Tensor:
     return dropping.keep(call.seed, call.dropout, heads, queries, keys)
 
 
-def _index(distance: Tensor, table: Tensor, q: Tensor) -> Tensor:
-    """Where to read a table over distances; pairs outside it are hidden by reach or causality, so any entry will do."""
-    clamped = distance.clamp(0, table.shape[1] - 1)
-    return clamped.expand(*q.shape[:3], distance.shape[-1])
+def _index(call: Call, table: Tensor, ahead: int | None = None) -> Tensor:
+    """[B, H, Tq, Tk] where to read a table over distances. Pairs outside it are hidden by reach or causality, so any
+    entry will do; distance_value goes on with its ends."""
+    at = entry(signed_distances(call), call.rule.causal, call.rule.ahead if ahead is None else ahead)
+    return at.clamp(0, table.shape[1] - 1).expand(*call.q.shape[:3], call.k.shape[2])
 
 
-BACKEND = Backend("reference", unusable=lambda: [], refuses=lambda _call: [], run=attend_reference)
+_unserved = unserved_terms(
+    "reference", "ahead", "distance_scale", "distance_value", "key_span", "forget", "kept", "stride", "skip", "also"
+)
+BACKEND = Backend("reference", unusable=lambda: [], refuses=lambda call: _unserved(call.rule), run=attend_reference)

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from spanformer.ops import kernel
+from spanformer.ops.backend import unserved_terms
 from spanformer.ops.call import Attended
 from spanformer.ops.rule import UNLIMITED, Rule
+from spanformer.ops.tables import ENDING, TABLES
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,9 +89,9 @@ def _check_whole(name: str, t: Tensor | None, shape: tuple[int | None, ...]) -> 
 def attend_rings(q: Tensor, rings: Rings, rule: Rule, *, backend: str = "auto", scale: float | None = None) -> Attended:
     """Attention of one query per row, q [B, H, 1, D], standing at each row's newest position.
 
-    Takes the rule's reach, span ([H] or [B, H, 1]), kept, distance_bias, distance_vec, sinks and original. Returns
-    out [B, H, 1, Dv] and lse [B, H, 1]. No gradients: this is for decoding. backend: "native", "banded" (PyTorch, any
-    device) or "auto".
+    Takes the rule's reach, span ([H] or [B, H, 1]), kept, distance tables, sinks and original. Returns
+    out [B, H, 1, Dv] and lse [B, H, 1]. No gradients: this is for decoding. backend: "native" (without distance_value
+    and distance_scale), "banded" (PyTorch, any device) or "auto".
     """
     _check_query(q, rings)
     _check_rule(q, rings, rule, max(rings.newest.tolist(), default=-1) + 1)
@@ -146,17 +148,19 @@ def _check_rule(q: Tensor, rings: Rings, rule: Rule, seen: int) -> None:
         raise ValueError(f"{heads}; expected q's in the rule, and a number of rings that divides it")
     if rule.kept != rings.kept:
         raise ValueError(f"the rule keeps {rule.kept} first tokens and the rings {rings.kept}; expected one number")
-    unknown = [name for name in ("key_bias", "documents", "blocks") if getattr(rule, name) is not None]
+    unknown = [name for name in ("key_bias", "documents", "blocks", "also") if getattr(rule, name) is not None]
+    unknown += [name for name, least in (("stride", 1), ("skip", 0)) if getattr(rule, name) != least]
     if unknown or not rule.causal:
         raise ValueError(f"rings do not take {', '.join([*unknown, *([] if rule.causal else ['causal=False'])])}")
-    for name in ("span", "distance_bias", "distance_vec", "sinks"):
+    if new := _unserved(rule):
+        raise ValueError("; ".join(new))
+    for name in ("span", *TABLES, "sinks"):
         t = getattr(rule, name)
         if t is not None and t.device != q.device:
             raise ValueError(f"{name} is on {t.device}; expected {q.device}, where q is")
-    if rule.distance_vec is not None and rule.distance_vec.shape[2] != d:
-        raise ValueError(
-            f"distance_vec has shape {list(rule.distance_vec.shape)}; expected head size {d} as its last axis"
-        )
+    for name, size in (("distance_vec", d), ("distance_value", rings.values.shape[2])):
+        if (t := getattr(rule, name)) is not None and t.shape[2] != size:
+            raise ValueError(f"{name} has shape {list(t.shape)}; expected head size {size} as its last axis")
     if rule.dynamic and rule.span is not None and rule.span.shape != (b, h, 1):
         raise ValueError(f"span has shape {list(rule.span.shape)}; expected [{h}] or [{b}, {h}, 1]")
     limits, group, shift = rule.limits(), h // len(rings.capacities), 1 if rule.original else 0
@@ -168,15 +172,19 @@ def _check_rule(q: Tensor, rings: Rings, rule: Rule, seen: int) -> None:
                 f"capacity of key/value head {head // group} is {held}, but head {head} reaches {many}; "
                 "make the ring as long as the reach"
             )
-    for name, table in (("distance_bias", rule.distance_bias), ("distance_vec", rule.distance_vec)):
-        if table is not None and table.shape[1] < min(max(limits), seen):
+    for name in ENDING:
+        if (table := getattr(rule, name)) is not None and table.shape[1] < min(max(limits), seen):
             raise ValueError(
                 f"{name} has shape {list(table.shape)}; heads here reach {min(max(limits), seen)} distances"
             )
 
 
-def _native_refuses(q: Tensor, rings: Rings) -> list[str]:
-    reasons = [problem] if (problem := kernel.problem()) else []
+_unserved = unserved_terms("rings", "kept", "distance_value", "distance_scale")
+_native_unserved = unserved_terms("the native kernel", "kept")
+
+
+def _native_refuses(q: Tensor, rings: Rings, rule: Rule) -> list[str]:
+    reasons = [*([problem] if (problem := kernel.problem()) else []), *_native_unserved(rule)]
     if q.device.type != "cpu":
         reasons.append(f"q is on {q.device}; the native kernel runs on the CPU")
     if q.dtype not in kernel.DTYPES:
@@ -189,7 +197,7 @@ def _native_refuses(q: Tensor, rings: Rings) -> list[str]:
 
 def _prepare(q: Tensor, rings: Rings, rule: Rule, backend: str, scale: float | None) -> _Native | _Banded:
     scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
-    reasons = _native_refuses(q, rings)
+    reasons = _native_refuses(q, rings, rule)
     if backend == "native" and reasons:
         raise ValueError(f"backend 'native' cannot serve this call: {'; '.join(reasons)}")
     if backend not in ("auto", "native", "banded"):
@@ -247,21 +255,34 @@ class _Banded:
             soft = torch.where(visible, m, 1).log()
         if rule.distance_bias is not None:
             soft = soft + rule.distance_bias[head, : len(d)].to(exact)
-        if rule.distance_vec is not None:
-            table = rule.distance_vec[head % rule.distance_vec.shape[0], : len(d)]
-            soft = soft + self.scale * (q.to(exact) @ table.to(exact).T)
         early = torch.arange(rings.kept, device=q.device).expand(b, -1)  # kept ones stand apart from all that
         slot = first + torch.cat([position % capacity, early - rings.kept], 1)  # [B, seen + kept]
         visible = torch.cat([visible, early <= newest - shift], 1)
         soft = torch.cat([soft, soft.new_zeros(early.shape)], 1)
         keys, values = (rows_at(rings, kind, slot, exact) for kind in (0, 1))
-        score = torch.where(visible, (keys @ q.to(exact)[..., None])[..., 0] * self.scale + soft, -math.inf)
+        score = self._by_distance((keys @ q.to(exact)[..., None])[..., 0] * self.scale, q.to(exact), head, len(d))
+        score = torch.where(visible, score + soft, -math.inf)
         if rule.sinks is not None:
             score = torch.cat([score, rule.sinks[head].to(exact).expand(b, 1)], 1)
         lse = score.logsumexp(1) if score.shape[1] else score.new_full((b,), -math.inf)
         weight = torch.where(lse[:, None] == -math.inf, 0, (score - lse[:, None]).exp())[:, : slot.shape[1]]
         values = torch.where(visible[..., None], values, 0)  # an unwritten slot may hold anything
-        return (weight[:, None] @ values)[:, 0].to(q.dtype), lse
+        out = (weight[:, None] @ values)[:, 0]
+        if rule.distance_value is not None:
+            table = rule.distance_value[head % rule.distance_value.shape[0]].to(exact)
+            out = out + weight[:, : len(d)] @ table[d.clamp(max=len(table) - 1)]
+        return out.to(q.dtype), lse
+
+    def _by_distance(self, products: Tensor, q: Tensor, head: int, seen: int) -> Tensor:
+        """What q·r[d] adds to the products [B, seen + kept], and distance_scale makes of them."""
+        rule = self.rule
+        near, early = products[:, :seen], products[:, seen:]
+        if rule.distance_vec is not None:
+            table = rule.distance_vec[head % rule.distance_vec.shape[0], :seen]
+            near = near + self.scale * (q @ table.to(q.dtype).T)
+        if rule.distance_scale is not None:
+            near = near.relu() * rule.distance_scale[head, :seen].to(q.dtype)
+        return torch.cat([near, early], 1)
 
 
 def rows_at(rings: Rings, kind: int, slots: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,13 +1,13 @@
 """What an attention head may see, as plain data: tensors that a kernel, a cache and a cost model can all read.
 
 Shapes: B batch, H query heads, Hkv key/value heads (H a multiple of Hkv), Tq queries, Tk keys,
-D head size, L the length of a table over distances 0 … L − 1.
+D and Dv head sizes of keys and values, L the length of a table over distances 0 … L − 1.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from spanformer.ops.apart import add_apart, check_apart, pick_apart
 from spanformer.ops.blocks import BlockIndex
+from spanformer.ops.tables import TABLES, add_tables, add_values, check_ahead, counted, multiply_tables, shared_ahead
 
 UNLIMITED = 1 << 40  # a reach beyond any sequence
-HEAD_AXIS = {"distance_bias": 0, "distance_vec": 0, "sinks": 0, "key_bias": 1, "key_span": 1, "forget": 1}
+HEAD_AXIS = {name: 0 for name in (*TABLES, "sinks")} | {"key_bias": 1, "key_span": 1, "forget": 1}
 """which axis of a term counts heads; its size may be 1 there, for all of them. (A span has [H] or [B, H, Tq].)"""
 KEY_TERMS = ("key_bias", "key_span", "forget")
 """terms with a number for each key, on their last axis"""
@@ -47,6 +48,15 @@ class Rule:
     """[H, L] added to the score at distance d (ALiBi, T5)."""
     distance_vec: Tensor | None = None
     """[1 or H, L, D]: q·r[d] joins q·k, and is scaled with it (Shaw, Transformer-XL, the original's table)."""
+    distance_value: Tensor | None = None
+    """[1 or H, L, Dv]: Σ_j a_ij·r[d] joins the output, a_ij the weights (Shaw's relative values). Unlike the other
+    tables it never ends: what lies beyond it reads its last entry (ahead, its first), so it may be short. With `ahead`,
+    L is odd and distance 0 stands in its middle."""
+    distance_scale: Tensor | None = None
+    """[H, L]: the score becomes relu(score)·f[d] before biases join it (DA-Transformer)."""
+    ahead: int = 0
+    """n: tables hold distances −n … L − 1 − n, so that keys ahead have entries of their own. 0: they are read at |d|.
+    Only without `causal`; a sum with a causal rule drops what lies ahead."""
     key_bias: Tensor | None = None
     """[1 or B, 1 or Hkv or H, Tk] added to every score of a key; −inf hides the key (padding)."""
     key_span: Tensor | None = None
@@ -61,7 +71,12 @@ class Rule:
     sinks: Tensor | None = None
     """[H] a learned score that takes part in every softmax and has no value: somewhere to put unneeded mass."""
     kept: int = 0
-    """Keys at positions 0 … kept − 1 are seen with full weight whatever reach and span say: sinks that are tokens."""
+    """Keys at positions 0 … kept − 1 are seen with full weight whatever reach, span, stride and skip say: sinks that
+    are tokens."""
+    stride: Sequence[int] | int = 1
+    """[H] or one for all: only distances that are multiples of it are seen (dilation), and only those are paid for."""
+    skip: Sequence[int] | int = 0
+    """[H] or one for all: the distances below it are not seen."""
     blocks: BlockIndex | None = None
     """A block-sparse pattern over positions."""
     penalty: Tensor | None = None
@@ -72,6 +87,9 @@ class Rule:
     apart: tuple[Rule, ...] = ()
     """Rules of heads that differ in more than numbers (a ramp, kept keys, a pattern …), one after the other. Every term
     but causal, original and penalty then stands in them. `join` makes it, and attend runs each of them."""
+    also: Rule | None = None
+    """Pairs that are seen too, under the same softmax: another rule, with terms of its own, none of whose pairs this
+    one sees. What is added with `+` is added to both."""
 
     def __post_init__(self) -> None:
         if self.heads < 1:
@@ -82,7 +100,7 @@ class Rule:
             raise ValueError(f"ramp is {self.ramp}; expected a positive, finite number of tokens")
         if self.kept < 0:
             raise ValueError(f"kept is {self.kept}; expected a number of tokens, 0 or more")
-        unfit = [name for name in ("distance_bias", "distance_vec", "blocks") if getattr(self, name) is not None]
+        unfit = [name for name in (*TABLES, "blocks") if getattr(self, name) is not None]
         if self.kept and unfit:
             raise ValueError(
                 f"kept is {self.kept} beside {' and '.join(unfit)}, which ends at some distance or position; a kept "
@@ -90,9 +108,15 @@ class Rule:
             )
         if self.original and not self.causal:
             raise ValueError("original=True excludes a token itself by looking back, so it needs causal=True")
+        for name, least in (("stride", 1), ("skip", 0)):
+            object.__setattr__(self, name, _per_head(name, getattr(self, name), self.heads, least))
+            if self.original and getattr(self, name) != least:
+                raise ValueError(f"original=True counts from the previous token; beside {name} that says two things")
+        self._check_also()
         if self.apart:
             check_apart(self)
         self._check_shapes()
+        check_ahead(self)
         for name, span in (("span", self.span), ("key_span", self.key_span)):
             if span is not None and span.device.type == "cpu" and not torch.compiler.is_compiling():
                 lowest = float(span.detach().min()) if span.numel() else 0.0
@@ -101,9 +125,23 @@ class Rule:
                         f"{name} of shape {list(span.shape)} holds {lowest}; expected numbers of tokens, 0 or more"
                     )
 
+    def _check_also(self) -> None:
+        if self.also is None:
+            return
+        if not isinstance(self.also, Rule) or self.also.heads != self.heads or self.also.apart:
+            raise ValueError(f"also is not a Rule of {self.heads} heads, as the rule it belongs to")
+        carried = {
+            "kept": self.also.kept > 0,
+            "sinks": self.also.sinks is not None,
+            "penalty": self.also.penalty is not None,
+        }
+        for name, there in carried.items():
+            if there:
+                raise ValueError(f"also carries {name}, which there is only one of; give it to the rule itself")
+
     def _check_shapes(self) -> None:
         h = self.heads
-        for name in ("span", "distance_bias", "distance_vec", "key_bias", "key_span", "forget", "sinks", "penalty"):
+        for name in ("span", *TABLES, *KEY_TERMS, "sinks", "penalty"):
             t = getattr(self, name)
             if t is not None and not isinstance(t, Tensor):
                 raise ValueError(f"{name} is a {type(t).__name__}; expected a tensor")
@@ -111,15 +149,15 @@ class Rule:
             static, dynamic = self.span.shape == (h,), self.span.ndim == 3 and self.span.shape[1] == h
             _expect(static or dynamic, "span", self.span, f"[{h}] (static) or [B, {h}, Tq] (dynamic)")
             _expect(self.span.is_floating_point(), "span", self.span, "a floating-point dtype")
-        if self.distance_bias is not None:
-            t = self.distance_bias
-            _expect(t.ndim == 2 and t.shape[0] == h and t.shape[1] > 0, "distance_bias", t, f"[{h}, L], L at least 1")
-            _expect(t.is_floating_point(), "distance_bias", t, "a floating-point dtype")
-        if self.distance_vec is not None:
-            t = self.distance_vec
-            fits = t.ndim == 3 and t.shape[0] in (1, h) and t.shape[1] > 0
-            _expect(fits, "distance_vec", t, f"[1 or {h}, L, D], L at least 1")
-            _expect(t.is_floating_point(), "distance_vec", t, "a floating-point dtype")
+        for name in ("distance_bias", "distance_scale"):
+            if (t := getattr(self, name)) is not None:
+                _expect(t.ndim == 2 and t.shape[0] == h and t.shape[1] > 0, name, t, f"[{h}, L], L at least 1")
+                _expect(t.is_floating_point(), name, t, "a floating-point dtype")
+        for name, size in (("distance_vec", "D"), ("distance_value", "Dv")):
+            if (t := getattr(self, name)) is not None:
+                fits = t.ndim == 3 and t.shape[0] in (1, h) and t.shape[1] > 0
+                _expect(fits, name, t, f"[1 or {h}, L, {size}], L at least 1")
+                _expect(t.is_floating_point(), name, t, "a floating-point dtype")
         if self.key_bias is not None:
             t = self.key_bias
             fits = t.ndim == 3 and t.shape[1] > 0 and h % t.shape[1] == 0
@@ -160,16 +198,20 @@ class Rule:
         keys' too (a sync on a GPU)."""
         if self.apart:
             return [n for part in self.apart for n in part.limits()]
-        reach = [UNLIMITED] * self.heads if self.reach is None else self.reach_list()
+        limits = self.reach_list()
         for span, soft in ((self.span, self.dynamic), (self.key_span, True)):
-            if span is None:
-                continue
-            if not span.numel():  # no queries, or no keys
-                return [0] * self.heads
-            longest = span.detach().amax((0, 2)) if soft else span.detach()
-            seen = [_seen(z, self.ramp) for z in longest.double().expand(self.heads).tolist()]
-            reach = [min(a, b) for a, b in zip(reach, seen, strict=True)]
-        return reach
+            if span is not None and not span.numel():  # no queries, or no keys
+                limits = [0] * self.heads
+            elif span is not None:
+                longest = span.detach().amax((0, 2)) if soft else span.detach()
+                seen = [_seen(z, self.ramp) for z in longest.double().expand(self.heads).tolist()]
+                limits = [min(a, b) for a, b in zip(limits, seen, strict=True)]
+        return limits if self.also is None else [max(a, b) for a, b in zip(limits, self.also.limits(), strict=True)]
+
+    def strides(self) -> list[tuple[int, int]]:
+        """Per head (stride, skip)."""
+        pairs = ([n] * self.heads if isinstance(n, int) else n for n in (self.stride, self.skip))
+        return list(zip(*pairs, strict=True))
 
     def reach_list(self) -> list[int]:
         """The reach as plain integers; unlimited heads hold a number beyond any sequence."""
@@ -209,7 +251,10 @@ class Rule:
             heads=len(heads),
             reach=None if self.reach is None else [self.reach_list()[h] for h in heads],
             span=pick("span", 1 if self.dynamic else 0),
+            stride=[self.strides()[h][0] for h in heads],
+            skip=[self.strides()[h][1] for h in heads],
             blocks=None if self.blocks is None else self.blocks.for_heads(heads),
+            also=None if self.also is None else self.also.for_heads(heads, kv_heads),
             **{name: pick(name, axis) for name, axis in HEAD_AXIS.items()},
         )
 
@@ -220,24 +265,51 @@ class Rule:
             raise ValueError(f"rules of {self.heads} and {other.heads} heads cannot be added")
         if self.apart or other.apart:
             return add_apart(self, other)
+        causal = self.causal or other.causal
+        ahead = 0 if causal else shared_ahead(self, other)
+
+        def both(name: str, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
+            return _either(counted(self, name, causal, ahead), counted(other, name, causal, ahead), join)
+
+        mine, theirs = self.strides(), other.strides()
         return Rule(
             self.heads,
-            causal=self.causal or other.causal,
+            causal=causal,
             reach=_either(self.reach, other.reach, lambda a, b: torch.minimum(a, b)),
             span=_either(self.span, other.span, _no_two("span")),
             ramp=_one_ramp(self, other),
-            distance_bias=_either(self.distance_bias, other.distance_bias, _add_tables),
-            distance_vec=_either(self.distance_vec, other.distance_vec, _add_tables),
+            distance_bias=both("distance_bias", add_tables),
+            distance_vec=both("distance_vec", add_tables),
+            distance_value=both("distance_value", lambda a, b: add_values(a, b, ahead > 0)),
+            distance_scale=both("distance_scale", multiply_tables),
+            ahead=ahead,
             key_bias=_either(self.key_bias, other.key_bias, _add_key_biases),
             key_span=_either(self.key_span, other.key_span, _no_two("key_span")),
             forget=_either(self.forget, other.forget, lambda a, b: a + b),
             documents=_either(self.documents, other.documents, _same_documents),
             sinks=_either(self.sinks, other.sinks, torch.logaddexp),  # two sinks weigh as much as their sum
             kept=max(self.kept, other.kept),
+            stride=[math.lcm(a, b) for (a, _), (b, _) in zip(mine, theirs, strict=True)],
+            skip=[max(a, b) for (_, a), (_, b) in zip(mine, theirs, strict=True)],
             blocks=_either(self.blocks, other.blocks, lambda a, b: a & b),
             penalty=_either(self.penalty, other.penalty, lambda a, b: a + b),
             original=self.original or other.original,
+            also=self._also_with(other),
         )
+
+    def _also_with(self, other: Rule) -> Rule | None:
+        """(a ∪ b) + (c ∪ d) without a + c: the parts b + c, a + d and b + d, one after the other."""
+        if self.also is None and other.also is None:
+            return None
+        a, c = (replace(rule, also=None, kept=0, sinks=None, penalty=None) for rule in (self, other))
+        parts = [x + y for x, y in ((self.also, c), (a, other.also), (self.also, other.also)) if x and y]
+        chain = parts.pop()
+        while parts:
+            chain = parts.pop()._or(chain)
+        return chain
+
+    def _or(self, other: Rule) -> Rule:
+        return replace(self, also=other if self.also is None else self.also._or(other))
 
 
 def _seen(span: float, ramp: float) -> int:
@@ -261,6 +333,14 @@ def _as_reach(reach: Tensor | Sequence[int] | int, heads: int) -> Tensor:
     if not torch.compiler.is_compiling() and int(tensor.min()) < 0:
         raise ValueError(f"reach holds {int(tensor.min())}; expected numbers of tokens, 0 or more")
     return tensor
+
+
+def _per_head(name: str, given: Sequence[int] | int, heads: int, least: int) -> tuple[int, ...] | int:
+    """One number where all heads have the same."""
+    numbers = (given,) * heads if isinstance(given, int) else tuple(given)
+    if len(numbers) != heads or not all(isinstance(n, int) and n >= least for n in numbers):
+        raise ValueError(f"{name} is {given}; expected a whole number from {least} on, or {heads} of them")
+    return numbers[0] if len(set(numbers)) == 1 else numbers
 
 
 def _expect(ok: bool, name: str, tensor: Tensor, expected: str) -> None:
@@ -291,16 +371,6 @@ def _one_ramp(a: Rule, b: Rule) -> float:
     if soft(a) and soft(b) and a.ramp != b.ramp:
         raise ValueError(f"rules with ramps {a.ramp:g} and {b.ramp:g} cannot be added; span and key_span share one")
     return a.ramp if soft(a) or not soft(b) else b.ramp
-
-
-def _add_tables(a: Tensor, b: Tensor) -> Tensor:
-    """Tables of different lengths are known together only as far as the shorter goes."""
-    if a.shape[2:] != b.shape[2:]:
-        raise ValueError(
-            f"distance_vec of shapes {list(a.shape)} and {list(b.shape)} cannot be added; expected one head size"
-        )
-    length = min(a.shape[1], b.shape[1])
-    return a[:, :length] + b[:, :length]
 
 
 def _add_key_biases(a: Tensor, b: Tensor) -> Tensor:

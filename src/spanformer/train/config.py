@@ -56,7 +56,8 @@ class TrainConfig:
     """each process writes its own shard of a checkpoint, instead of the first gathering all of it; any number of
     processes can go on from either"""
     keep_memory: bool = True
-    """on a CPU, have the C library keep freed memory for the next step instead of giving it back to the system"""
+    """on a CPU, have the C library keep freed memory for the next step instead of giving it back to the system; not
+    with checkpointing, which asks for little memory"""
     tensorboard: Literal["auto", "on", "off"] = "auto"
     """write TensorBoard files beside events.jsonl; auto: if the package is there"""
     measure: bool = True

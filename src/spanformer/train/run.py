@@ -59,7 +59,7 @@ def train(config: RunConfig, *, watch: Watch | None = None) -> Result:
             claim_folder(out, resume=config.resume)
         world.wait()
         data = prepare_once(config, world, watch)
-        if config.train.keep_memory and world.device.type == "cpu":
+        if config.train.keep_memory and not config.train.checkpointing and world.device.type == "cpu":
             keep_freed_memory(True)
         with Run(config, data, world, out, watch) as run:
             return run.go()

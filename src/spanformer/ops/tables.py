@@ -1,0 +1,122 @@
+"""Tables over distances: which entry a distance reads, and two rules' tables brought to one way of counting.
+
+Entry n of a table is distance n, or |d| under a rule that sees the future too; with `ahead` it is distance n − ahead,
+so that keys ahead of the query (d < 0) have entries of their own. distance_value, which goes on beyond its ends and so
+may be short, then has distance 0 in its middle.
+
+Shapes: H heads, L entries.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from spanformer.ops.rule import Rule
+
+ENDING = ("distance_bias", "distance_vec", "distance_scale")
+"""attention farther than such a table goes is refused"""
+TABLES = (*ENDING, "distance_value")
+
+
+def entry(d: Tensor, causal: bool, ahead: int) -> Tensor:
+    """Where signed distances d are read, not clamped to a table's length."""
+    return d if causal else d + ahead if ahead else d.abs()
+
+
+def ahead_of(rule: Rule, name: str) -> int:
+    """How many entries of a rule's table lie ahead of distance 0."""
+    return getattr(rule, name).shape[1] // 2 if rule.ahead and name == "distance_value" else rule.ahead
+
+
+def check_ahead(rule: Rule) -> None:
+    if rule.ahead < 0:
+        raise ValueError(f"ahead is {rule.ahead}; expected a number of distances, 0 or more")
+    if rule.ahead and rule.causal:
+        raise ValueError(
+            f"ahead is {rule.ahead} with causal=True, which sees nothing ahead; tables of a causal rule begin at "
+            "distance 0"
+        )
+    for name in ENDING:
+        if (table := getattr(rule, name)) is not None and table.shape[1] <= rule.ahead:
+            raise ValueError(
+                f"{name} has shape {list(table.shape)} and ahead is {rule.ahead}; expected an entry for distance 0, so "
+                f"at least {rule.ahead + 1}"
+            )
+    if rule.ahead and rule.distance_value is not None and rule.distance_value.shape[1] % 2 == 0:
+        raise ValueError(
+            f"distance_value has shape {list(rule.distance_value.shape)} and ahead is {rule.ahead}; expected an odd "
+            "number of entries, with distance 0 in their middle"
+        )
+
+
+def shared_ahead(a: Rule, b: Rule) -> int:
+    """How far ahead the sum of two rules that both see the future counts its tables: as far as both know."""
+    if not a.ahead and not b.ahead:
+        return 0
+    known = [
+        rule.ahead or table.shape[1] - 1
+        for rule in (a, b)
+        for name in ENDING
+        if (table := getattr(rule, name)) is not None
+    ]
+    if not min(known, default=1):
+        raise ValueError(
+            "a table of one entry, for distance 0 alone, cannot be added to a rule that looks ahead; make it longer"
+        )
+    return min(known) if known else max(a.ahead, b.ahead)
+
+
+def counted(rule: Rule, name: str, causal: bool, ahead: int) -> Tensor | None:
+    """A rule's table [.., L, ..] as a rule with this causal and ahead reads it."""
+    table = getattr(rule, name)
+    if table is None:
+        return None
+    own, length = ahead_of(rule, name), table.shape[1]
+    if causal:
+        return table[:, own:] if own else table
+    if ahead == rule.ahead or (rule.ahead and name == "distance_value"):
+        return table
+    least = -ahead if name in ENDING else 1 - length
+    d = torch.arange(least, length - own, device=table.device)
+    return table.index_select(1, entry(d, False, own))
+
+
+def add_tables(a: Tensor, b: Tensor) -> Tensor:
+    """Tables of different lengths are known together only as far as the shorter goes."""
+    a, b = _cut(a, b)
+    return a + b
+
+
+def multiply_tables(a: Tensor, b: Tensor) -> Tensor:
+    a, b = _cut(a, b)
+    return a * b
+
+
+def add_values(a: Tensor, b: Tensor, signed: bool) -> Tensor:
+    """The shorter one's last entry goes on; if signed, its first too."""
+    _check_sizes("distance_value", a, b)
+    length = max(a.shape[1], b.shape[1])
+    added = []
+    for t in (a, b):
+        more = length - t.shape[1]
+        before = more // 2 if signed else 0
+        index = torch.arange(-before, length - before, device=t.device).clamp(0, t.shape[1] - 1)
+        added.append(t.index_select(1, index))
+    return added[0] + added[1]
+
+
+def _cut(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    _check_sizes("distance_vec", a, b)
+    length = min(a.shape[1], b.shape[1])
+    return a[:, :length], b[:, :length]
+
+
+def _check_sizes(name: str, a: Tensor, b: Tensor) -> None:
+    if a.shape[2:] != b.shape[2:]:
+        raise ValueError(
+            f"{name} of shapes {list(a.shape)} and {list(b.shape)} cannot be added; expected one head size"
+        )

@@ -1,0 +1,88 @@
+"""Values by distance: Self-Attention with Relative Position Representations (Shaw, Uszkoreit, Vaswani, 2018), eq. 3.
+https://arxiv.org/abs/1803.02155
+
+    out_i = Σ_j a_ij·v_j + Σ_j a_ij·r[d]   =   Σ_j a_ij·v_j + Σ_near p_i(d)·r[d] + (Σ_j a_ij − Σ_near p_i(d))·r[last]
+
+Backends see only calls without them. The weights p_i(d) of the few distances that have a vector of their own are
+attention once more, over a window of just those: keys whose values are one-hot in (position mod P). P consecutive
+positions all differ in it, so that column (i − d) mod P of the result is the weight at distance d. This costs O(T · P),
+holds for every term of a rule and for dropout, and has gradients by itself.
+
+Shapes: B batch, H heads, Tq queries, Tk keys, L entries of the table, P columns, N near distances.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from spanformer.ops.call import Attended, Call
+from spanformer.ops.rule import Rule
+from spanformer.ops.tables import ahead_of, entry
+
+
+def without_values(call: Call) -> Call:
+    return replace(call, rule=_without(call.rule))
+
+
+def _without(rule: Rule) -> Rule:
+    also = None if rule.also is None else _without(rule.also)
+    return replace(rule, distance_value=None, also=also)
+
+
+def attend_values(call: Call, run: Callable[[Call], Attended]) -> Attended:
+    """`run` serves calls without distance_value."""
+    rule, table = call.rule, call.rule.distance_value
+    assert table is not None
+    bare = without_values(call)
+    counting = bool(call.dropout) or rule.sinks is not None  # weights do not add up to 1: count them
+    if counting:
+        ones = torch.ones_like(call.v[..., :1])
+        found = run(replace(bare, v=torch.cat([call.v, ones], -1)))
+        out, total = found.out[..., :-1], found.out[..., -1:]
+    else:
+        found = run(bare)
+        out, total = found.out, (found.lse > -math.inf).to(found.out.dtype)[..., None]
+    table = table.to(out.dtype)
+    ahead = ahead_of(rule, "distance_value")
+    near = table.shape[1] - 1 - ahead  # |d| < near: what differs from the ends
+    if near:
+        d, weights = _near_weights(bare, near, found.lse, run)  # [N], [B, H, Tq, N]
+        out = out + weights.to(out.dtype) @ table.index_select(1, entry(d, rule.causal, ahead))
+    else:
+        d, weights = call.k.new_zeros(0), total[..., :0]
+    if not rule.ahead:
+        return Attended(out + (total - weights.sum(-1, keepdim=True)) * table[:, -1:], found.lse)
+    back = _weight_behind(bare, found.lse, run)
+    far_back = back - (weights * (d >= 0)).sum(-1, keepdim=True)
+    far_ahead = total - back - (weights * (d < 0)).sum(-1, keepdim=True)
+    return Attended(out + far_back * table[:, -1:] + far_ahead * table[:, :1], found.lse)
+
+
+def _near_weights(call: Call, near: int, lse: Tensor, run: Callable[[Call], Attended]) -> tuple[Tensor, Tensor]:
+    """The signed distances |d| < near (from 0 on if causal), and the weight at each."""
+    rule, (q_pos, k_pos) = call.rule, call.positions()
+    d = torch.arange(0 if rule.causal else 1 - near, near, device=call.q.device)
+    columns = torch.arange(len(d), device=call.q.device)
+    coded = (k_pos[..., None] % len(d) == columns).to(call.v.dtype)[:, None]  # [1 or B, 1, Tk, P]
+    window = Rule(rule.heads, causal=False, reach=near)
+    found = run(replace(call, v=coded.expand(*call.k.shape[:3], -1), rule=rule + window))
+    column = (q_pos[..., None] - call.shift - d) % len(d)  # [1 or B, Tq, N]
+    by_distance = found.out.gather(-1, column[:, None].expand(found.out.shape))
+    return d, by_distance * _share(found.lse, lse).to(by_distance.dtype)
+
+
+def _weight_behind(call: Call, lse: Tensor, run: Callable[[Call], Attended]) -> Tensor:
+    """[B, H, Tq, 1] all the weight at d ≥ 0."""
+    found = run(replace(call, v=torch.ones_like(call.v[..., :1]), rule=call.rule + Rule(call.rule.heads)))
+    return found.out * _share(found.lse, lse).to(found.out.dtype)
+
+
+def _share(part: Tensor, whole: Tensor) -> Tensor:
+    """[B, H, Tq, 1] exp(part − whole), 0 where the part saw nothing."""
+    some = part > -math.inf
+    return torch.where(some, (torch.where(some, part, 0) - torch.where(some, whole, 0)).exp(), 0)[..., None]
