@@ -96,7 +96,7 @@ def test_refusals() -> None:
         Sinks(Window(2, 5), learned=False)
     with pytest.raises(ValueError, match="kept is -1"):
         Sinks(Window(2, 5), kept=-1)
-    with pytest.raises(ValueError, match="the paper's code has no sinks"):
+    with pytest.raises(ValueError, match="the paper's code has no Sinks"):
         Sinks(Window(2, 5, original=True))
     lm = model(lambda: Mixed([Sinks(Window(2, 9), kept=3), Window(2, 5)]))
     with pytest.raises(ValueError, match="the rule keeps 0 first tokens and the cache 3; expected one number"):

@@ -60,6 +60,8 @@ class Attention(nn.Module):
     """of attention weights, while training"""
     own_mix: bool = False
     """True for what is no masked softmax over the rule: its heads cannot stand beside others in `Mixed`"""
+    turnable: bool = True
+    """False if its scores would feel where turned queries and keys stand, and not only how far from each other"""
     heads: int
     kept: int = 0
     """how many first tokens of the text all heads go on seeing, see `Rule.kept`"""
@@ -80,6 +82,11 @@ class Attention(nn.Module):
     def learned(self) -> list[float | None]:
         """[heads] the span in tokens that each head has learned; None for one that learns none."""
         return [None] * self.heads
+
+    def map_queries(self, q: Tensor) -> Tensor:
+        """q [B, H, Tq, D] → what is multiplied with the keys in their place. A layer does this with its queries before
+        a position encoding turns them; `mix` is given what comes of it."""
+        return q
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View) -> Attended:
         """q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] → out [B, H, Tq, Dv] and lse [B, H, Tq].

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor, nn
 
+from spanformer.attention.around import Around
 from spanformer.attention.base import Attention, View
 from spanformer.ops import BlockIndex, Rule, stand_apart
 from spanformer.ops.rule import HEAD_AXIS, soft
@@ -24,10 +25,10 @@ class Mixed(Attention):
         if not parts:
             raise ValueError("parts is empty; expected at least one mechanism")
         for part in parts:
-            if part.own_mix:
+            if part.own_mix or type(part).map_queries not in (Attention.map_queries, Around.map_queries):
                 raise ValueError(
-                    f"{type(part).__name__} mixes values in its own way, not by what its heads see; give it a layer of "
-                    "its own"
+                    f"{type(part).__name__} scores or mixes in its own way, not by what its heads see; put it around "
+                    "the heads of a whole layer"
                 )
         self.parts = nn.ModuleList(parts)
         self.heads = sum(part.heads for part in parts)

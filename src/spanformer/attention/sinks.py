@@ -11,11 +11,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from spanformer.attention.around import Around
 from spanformer.attention.base import Attention, View
 from spanformer.ops import Rule
 
 
-class Sinks(Attention):
+class Sinks(Around):
     """Sinks for the heads of another mechanism, for instance a window or learned spans.
 
     learned: a score for each head, which starts at 0. kept: so many first tokens of the text stay in sight. They keep
@@ -24,32 +25,18 @@ class Sinks(Attention):
     """
 
     def __init__(self, inner: Attention, *, learned: bool = True, kept: int = 0) -> None:
-        super().__init__()
-        if inner.own_mix:
-            raise ValueError(f"{type(inner).__name__} mixes values in its own way; sinks need a masked softmax")
-        if getattr(inner, "original", False):
-            raise ValueError("the paper's code has no sinks; expected a mechanism without original=True")
+        super().__init__(inner)
         if kept < 0:
             raise ValueError(f"kept is {kept}; expected a number of tokens, 0 or more")
         if not learned and not kept:
             raise ValueError("learned is False and kept 0; expected a learned sink, kept tokens, or both")
-        self.inner, self.heads, self.kept = inner, inner.heads, kept
-        self.placed, self.reads_keys = inner.placed, inner.reads_keys
+        self.kept = max(kept, inner.kept)
         self.sinks = nn.Parameter(torch.zeros(self.heads)) if learned else None
         """[H]"""
 
     def rule(self, view: View) -> Rule:
         rule = self.inner.rule(view)
         return rule + Rule(self.heads, causal=rule.causal, sinks=self.sinks, kept=self.kept)
-
-    def lookback(self) -> list[int]:
-        return self.inner.lookback()
-
-    def learned(self) -> list[float | None]:
-        return self.inner.learned()
-
-    def after_step(self) -> None:
-        self.inner.after_step()
 
     def extra_repr(self) -> str:
         return f"learned={self.sinks is not None}, kept={self.kept}"

@@ -44,7 +44,12 @@ class SelfAttention(nn.Module):
         else:
             rule = self.mechanism.rule(view)
             lookback = self._lookback(rule)
-        q = split_heads(self.query(x), self.heads)
+        if not self.mechanism.turnable and type(position).turn is not Position.turn:
+            raise ValueError(
+                f"{type(self.mechanism).__name__} is no product of queries and keys, so that {type(position).__name__} "
+                "would not tell it their distance; use positions that are added to scores, or none"
+            )
+        q = self.mechanism.map_queries(split_heads(self.query(x), self.heads))
         fresh = split_heads(self.key(x), self.kv_heads), split_heads(self.value(x), self.kv_heads)
         groups = group_heads(self._shared(lookback), past.shape[1])
         if self.mechanism.kept:  # the first tokens must be there, at their own places

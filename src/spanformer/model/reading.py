@@ -32,6 +32,12 @@ Logits = Literal["all", "last", "none"]
 
 
 def make_cache(lm: LM, batch: int, slack: int, bits: Literal[0, 8]) -> Cache:
+    for mechanism in lm.mechanisms():
+        if mechanism.own_mix:
+            raise ValueError(
+                f"{type(mechanism).__name__} mixes values in its own way, which a cache does not know; read the text "
+                "by segments, lm(x, state)"
+            )
     weight = next(lm.blocks.parameters())
     zeros = ZEROS if lm.config.original else 0
     with torch.inference_mode(False):  # to be written to in or out of it
@@ -175,7 +181,7 @@ def _attend(
     turn: Callable[[Tensor], Tensor] | None, real: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """[B, T, dim] of the layer's attention to what it still holds and to x [B, T, dim]."""
-    q = split_heads(attention.query(x), attention.heads)
+    q = attention.mechanism.map_queries(split_heads(attention.query(x), attention.heads))
     k, v = (split_heads(project(x), attention.kv_heads) for project in (attention.key, attention.value))
     turned, k = (q, k) if turn is None else (turn(q), turn(k))
     backend = attention.mechanism.backend

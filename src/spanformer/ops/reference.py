@@ -11,6 +11,7 @@ It builds Tq × Tk tensors on purpose. Differentiable (twice, where torch is) in
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,16 +23,22 @@ from spanformer.ops.parts import union
 from spanformer.ops.tables import ahead_of, entry
 
 
-def attend_reference(call: Call) -> Attended:
+def products(q: Tensor, k: Tensor) -> Tensor:
+    """[B, H, Tq, Tk]"""
+    return q @ k.transpose(-1, -2)
+
+
+def attend_reference(call: Call, content: Callable[[Tensor, Tensor], Tensor] = products) -> Attended:
+    """content: what the score of q [B, H, Tq, D] and k [B, H, Tk, D] begins with, before `scale`."""
     q, rule = call.q, call.rule
     group = q.shape[1] // call.k.shape[1]
     k, v = call.k.repeat_interleave(group, 1), call.v.repeat_interleave(group, 1)  # [B, H, Tk, ·]
     finite = bool(q.isfinite().all() and k.isfinite().all() and v.isfinite().all())
-    score, visible = _scores(call, k, finite)
+    score, visible = _scores(call, k, finite, content)
     part = call
     while part.rule.also is not None:  # one softmax over the pairs of all
         part = union(part)[1]
-        more, seen = _scores(part, k, finite)
+        more, seen = _scores(part, k, finite, content)
         if bool((seen & visible).any()):
             raise ValueError(
                 "also sees pairs that the rule itself sees; they would be counted twice, so leave them out"
@@ -65,13 +72,13 @@ def attend_reference(call: Call) -> Attended:
     return Attended(out, lse)
 
 
-def _scores(call: Call, k: Tensor, finite: bool) -> tuple[Tensor, Tensor]:
+def _scores(call: Call, k: Tensor, finite: bool, content: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Scores by the call's rule, its `also` aside, −inf where it sees nothing, and where it sees: [B, H, Tq, Tk]."""
     q, rule = call.q, call.rule
     distance = distances(call)  # [1 or B, 1, Tq, Tk]
     visible = visible_pairs(call, distance)
-    if finite:
-        score = q @ k.transpose(-1, -2)
+    if finite or content is not products:
+        score = content(q, k)
     else:  # 0 · NaN is NaN: what is not visible must not even be multiplied
         k = torch.where(visible[..., None], k[:, :, None], 0)
         score = (q[:, :, :, None] * k).sum(-1)
