@@ -135,5 +135,5 @@ def test_refusals() -> None:
     lm.blocks[0].attention.mechanism = Additive(Window(4, 9), 8).double()
     with pytest.raises(ValueError, match="Additive is no product of queries and keys, so that Rotary"):
         lm(text(1, 5))
-    with pytest.raises(ValueError, match="General scores or mixes in its own way"):
+    with pytest.raises(ValueError, match="General mixes in its own way here"):
         Mixed([General(Window(H, 9), D), Window(H, 3)])

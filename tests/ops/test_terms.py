@@ -30,11 +30,17 @@ SAMPLES = {
     "distance_scale": {"distance_scale": rand(H, T)},
     "ahead": {"causal": False, "ahead": T - 1, "distance_bias": rand(H, 2 * T - 1)},
     "key_bias": {"key_bias": rand(1, 1, T)},
+    "key_span": {"key_span": rand(1, 1, T).abs(), "ramp": 4.0},
+    "forget": {"forget": -rand(1, H, T).abs().cumsum(-1)},
     "documents": {"documents": torch.arange(T) // 4},
     "sinks": {"sinks": rand(H)},
     "kept": {"reach": 3, "kept": 2},
     "blocks": {"blocks": BlockIndex.from_dense(BAND[None].expand(H, T, T), 16)},
     "original": {"original": True},
+    "apart": {"apart": (Rule(1, reach=3), Rule(1, kept=1, reach=2))},
+    "stride": {"stride": [2, 3]},
+    "skip": {"skip": [1, 4]},
+    "also": {"reach": 3, "also": Rule(H, stride=4, skip=4)},
 }
 """for each term a rule that has it, and that would mean something else without it"""
 MEANINGLESS = {"heads": "a size", "penalty": "for the loss alone"}

@@ -147,22 +147,6 @@ def test_runs_are_drawn_side_by_side(tmp_path):
     assert any(text.startswith("good ") for text in words(picture.figure))
 
 
-def test_the_front_holds_what_nothing_beats():
-    points = {"a": (1.0, 3.0), "b": (2.0, 2.0), "c": (3.0, 1.0), "beaten": (2.5, 2.0), "tie": (2.0, 2.0), "far": (9, 9)}
-    assert compare.pareto_front(points) == ["a", "b", "tie", "c"]
-
-
-def test_quality_stands_against_cost(tmp_path):
-    named = {
-        "learned": made(tmp_path, "learned", floor=1.5, pace=0.2),
-        "whole": made(tmp_path, "whole", kind="full", floor=1.7, pace=0.6),
-    }
-    picture = compare.pareto_picture(named)
-    assert picture.sentence.endswith("both better and cheaper than learned; whole is beaten on both.")
-    dots = [dots.get_offsets()[0] for dots in picture.figure.axes[0].collections]
-    assert [dot[0] for dot in dots] == [compare.attention_per_token(run) for run in named.values()]
-
-
 def test_a_sweep_groups_by_limit_and_kind(tmp_path):
     runs = [
         made(tmp_path, f"{kind}{limit}-{seed}", kind=kind, max_span=limit, seed=seed, floor=1.5 + seed / 10)

@@ -7,6 +7,7 @@ from spanformer.attention.cross import Cross
 from spanformer.attention.dynamic_span import DynamicSpan
 from spanformer.attention.expire_span import ExpireSpan
 from spanformer.attention.forgetting import Forgetting
+from spanformer.attention.longformer import Longformer
 from spanformer.attention.mixed import Mixed
 from spanformer.attention.scoring import Additive, Bilinear, Dot, General
 from spanformer.attention.sinks import Sinks
@@ -23,6 +24,7 @@ ATTENTIONS = {
     "expire_span": ExpireSpan,
     "forgetting": Forgetting,
     "general": General,
+    "longformer": Longformer,
     "mixed": Mixed,
     "sinks": Sinks,
     "window": Window,
@@ -41,6 +43,7 @@ __all__ = [
     "ExpireSpan",
     "Forgetting",
     "General",
+    "Longformer",
     "Mixed",
     "Sinks",
     "View",

@@ -11,7 +11,7 @@ from spanformer.ops import Rule
 class Around(Attention):
     def __init__(self, inner: Attention) -> None:
         super().__init__()
-        if inner.own_mix:
+        if inner.alone:
             raise ValueError(
                 f"{type(inner).__name__} mixes values in its own way; {type(self).__name__} needs one that only says "
                 "what its heads see"

@@ -34,7 +34,7 @@ Content = Callable[[Tensor, Tensor], Tensor]
 class Chunked(Around):
     """What `inner`'s heads see, `queries` × `keys` pairs at a time."""
 
-    own_mix = True
+    alone = True
 
     def __init__(self, inner: Attention, *, queries: int = 256, keys: int = 1024) -> None:
         super().__init__(inner)

@@ -25,10 +25,10 @@ class Mixed(Attention):
         if not parts:
             raise ValueError("parts is empty; expected at least one mechanism")
         for part in parts:
-            if part.own_mix or type(part).map_queries not in (Attention.map_queries, Around.map_queries):
+            if part.alone or type(part).map_queries not in (Attention.map_queries, Around.map_queries):
                 raise ValueError(
-                    f"{type(part).__name__} scores or mixes in its own way, not by what its heads see; put it around "
-                    "the heads of a whole layer"
+                    f"{type(part).__name__} mixes in its own way here ({part.extra_repr()}), so its heads cannot share "
+                    "a layer with other kinds; give it all heads of a layer"
                 )
         self.parts = nn.ModuleList(parts)
         self.heads = sum(part.heads for part in parts)

@@ -6,14 +6,14 @@ Shapes: B batch, T new tokens, H heads, Hkv key/value heads, D head size, V voca
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from spanformer.attention import View
-from spanformer.memory import Cache, HeadCache
+from spanformer.memory import Cache, HeadCache, Source
 from spanformer.memory.checks import check_lengths
 from spanformer.memory.head_cache import RuleFor
 from spanformer.memory.notes import noteworthy
@@ -23,7 +23,7 @@ from spanformer.ops import Rule, merge
 from spanformer.position import Position
 
 if TYPE_CHECKING:
-    from spanformer.model.lm import LM
+    from spanformer.model.decoder import Decoder
 
 CHUNK = 1024  # tokens of a long text that go through the layers at a time
 ZEROS = 1 << 40  # with `original`: so many zeros stand before a text, more than any head sees
@@ -31,9 +31,11 @@ ZEROS = 1 << 40  # with `original`: so many zeros stand before a text, more than
 Logits = Literal["all", "last", "none"]
 
 
-def make_cache(lm: LM, batch: int, slack: int, bits: Literal[0, 8]) -> Cache:
+def make_cache(
+    lm: Decoder, batch: int, slack: int, bits: Literal[0, 8], sources: Sequence[Source] = ()
+) -> Cache:  # fmt: skip
     for mechanism in lm.mechanisms():
-        if mechanism.own_mix:
+        if mechanism.alone:
             raise ValueError(
                 f"{type(mechanism).__name__} mixes values in its own way, which a cache does not know; read the text "
                 "by segments, lm(x, state)"
@@ -50,10 +52,10 @@ def make_cache(lm: LM, batch: int, slack: int, bits: Literal[0, 8]) -> Cache:
         )
         for reach, mechanism in zip(reaches(lm), lm.mechanisms(), strict=True)
     ]  # fmt: skip
-    return Cache(lm, layers)
+    return Cache(lm, layers, sources)
 
 
-def reaches(lm: LM) -> list[list[int]]:
+def reaches(lm: Decoder) -> list[list[int]]:
     """[layers][Hkv] how many positions each key/value head's ring holds: what the longest head of its group looks back
     at, and the token itself."""
     shared = lm.config.heads // lm.config.groups
@@ -67,13 +69,14 @@ class Reader:
     """A model's rules as they are now. They stay the same objects until a span or a position's table changes, so that
     what is prepared for them serves many tokens."""
 
-    def __init__(self, lm: LM) -> None:
+    def __init__(self, lm: Decoder) -> None:
         self.blocks = [block for block in lm.blocks if isinstance(block, Block)]
         self.watched = [
             (module, name)
             for part in (*(block.attention.mechanism for block in self.blocks), lm.position)
             for module in part.modules()
-            for name in module._parameters
+            for name, parameter in module._parameters.items()
+            if parameter is not None  # a bias that a product does without
         ]
         self.stamp: list[tuple[int, int, int]] | None = None
         self.lookback: list[list[int]] = []
@@ -81,7 +84,7 @@ class Reader:
         self.rules: list[Rule | None] = []
         self.added: list[Rule | None] = []
 
-    def renew(self, lm: LM, cache: Cache) -> None:
+    def renew(self, lm: Decoder, cache: Cache) -> None:
         """See whether anything has changed, and fit the cache to it."""
         # written in place, replaced, or moved to another dtype or device
         stamp = [(id(p := getattr(module, name)), p._version, p.data_ptr()) for module, name in self.watched]
@@ -125,7 +128,7 @@ class Reader:
 
 
 @torch.inference_mode()
-def read(lm: LM, x: Tensor, cache: Cache, lengths: Tensor | None, logits: Logits) -> Tensor | None:
+def read(lm: Decoder, x: Tensor, cache: Cache, lengths: Tensor | None, logits: Logits) -> Tensor | None:
     """See `LM.read`."""
     lengths = _check(lm, x, cache, lengths, logits)
     lm.reader.renew(lm, cache)
@@ -139,7 +142,7 @@ def read(lm: LM, x: Tensor, cache: Cache, lengths: Tensor | None, logits: Logits
             lm.train()
 
 
-def _read_pieces(lm: LM, x: Tensor, cache: Cache, lengths: Tensor | None, logits: Logits) -> Tensor | None:
+def _read_pieces(lm: Decoder, x: Tensor, cache: Cache, lengths: Tensor | None, logits: Logits) -> Tensor | None:
     """A long text goes through all layers piece by piece, so that no more than a piece of it is held at a time."""
     every, last = [], None
     for start in range(0, x.shape[1], CHUNK):
@@ -163,15 +166,16 @@ def _last_real(h: Tensor, real: Tensor, last: Tensor | None) -> Tensor:
     return torch.where((real > 0)[:, None], here, torch.zeros_like(here) if last is None else last)
 
 
-def _read_piece(lm: LM, x: Tensor, cache: Cache, real: Tensor | None) -> Tensor:
+def _read_piece(lm: Decoder, x: Tensor, cache: Cache, real: Tensor | None) -> Tensor:
     """x [B, T] → the last block's output [B, T, dim]; the cache is moved on."""
     seen, reader = cache.seen, lm.reader
     h = _embed(lm.position, lm.embedding(x), seen)
     turn = lm.position.turner(lambda: _positions(seen, x), h.dtype)
-    for n, (block, layer) in enumerate(zip(reader.blocks, cache.layers, strict=True)):
+    sources = cache.sources or [None] * len(reader.blocks)
+    for n, (block, layer, source) in enumerate(zip(reader.blocks, cache.layers, sources, strict=True)):
         y = block.norm1(h) if block.pre else h
         found = _attend(block.attention, y, layer, reader, n, turn, real)
-        h = block.feed(h + found if block.pre else block.norm1(h + found))[0]
+        h = block.feed(block.listen(h + found if block.pre else block.norm1(h + found), source))[0]
     cache.advance(x.shape[1], real)
     return h
 
@@ -209,7 +213,7 @@ def _positions(seen: Tensor, x: Tensor) -> Tensor:
     return seen.to(x.device)[:, None] + step
 
 
-def _check(lm: LM, x: Tensor, cache: Cache, lengths: Tensor | None, logits: Logits) -> Tensor | None:
+def _check(lm: Decoder, x: Tensor, cache: Cache, lengths: Tensor | None, logits: Logits) -> Tensor | None:
     if x.ndim != 2 or x.is_floating_point() or not x.shape[1]:
         raise ValueError(f"x has shape {list(x.shape)} and dtype {x.dtype}; expected token ids [B, T], T at least 1")
     if cache.maker is not lm:

@@ -60,6 +60,11 @@ def frame(figure, title: str, below: str, *, beside: float = 0.0) -> None:
     figure.text(0.012, 0.08 / inches, below, fontsize=8, color="#555555", va="bottom")
 
 
+def colours(count: int) -> list[str]:
+    """One for each line, the same for the same place."""
+    return [CYCLE[at % len(CYCLE)] for at in range(count)]
+
+
 def grid(axis) -> None:
     axis.grid(True, which="major", color=FAINT, linewidth=0.8)
     axis.set_axisbelow(True)
@@ -137,7 +142,10 @@ def log_ticks(along, values: list[float], show) -> None:
         size = 10.0 ** math.floor(math.log10(max(high - low, low / 1e3) / 2))
         ticks = [size * n for n in range(math.floor(low / size), math.ceil(high / size) + 1)]
         ticks = ticks[:: max(1, len(ticks) // 6)]
-    kept = [tick for tick in ticks if low / 1.1 <= tick <= high * 1.1]
+    kept: list[float] = []
+    for tick in ticks:  # those whose names would touch the one before are left out
+        if low / 1.1 <= tick <= high * 1.1 and (not kept or tick > kept[-1] * (high / low) ** 0.15):
+            kept.append(tick)
     along.set_ticks(kept, [show(tick) for tick in kept])
     along.set_minor_locator(NullLocator())
     along.set_minor_formatter(NullFormatter())

@@ -78,8 +78,9 @@ def looks_back(row: Step) -> np.ndarray:
 
 
 def predicted(run: Run, row: Step | None = None) -> tuple[StepCost, StepCost] | None:
-    """A step's least cost with the spans of this row (the last one), and with full attention; memories filled."""
-    if not run.steps:
+    """A step's least cost with the spans of this row (the last one), and with full attention; memories filled. Of
+    language models alone: the arithmetic is theirs."""
+    if not run.steps or run.start.objective != "lm":
         return None
     row = row or run.steps[-1]
     shape = run.start.shape
@@ -91,6 +92,15 @@ def share(learned: float, whole: float) -> float:
     return learned / whole if whole else math.nan
 
 
+EXACT = {"seq2seq": "exact match", "encoder": "masked tokens right"}
+
+
+def exact(run: Run) -> tuple[str, float] | None:
+    """What `Eval.exact` is called in this run, and its last value on the validation split."""
+    found = [row.exact for row in run.evals if row.split == "valid" and math.isfinite(row.exact)]
+    return (EXACT.get(run.start.objective, "exactly right"), found[-1]) if found else None
+
+
 def seconds_per_step(run: Run) -> float:
     """Measured on one batch, or else the median between the rows of the last half; NaN when unknown."""
     measured = [row.step_seconds["learned"] for row in run.costs if row.step_seconds]
@@ -99,6 +109,24 @@ def seconds_per_step(run: Run) -> float:
     late = run.steps[len(run.steps) // 2 :]
     steps, seconds = np.diff([row.step for row in late]), np.diff([row.seconds for row in late])
     return float(np.median(seconds[steps > 0] / steps[steps > 0])) if (steps > 0).any() else math.nan
+
+
+def attention_per_token(run: Run) -> float:
+    """Predicted operations for each token that the spans decide; NaN for a run without steps."""
+    costs = predicted(run)
+    return costs[0].by_span / run.start.shape.tokens if costs else math.nan
+
+
+def counted_per_token(run: Run) -> float:
+    """Operations of a training step that were counted, for each of its tokens; NaN when they were not."""
+    counted = [row.flops["learned"] for row in run.costs if row.flops]
+    return counted[-1] / run.start.shape.tokens if counted else math.nan
+
+
+def peak_bytes(run: Run) -> float:
+    """Peak memory of a training step above what was there before it, measured; NaN when it was not."""
+    measured = [row.peak_bytes["learned"] for row in run.costs if row.peak_bytes]
+    return measured[-1] if measured else math.nan
 
 
 def amount(value: float) -> str:
@@ -117,6 +145,14 @@ def size(count: float) -> str:
         if count >= scale:
             return f"{_digits(count / scale)} {unit}"
     return f"{count:,.0f} bytes"
+
+
+def decimal(count: float) -> str:
+    """Bytes in decimal units: 1 MB = 10⁶."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g} {unit}" if count < 999.5 * scale else f"{count / scale:,.0f} {unit}"
+    return f"{count:,.0f} B"
 
 
 def lasting(seconds: float) -> str:

@@ -11,11 +11,13 @@ from pathlib import Path
 
 from spanformer.report import html
 from spanformer.report.compare_pictures import compare_pictures
+from spanformer.report.compare_table import side_by_side
 from spanformer.report.drawing import Picture
 from spanformer.report.events import Run, read_run
 from spanformer.report.measures import (
     NOTHING,
     amount,
+    exact,
     lasting,
     looks_back,
     percent,
@@ -70,7 +72,7 @@ def _alone(run: Run, out: Path, prefix: str) -> list[str]:
 
 def _together(runs: list[Run], names: list[str], out: Path) -> list[str]:
     """All runs: a table side by side, what differs in their configurations, and their pictures."""
-    parts = [html.table(*_side_by_side(runs, names), "numbers")]
+    parts = [html.table(*side_by_side(runs, names), "numbers")]
     settings = [_settings(run) for run in runs]
     keys = [key for key in dict.fromkeys(key for each in settings for key in each) if not key.startswith("machine.")]
     differing = [key for key in keys if len({each.get(key) for each in settings}) > 1]
@@ -97,12 +99,13 @@ def _headline(run: Run) -> list[tuple[str, str, str]]:
         items.append((f"bits per {unit}", f"{curve[0]:.3f} → {curve[-1]:.3f}", remark))
     if test:
         items.append((f"test bits per {unit}", f"{test[-1].bits:.3f}", f"at step {test[-1].step:,}"))
+    if (right := exact(run)) is not None:
+        items.append((right[0], f"{100 * right[1]:.2f} %", "validation, last"))
     items.append(("parameters", amount(run.start.parameters), f"{run.start.shape.layers} layers"))
     if not run.steps:
         return items
     last, costs = run.steps[-1], predicted(run)
-    assert costs is not None, "there are steps"
-    looks, (learned, whole) = looks_back(last), costs
+    looks = looks_back(last)
     passes = last.tokens / trained if (trained := run.start.tokens.get("train")) else math.nan
     remark = f"{passes:.2g} times the training text" if math.isfinite(passes) else ""
     items += [
@@ -110,30 +113,16 @@ def _headline(run: Run) -> list[tuple[str, str, str]]:
         ("training time", lasting(last.seconds), f"{last.step:,} steps, {lasting(seconds_per_step(run))} each"),
         ("average span", tokens(float(looks.mean())), f"tokens, of {run.start.shape.max_span:,} allowed"),
         ("longest span", tokens(float(looks.max())), "tokens"),
+    ]
+    if costs is None:
+        return items
+    learned, whole = costs
+    return [
+        *items,
         ("attention FLOPs", percent(share(learned.by_span, whole.by_span)), "of full attention, predicted"),
         ("FLOPs of a step", percent(share(learned.total, whole.total)), "of full attention's, predicted"),
         ("cached states", size(learned.state_bytes), f"full attention: {size(whole.state_bytes)}"),
     ]
-    return items
-
-
-def _side_by_side(runs: list[Run], names: list[str]) -> tuple[list[str], list[list[str]]]:
-    header = ["run", "bits per unit", "test bits", "parameters", "tokens", "time", "a step", "average span",
-              "longest span", "attention FLOPs, of full"]  # fmt: skip
-    rows = []
-    for run, name in zip(runs, names, strict=True):
-        curve, test, costs = quality(run).bits, evals_of(run, "test"), predicted(run)
-        row = [name, f"{curve[-1]:.3f}" if len(curve) else NOTHING, f"{test[-1].bits:.3f}" if test else NOTHING,
-               amount(run.start.parameters)]  # fmt: skip
-        if costs is None:
-            rows.append([*row, *[NOTHING] * (len(header) - len(row))])
-            continue
-        last = run.steps[-1]
-        looks = looks_back(last)
-        row += [amount(last.tokens), lasting(last.seconds), lasting(seconds_per_step(run))]
-        row += [tokens(float(looks.mean())), tokens(float(looks.max()))]
-        rows.append([*row, percent(share(costs[0].by_span, costs[1].by_span))])
-    return header, rows
 
 
 def _heads(run: Run) -> str:

@@ -1,0 +1,167 @@
+"""`spanformer cost --length 8192 --heads 12 --dim 768`: what attention costs, mechanism by mechanism, by arithmetic."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from spanformer.cli.leaf import Leaf
+from spanformer.cost.mechanisms import MECHANISMS, AttentionCost, Sizes, attention_cost, find
+from spanformer.cost.published import Figure, flops_figures, memory_figures
+from spanformer.report.measures import NOTHING, amount, decimal, percent
+
+ITEMS = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+WIDE = 140
+"""columns of a terminal that has room for what each mechanism sees"""
+
+
+@dataclass(frozen=True)
+class CostOptions:
+    """What attention costs by arithmetic: FLOPs, bytes of weights, activations and caches, for every mechanism.
+
+    A kind is written as in a run file, with its numbers: window:128, strided:64, bigbird:64:3:2:3. Without numbers,
+    those of the table are meant. Nothing is run, so any size can be asked for:
+
+        spanformer cost --length 1000000 --kinds full window:4096 adaptive_span:314:32
+    """
+
+    length: int = 8192
+    """n, tokens of a text"""
+    heads: int = 12
+    """query heads of a layer"""
+    dim: int = 768
+    """size of hidden states; a head has dim / heads numbers"""
+    kv_heads: int = 0
+    """key/value heads, which the cache holds; 0: one for each query head"""
+    layers: int = 1
+    """FLOPs, bytes and caches are of so many layers together"""
+    batch: int = 1
+    """texts side by side"""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    causal: bool = True
+    """no token sees the future; --no-causal: every pattern in both directions"""
+    kinds: tuple[str, ...] = ()
+    """mechanisms, as window:128; none: all of them"""
+    published: bool = False
+    """hold the tables of a textbook chapter on attention variants against the same arithmetic, and say where they
+    differ and why"""
+    json: str = ""
+    """write every number to this file as JSON; - writes it to standard output, and no table"""
+
+    def __post_init__(self) -> None:
+        for name in ("length", "heads", "dim", "layers", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.dim % self.heads:
+            raise ValueError(f"dim is {self.dim}; expected a multiple of heads, {self.heads}")
+        for kind in self.kinds:
+            find(kind)
+
+    def sizes(self) -> Sizes:
+        return Sizes(
+            length=self.length,
+            heads=self.heads,
+            head_dim=self.dim // self.heads,
+            kv_heads=self.kv_heads,
+            batch=self.batch * self.layers,  # layers cost what texts do
+            item=ITEMS[self.dtype],
+            causal=self.causal,
+        )
+
+
+def run(options: CostOptions) -> None:
+    sizes = options.sizes()
+    costs = [attention_cost(kind, sizes) for kind in options.kinds or MECHANISMS]
+    figures = [*memory_figures(), *flops_figures()] if options.published else []
+    if options.json:
+        _write(options, sizes, costs, figures)
+    if options.json == "-":
+        return
+    console = Console(highlight=False)
+    if options.published:
+        _show_published(console, figures)
+        return
+    console.print(_table(options, sizes, costs, wide=console.width >= WIDE))
+    projections = 4 * sizes.batch * options.length * options.dim * (options.dim + sizes.groups * sizes.head_dim)
+    kept = attention_cost("full", sizes)
+    said = (
+        f"FLOPs are forward; a backward pass takes 2.5 times as many, and the projections around attention "
+        f"{amount(projections)} forward, whatever the mechanism. Weights: one for each pair that is seen. Our kernel "
+        f"stores none but {decimal(sizes.kept_bytes)}, one number a query; a dense mask takes "
+        f"{decimal(sizes.dense_bytes)}. For the backward pass it keeps q, k, v, the output and that number, "
+        f"{decimal(kept.activation_bytes)}; a dense implementation {decimal(kept.dense_activation_bytes)}. Cache: keys "
+        "and values that a later token can still see. 1 MB = 10⁶ bytes."
+    )
+    console.print(said, style="dim")
+
+
+def _table(options: CostOptions, sizes: Sizes, costs: list[AttentionCost], *, wide: bool) -> Table:
+    whole = attention_cost("full", sizes)
+    where = f"{options.layers} layers" if options.layers > 1 else "one layer"
+    texts = f"{options.batch} texts of " if options.batch > 1 else ""
+    title = (
+        f"Attention over {texts}{options.length:,} tokens, {where}, {options.heads} heads of {sizes.head_dim}, "
+        f"{options.dtype}, {'causal' if options.causal else 'both directions'}"
+    )
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name in ("kind", "keys a query", "FLOPs", "of full", "weights", "cache"):
+        table.add_column(name, justify="left" if name == "kind" else "right", no_wrap=True)
+    if wide:
+        table.add_column("a query sees", no_wrap=True)
+    for cost in costs:
+        cells = [
+            cost.kind + ("" if cost.cache_bytes is not None else " *"),
+            NOTHING if cost.keys is None else f"{cost.keys:,.1f}",
+            amount(cost.flops),
+            percent(cost.flops / whole.flops),
+            decimal(cost.weight_bytes),
+            NOTHING if cost.cache_bytes is None else decimal(cost.cache_bytes),
+        ]
+        table.add_row(*cells, *[cost.about] * wide)
+    if options.causal and any(cost.cache_bytes is None for cost in costs):
+        table.caption, table.caption_justify = "* reads a text whole, in both directions; there is no decoding", "left"
+    return table
+
+
+def _show_published(console: Console, figures: list[Figure]) -> None:
+    title = "A chapter's figures (d = 768, 12 heads, float32, both directions) beside ours"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for at, name in enumerate(("mechanism", "tokens", "theirs", "ours", "", "")):
+        table.add_column(name, justify="right" if at in (1, 2, 3) else "left", no_wrap=True)
+    for figure in figures:
+        verdict = "agrees" if figure.agrees else "differs"
+        table.add_row(
+            figure.what, f"{figure.length:,}", f"{figure.theirs:,.1f}", f"{figure.ours:,.1f}", figure.unit, verdict
+        )
+    console.print(table)
+    for unit, title in (("MB", "memory"), ("GFLOP", "operations")):
+        for name in dict.fromkeys(figure.what for figure in figures):
+            some = [figure for figure in figures if figure.what == name and figure.unit == unit]
+            if any(not figure.agrees for figure in some):
+                console.print(f"{title} of {name}: {some[0].reason}")
+
+
+def _write(options: CostOptions, sizes: Sizes, costs: list[AttentionCost], figures: list[Figure]) -> None:
+    from dataclasses import asdict
+
+    found: dict = {
+        "options": asdict(options),
+        "dense_bytes": sizes.dense_bytes,
+        "kept_bytes": sizes.kept_bytes,
+        "mechanisms": [cost.row() for cost in costs],
+    }
+    if figures:
+        found["published"] = [asdict(figure) | {"agrees": figure.agrees} for figure in figures]
+    text = json.dumps(found, ensure_ascii=False, indent=1)
+    if options.json == "-":
+        print(text)
+    else:
+        with open(options.json, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+
+COST = Leaf(CostOptions, run)

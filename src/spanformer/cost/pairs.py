@@ -1,0 +1,121 @@
+"""How many pairs of query and key one head sees, for each pattern: whole numbers, edges included.
+
+A head reads n tokens at positions 0 … n − 1; i is a query, j a key, d = i − j. `causal` leaves the keys with d ≥ 0;
+otherwise a pattern over distances counts |d|. Every function takes (n, causal) and then its own numbers, and costs at
+most a loop over blocks, never over pairs.
+"""
+
+from __future__ import annotations
+
+from spanformer.cost.attention import head_pairs
+
+
+def full(n: int, causal: bool) -> int:
+    """every pair"""
+    return n * (n + 1) // 2 if causal else n * n
+
+
+def window(n: int, causal: bool, w: int) -> int:
+    """|d| < w"""
+    back = head_pairs(w, n, n)
+    return back if causal else 2 * back - min(n, n * w)
+
+
+def dilated(n: int, causal: bool, w: int, s: int) -> int:
+    """d = 0, s, 2s, … (w − 1)·s"""
+    return _distances(n, causal, range(0, min(n, w * s), s))
+
+
+def strided(n: int, causal: bool, stride: int) -> int:
+    """|d| < ℓ or ℓ divides d: Sparse Transformer's strided pattern, its two parts in one head"""
+    return window(n, causal, stride) + _distances(n, causal, range(stride, n, stride))
+
+
+def fixed(n: int, causal: bool, block: int, c: int) -> int:
+    """the query's own block of ℓ, and the last c positions of every block: Sparse Transformer's fixed pattern"""
+    c, total = min(c, block), 0
+    ends = sum(max(0, size - (block - c)) for _, size in _blocks(n, block))
+    for start, size in _blocks(n, block):
+        others = start // block * c if causal else ends - max(0, size - (block - c))
+        total += full(size, causal) + size * others
+    return total
+
+
+def sinks(n: int, causal: bool, w: int, kept: int) -> int:
+    """|d| < w, and the first `kept` tokens"""
+    return window(n, causal, w) + _front(n, causal, w, kept)
+
+
+def longformer(n: int, causal: bool, w: int, g: int) -> int:
+    """|d| < w, and g global tokens at the front, which see everything and are seen by all"""
+    front = _front(n, causal, w, g)
+    if causal:
+        return window(n, True, w) + front
+    twice = 2 * sum(max(0, min(g, n) - j - w) for j in range(min(g, n)))  # both of them global, beyond the window
+    return window(n, False, w) + 2 * front - twice
+
+
+def etc(n: int, causal: bool, radius: int, g: int) -> int:
+    """g global tokens beside the n: global to global, global to long, long to global, and long to long where |d| ≤ r"""
+    if causal:
+        raise ValueError("etc reads a text whole, in both directions; ask for --no-causal")
+    return g * g + 2 * g * n + window(n, False, radius + 1)
+
+
+def bigbird(n: int, causal: bool, block: int, near: int, g: int, drawn: int) -> int:
+    """blocks of b: `near` around the query's own (behind it, if causal), the first g, and `drawn` others at random;
+    the first g see everything"""
+    sizes = [size for _, size in _blocks(n, block)]
+    side, total = (near - 1 if causal else near // 2), 0
+    for row, size in enumerate(sizes):
+        last = row if causal else len(sizes) - 1
+        if row < g:
+            seen = set(range(last + 1))
+        else:
+            seen = {c for c in range(row - side, row + (0 if causal else side) + 1) if 0 <= c <= last}
+            seen |= set(range(min(g, last + 1)))
+            ragged = sizes[last] < block and last not in seen  # those drawn are whole
+            total += size * block * min(drawn, last + 1 - len(seen) - ragged)
+        total += sum(full(size, True) if causal and c == row else size * sizes[c] for c in seen)
+    return total
+
+
+def blockwise(n: int, causal: bool, blocks: int, shift: int) -> int:
+    """the text in so many blocks; queries of block i see block π(i) = i − shift, counted around the end"""
+    size = -(-n // blocks)
+    sizes = [s for _, s in _blocks(n, size)]
+    total = 0
+    for row, queries in enumerate(sizes):
+        column = (row - shift) % len(sizes)
+        if causal and column >= row:
+            total += full(queries, True) if column == row else 0
+        else:
+            total += queries * sizes[column]
+    return total
+
+
+def image_1d(n: int, causal: bool, block: int, memory: int) -> int:
+    """blocks of ℓ: a query sees its own block, and m tokens before the block"""
+    return sum(full(size, causal) + size * min(start, memory) for start, size in _blocks(n, block))
+
+
+def random(n: int, causal: bool, r: int) -> int:
+    """r keys drawn for each query, from all it may see"""
+    return head_pairs(r, n, n) if causal else n * min(r, n)
+
+
+def _distances(n: int, causal: bool, distances: range) -> int:
+    """Pairs at these distances, of which 0 may be the first."""
+    total = sum(n - d for d in distances if d < n)
+    return total if causal else 2 * total - (n if len(distances) and distances[0] == 0 else 0)
+
+
+def _front(n: int, causal: bool, w: int, g: int) -> int:
+    """Pairs of the first g keys that no window of w sees."""
+    behind = sum(max(0, n - j - w) for j in range(min(g, n)))
+    return behind if causal else behind + sum(max(0, j - w + 1) for j in range(min(g, n)))
+
+
+def _blocks(n: int, size: int) -> list[tuple[int, int]]:
+    """(start, tokens) of each block; the last may be shorter."""
+    return [(start, min(size, n - start)) for start in range(0, n, size)]

@@ -1,0 +1,115 @@
+"""Where every head of a model looks: its attention weights over one short text, as matrices.
+
+    attention is linear in the values, out_i = Σ_j a_ij·v_j, so one-hot values v_j = e_j give out_i = a_i
+
+Nothing is said here of how a mechanism weighs: it is asked to mix one-hot values, by the dense reference. Spans, biases
+and patterns take part as they do in the model. Shapes: H heads, Hkv key/value heads, T tokens, M remembered ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from spanformer.attention import Attention, View
+from spanformer.memory.groups import group_heads
+from spanformer.model.block import Block
+from spanformer.model.lm import LM
+from spanformer.ops import Attended, Rule
+
+LONGEST = 1024
+"""tokens: the matrices of all layers and heads are held at once"""
+
+
+@torch.no_grad()
+def attention_maps(lm: LM, ids: Tensor) -> list[Tensor]:
+    """[layers] of [H, T, T]: how much of its attention query i gives to key j, for the text ids [T].
+
+    A row sums to 1, or to less where something else takes part: sinks, persistent vectors, or the zeros before the
+    text that the paper's code attends to.
+    """
+    if ids.ndim != 1 or ids.is_floating_point() or not 1 <= len(ids) <= LONGEST:
+        raise ValueError(f"ids has shape {list(ids.shape)} and dtype {ids.dtype}; expected 1 … {LONGEST} token ids")
+    watches = [_Watch(block) for block in lm.blocks if isinstance(block, Block)]
+    training = lm.training
+    lm.eval()  # dropped weights would be missing from the picture
+    try:
+        for watch in watches:
+            watch.begin()
+        lm(ids[None])
+    finally:
+        for watch in watches:
+            watch.end()
+        lm.train(training)
+    return [watch.map(number, len(ids)) for number, watch in enumerate(watches, 1)]
+
+
+class _Watch:
+    """Keeps what a layer's mechanism gives when it is asked for one-hot values beside the real ones."""
+
+    def __init__(self, block: Block) -> None:
+        self.attention = block.attention
+        self.mechanism: Attention = block.attention.mechanism
+        self.persistent = block.attention.persistent
+        self.found: list[tuple[Attended, float]] = []
+        self.beside: Tensor | None = None
+        """[1, H, T] lse of persistent vectors"""
+        self.past = 0
+        self.backends = [(part, part.backend) for part in self.mechanism.modules() if isinstance(part, Attention)]
+
+    def begin(self) -> None:
+        for part, _ in self.backends:
+            part.backend = "reference"
+        mix = self.mechanism.mix
+
+        def watched(q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View) -> Attended:
+            real = mix(q, k, v, rule, view)
+            one_hot = torch.eye(k.shape[2], dtype=v.dtype, device=v.device).expand(*k.shape[:3], -1)
+            plain, relative = rule, getattr(rule, "distance_value", None)
+            if relative is not None:  # values of distances come on top of the weights; they are none of the keys'
+                plain = replace(rule, distance_value=None)
+            weights = mix(q, k, one_hot, plain, view)
+            again = weights.out @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+            off = 0.0 if relative is not None else float((again - real.out).abs().max())
+            self.found.append((weights, off / (1e-12 + float(real.out.abs().max()))))
+            self.past = max(self.past, k.shape[2] - q.shape[2])
+            return real
+
+        self.mechanism.mix = watched
+        if self.persistent is not None:
+            attend = self.persistent.attend
+
+            def beside(q: Tensor, *, backend: str = "auto", dropout: float = 0.0) -> Attended:
+                apart = attend(q, backend=backend, dropout=dropout)
+                self.beside = apart.lse
+                return apart
+
+            self.persistent.attend = beside
+
+    def end(self) -> None:
+        for part, backend in self.backends:
+            part.backend = backend
+        self.mechanism.__dict__.pop("mix", None)  # the class's own shows again
+        if self.persistent is not None:
+            self.persistent.__dict__.pop("attend", None)
+
+    def map(self, layer: int, length: int) -> Tensor:
+        """[H, T, T]"""
+        name = type(self.mechanism).__name__
+        if not self.found or max(off for _, off in self.found) > 1e-3:
+            raise ValueError(
+                f"layer {layer} ({name}) does not mix its values by weights alone, so there is no map of them"
+            )
+        weights = torch.cat([found.out[0, :, :, -length:] for found, _ in self.found])
+        lse = torch.cat([found.lse[0] for found, _ in self.found])
+        if len(self.found) > 1:  # heads were served in groups, the longest first
+            shared = self.attention.heads // self.attention.kv_heads
+            groups = group_heads(self.attention._shared(self.mechanism.lookback()), self.past)
+            order = [h * shared + n for heads, _ in groups for h in heads for n in range(shared)]
+            back = torch.tensor(sorted(range(len(order)), key=order.__getitem__))
+            weights, lse = weights[back], lse[back]
+        if self.beside is not None:
+            weights = weights * (lse - torch.logaddexp(lse, self.beside[0])).exp()[..., None]
+        return weights

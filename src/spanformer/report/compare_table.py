@@ -1,0 +1,67 @@
+"""Several runs as one table: quality, time, operations, memory, and on which fronts a run stands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from spanformer.report.events import Run
+from spanformer.report.measures import (
+    NOTHING,
+    amount,
+    counted_per_token,
+    lasting,
+    looks_back,
+    peak_bytes,
+    percent,
+    predicted,
+    quality,
+    seconds_per_step,
+    share,
+    size,
+    tokens,
+)
+from spanformer.report.measures import evals as evals_of
+from spanformer.report.pareto import fronts
+
+HEADER = ["run", "bits per unit", "test bits", "parameters", "tokens", "time", "a step", "FLOPs a token",
+          "FLOPs, of full", "peak memory", "average span", "longest span", "best by"]  # fmt: skip
+
+
+def side_by_side(runs: Sequence[Run], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """A header and a row for each run. FLOPs are those of a training step; of full: the same model with full attention.
+    Best by: the costs for which no other run is both better and cheaper."""
+    judged = {name: run for name, run in zip(names, runs, strict=True) if len(quality(run).bits)}
+    best: dict[str, list[str]] = {}
+    if len(judged) > 1 and len({run.start.unit for run in runs}) == 1:
+        for label, front in fronts(judged).items():
+            for name in front:
+                best.setdefault(name, []).append(_short(label))
+    return HEADER, [_row(run, name, best.get(name, [])) for run, name in zip(runs, names, strict=True)]
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The table as Markdown, without columns that say nothing of any run."""
+    kept = [at for at in range(len(header)) if any(row[at] != NOTHING for row in rows)]
+    lines = [[header[at] for at in kept], ["---"] * len(kept), *([row[at] for at in kept] for row in rows)]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _row(run: Run, name: str, best: list[str]) -> list[str]:
+    curve, test, costs = quality(run).bits, evals_of(run, "test"), predicted(run)
+    row = [name, f"{curve[-1]:.3f}" if len(curve) else NOTHING, f"{test[-1].bits:.3f}" if test else NOTHING,
+           amount(run.start.parameters)]  # fmt: skip
+    if costs is None:
+        return [*row, *[NOTHING] * (len(HEADER) - len(row))]
+    last, peak = run.steps[-1], peak_bytes(run)
+    looks = looks_back(last)
+    measured = [row.flops for row in run.costs if row.flops]
+    of_full = measured[-1]["learned"] / measured[-1]["full"] if measured else share(costs[0].total, costs[1].total)
+    row += [amount(last.tokens), lasting(last.seconds), lasting(seconds_per_step(run))]
+    row += [amount(counted_per_token(run)), percent(of_full), NOTHING if math.isnan(peak) else size(peak)]
+    return [*row, tokens(float(looks.mean())), tokens(float(looks.max())), ", ".join(best) or NOTHING]
+
+
+def _short(label: str) -> str:
+    """FLOPs, time or memory."""
+    return next(word for word in ("FLOPs", "time", "memory") if word in label)

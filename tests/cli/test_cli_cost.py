@@ -1,0 +1,52 @@
+"""`spanformer cost`: the table, the JSON, the figures of others."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from spanformer.cli.main import main
+from spanformer.cost.mechanisms import MECHANISMS
+
+
+@pytest.mark.parametrize("columns", ["80", "160"])
+def test_the_table_names_every_mechanism(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    main(["cost", "--length", "512", "--heads", "4", "--dim", "64"])
+    shown = capsys.readouterr().out
+    assert all(f"\n{name}" in shown for name in MECHANISMS)
+    assert "512 tokens, one layer, 4 heads of 16, float32" in shown
+    assert ("every earlier token" in shown) == (columns == "160")
+
+
+def test_json_holds_the_numbers(capsys, tmp_path):
+    main(["cost", "--length", "100", "--heads", "2", "--dim", "8", "--kinds", "window:10", "full", "--json", "-"])
+    found = json.loads(capsys.readouterr().out)
+    assert [row["kind"] for row in found["mechanisms"]] == ["window:10", "full"]
+    assert found["mechanisms"][1]["flops"] == 2 * 4 * 4 * 100 * 101 // 2
+    assert found["dense_bytes"] == 2 * 100 * 100 * 4
+    main(["cost", "--layers", "3", "--json", str(tmp_path / "cost.json"), "--kinds", "full", "--length", "100"])
+    assert "full" in capsys.readouterr().out
+    assert json.loads((tmp_path / "cost.json").read_text())["mechanisms"][0]["flops"] == 3 * 768 * 4 * 100 * 101 // 2
+
+
+def test_published_figures_stand_beside_ours(capsys):
+    main(["cost", "--published"])
+    shown = capsys.readouterr().out
+    assert shown.count(" agrees") == 15 and shown.count(" differs") == 10
+    assert "not 16" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("--dim", "10", "--heads", "3"), "dim is 10; expected a multiple of heads, 3"),
+        (("--kinds", "windo:3"), "did you mean window"),
+        (("--length", "0"), "length is 0; expected at least 1"),
+    ],
+)
+def test_mistakes_are_one_sentence(capsys, arguments, said):
+    with pytest.raises(SystemExit) as end:
+        main(["cost", *arguments])
+    assert end.value.code == 2 and said in capsys.readouterr().err

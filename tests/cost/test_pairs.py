@@ -1,0 +1,74 @@
+"""Pairs of every pattern, against counting one by one from the definition."""
+
+from __future__ import annotations
+
+import pytest
+
+from definitions import DEFINITIONS, NUMBERS
+from spanformer.cost.mechanisms import MECHANISMS
+
+LENGTHS = (1, 2, 7, 16, 29, 40)
+
+
+def count(name, n, causal, numbers):
+    sees = DEFINITIONS[name]
+    return sum(1 for i in range(n) for j in range(n) if (not causal or j <= i) and sees(n, i, j, *numbers))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_pairs_equal_counting(name, causal):
+    pairs = MECHANISMS[name].pairs
+    assert pairs is not None
+    for numbers in NUMBERS.get(name, [()]):
+        for n in LENGTHS:
+            assert pairs(n, causal, *numbers) == count(name, n, causal, numbers), (n, numbers)
+
+
+@pytest.mark.parametrize("name", [name for name in DEFINITIONS if name not in ("dynamic_span", "expire_span")])
+def test_a_cache_holds_what_later_tokens_still_see(name):
+    """Keys that some query at n or after it sees; a window's cache also holds the newest token, whose turn is over."""
+    cached = MECHANISMS[name].cached
+    assert cached is not None
+    for numbers in NUMBERS.get(name, [()]):
+        for n in (7, 16, 29):
+            later = range(n, 3 * n + 60)
+            whole = 3 * n + 60 if name != "blockwise" else n  # blocks of a text that has ended
+            rows = later if name != "blockwise" else range(n - 1, n)
+            seen = sum(any(DEFINITIONS[name](whole, i, j, *numbers) for i in rows) for j in range(n))
+            assert seen <= min(n, cached(n, *numbers)), (n, numbers)
+
+
+def bigbird(n, causal, size, near, g, drawn):
+    """Every block row with sets of blocks, the drawn ones the nearest that are whole and not there already."""
+    total, rows = 0, -(-n // size)
+    side = near - 1 if causal else near // 2
+    for i in range(n):
+        row = i // size
+        allowed = [c for c in range(rows) if not causal or c <= row]
+        seen = {c for c in allowed if c < g or row < g or (abs(row - c) <= side)}
+        left = [c for c in allowed if c not in seen and (c + 1) * size <= n]
+        seen |= set(left[:drawn])
+        total += sum(1 for j in range(n) if j // size in seen and (not causal or j <= i))
+    return total
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("numbers", [(1, 3, 1, 2), (4, 3, 2, 3), (3, 1, 0, 1), (4, 5, 0, 0), (8, 3, 1, 9)])
+def test_bigbird_by_block_rows(causal, numbers):
+    pairs = MECHANISMS["bigbird"].pairs
+    assert pairs is not None
+    for n in LENGTHS:
+        assert pairs(n, causal, *numbers) == bigbird(n, causal, *numbers), n
+
+
+def test_random_and_etc():
+    drawn, etc = MECHANISMS["random"].pairs, MECHANISMS["etc"].pairs
+    assert drawn is not None and etc is not None
+    assert drawn(10, True, 3) == sum(min(3, i + 1) for i in range(10)) and drawn(10, False, 30) == 100
+    n, g, r = 11, 3, 2
+    tokens = [("g", i) for i in range(g)] + [("l", i) for i in range(n)]
+    near = sum(a[0] == "g" or b[0] == "g" or abs(a[1] - b[1]) <= r for a in tokens for b in tokens)
+    assert etc(n, False, r, g) == near
+    with pytest.raises(ValueError, match="etc reads a text whole"):
+        etc(n, True, r, g)

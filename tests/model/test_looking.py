@@ -1,0 +1,98 @@
+"""Maps of attention weights, against weights computed from a layer's own projections."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from small_models import CONFIGS, SMALL, make, text, with_attention
+from spanformer.attention import Window
+from spanformer.model.looking import LONGEST, attention_maps
+
+T = 23
+
+
+def seen_by(lm, ids):
+    """What each layer's attention is given."""
+    inputs = []
+    hooks = [block.attention.register_forward_pre_hook(lambda _m, args: inputs.append(args)) for block in lm.blocks]
+    with torch.no_grad():
+        lm(ids[None])
+    for hook in hooks:
+        hook.remove()
+    return [args[0][0] for args in inputs]
+
+
+@pytest.mark.parametrize("kind", ["full", "window", "none"])
+def test_maps_equal_the_equation(kind):
+    """Without positions: softmax of q·k/√D, the span's mask or the window's included."""
+    config = replace(CONFIGS[kind], position=CONFIGS["none"].position)
+    lm, ids = make(config), text(1, T)[0]
+    maps = attention_maps(lm, ids)
+    for x, block, found in zip(seen_by(lm, ids), lm.blocks, maps, strict=True):
+        for head in range(4):
+            q, k = (getattr(block.attention, name).weight[head * 8 : head * 8 + 8] @ x.T for name in ("query", "key"))
+            for i in range(T):
+                weight = torch.zeros(T, dtype=torch.float64)
+                for j in range(i + 1):
+                    m = 1.0
+                    if kind == "window":
+                        m = float(i - j < 9)
+                    if kind == "none":
+                        z = float(block.attention.mechanism.spans()[head])
+                        m = min(max((5.0 + z - (i - j)) / 5.0, 0.0), 1.0)
+                    weight[j] = m * math.exp(float(q[:, i].detach() @ k[:, j].detach()) / math.sqrt(8))
+                torch.testing.assert_close(found[head, i], weight / weight.sum(), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_model_has_maps_and_stays_as_it_is(name):
+    lm, ids = make(CONFIGS[name]), text(1, T)[0]
+    before = lm(ids[None]).logits
+    backends = [m.backend for m in lm.mechanisms()]
+    maps = attention_maps(lm, ids)
+    assert len(maps) == 3 and all(m.shape == (4, T, T) for m in maps)
+    for m in maps:
+        assert torch.equal(m.triu(1), torch.zeros_like(m)) and float(m.min()) >= 0
+        rows = m.sum(-1)
+        assert bool((rows <= 1 + 1e-9).all())
+        if name != "persistent":
+            torch.testing.assert_close(rows, torch.ones_like(rows))
+        else:
+            assert float(rows.max()) < 1
+    assert torch.equal(lm(ids[None]).logits, before) and [m.backend for m in lm.mechanisms()] == backends
+
+
+def test_heads_that_are_served_in_groups_keep_their_places():
+    """The paper's conventions remember zeros before the text, so that heads of different spans are served apart."""
+    config = with_attention(replace(CONFIGS["paper"], original=True), max_span=400)
+    lm, ids = make(config), text(1, T)[0]
+    maps = attention_maps(lm, ids)
+    for block, found in zip(lm.blocks, maps, strict=True):
+        spans = block.attention.mechanism.spans()
+        for head in range(4):  # the farthest key with weight is as far as the head's span and ramp go
+            i = T - 1
+            far = max(i - j for j in range(T) if found[head, i, j] > 0)
+            assert far == min(i, math.ceil(float(spans[head]) + 5)), head
+        assert bool((found[:, :4].sum(-1) < 1).all())  # the first tokens also look at the zeros
+
+
+def test_what_does_not_mix_by_weights_is_refused():
+    class Twice(Window):
+        def mix(self, q, k, v, rule, view):
+            found = super().mix(q, k, v, rule, view)
+            return found._replace(out=found.out.square())
+
+    lm = make(SMALL)
+    lm.blocks[1].attention.mechanism = Twice(4, 8)
+    with pytest.raises(ValueError, match=r"layer 2 \(Twice\) does not mix its values by weights alone"):
+        attention_maps(lm, text(1, 9)[0])
+    assert "mix" not in vars(lm.blocks[1].attention.mechanism)
+
+
+def test_only_a_short_text_is_taken():
+    with pytest.raises(ValueError, match=rf"ids has shape \[{LONGEST + 1}\].*expected 1 … {LONGEST} token ids"):
+        attention_maps(make(SMALL), torch.zeros(LONGEST + 1, dtype=torch.long))
