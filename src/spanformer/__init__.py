@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from spanformer.memory import Cache as Cache
     from spanformer.memory import HeadCache as HeadCache
     from spanformer.model.config import ModelConfig as ModelConfig
+    from spanformer.model.encoder import Encoder as Encoder
     from spanformer.model.lm import LM as LM
     from spanformer.model.load import load as load
+    from spanformer.model.seq2seq import Seq2Seq as Seq2Seq
     from spanformer.ops import Attended as Attended
     from spanformer.ops import BlockIndex as BlockIndex
     from spanformer.ops import Rings as Rings
@@ -35,12 +37,14 @@ _HOME = {
     "BlockIndex": "spanformer.ops",
     "Cache": "spanformer.memory",
     "DynamicSpan": "spanformer.attention",
+    "Encoder": "spanformer.model.encoder",
     "HeadCache": "spanformer.memory",
     "LM": "spanformer.model.lm",
     "ModelConfig": "spanformer.model.config",
     "Rings": "spanformer.ops",
     "Rule": "spanformer.ops",
     "Sampling": "spanformer.infer",
+    "Seq2Seq": "spanformer.model.seq2seq",
     "attend": "spanformer.ops",
     "attend_rings": "spanformer.ops",
     "backends": "spanformer.ops",

@@ -16,7 +16,7 @@ from spanformer.train.config import RunConfig, TrainConfig
 START = {
     "event": "start", "step": 0, "run": "enwik8", "parameters": 4_900_000, "unit": "char",
     "units": {"train": 90_000_000}, "tokens": {"train": 30_000_000},
-    "config": {"model": {"layers": 12, "heads": 8, "attention": {"max_span": 8192}}, "data": {"source": "enwik8"}},
+    "config": {"data": {"source": "enwik8"}}, "shape": {"layers": 12, "heads": 8, "max_span": 8192},
     "machine": {"device": "cpu", "threads": 2},
 }  # fmt: skip
 STEP = {

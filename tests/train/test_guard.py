@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from spanformer.report.events import read_run
+from spanformer.train import objective
 from spanformer.train import run as running
 from spanformer.train.checkpoint import Checkpoints
 from spanformer.train.guard import SETTLED, Guard, TooManySkips
@@ -133,12 +134,12 @@ def test_a_run_leaves_spikes_out(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_a_validation_loss_that_is_not_finite_can_be_saved(tmp_path: Path, monkeypatch) -> None:
-    real = running.evaluate
+    real = objective.evaluate
 
     def evaluate(*arguments, **options):
         return real(*arguments, **options)._replace(nats=math.nan)
 
-    monkeypatch.setattr(running, "evaluate", evaluate)
+    monkeypatch.setattr(objective, "evaluate", evaluate)
     result = train(tiny(tmp_path, {"train.patience": 3, "train.steps": 100}))
     assert result.bits is None and result.reason == "3 evaluations brought no improvement"
     assert result.steps == 6  # the evaluation before the first step is one of them

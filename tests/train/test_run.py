@@ -18,6 +18,7 @@ from spanformer.model.config import ModelConfig
 from spanformer.model.fields import build
 from spanformer.model.lm import LM
 from spanformer.report.events import Run, read_run
+from spanformer.train import objective
 from spanformer.train import progress as progressing
 from spanformer.train import run as running
 from spanformer.train.checkpoint import Checkpoints
@@ -122,13 +123,13 @@ def test_spans_have_a_learning_rate_of_their_own(tmp_path: Path) -> None:
 
 def test_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bits = iter([5.0, 4.0, 3.0, 3.5, 3.0, 2.0, 1.0])
-    real = running.evaluate
+    real = objective.evaluate
 
     def evaluate(*arguments: Any, **options: Any):
         found = real(*arguments, **options)
         return found._replace(nats=next(bits) * math.log(2) * found.units)
 
-    monkeypatch.setattr(running, "evaluate", evaluate)
+    monkeypatch.setattr(objective, "evaluate", evaluate)
     result = train(tiny(tmp_path, {"train.patience": 2, "train.steps": 100}))
     assert (result.reason, result.steps) == ("2 evaluations brought no improvement", 12)
     assert result.bits == pytest.approx(3.0)

@@ -25,6 +25,7 @@ class AdaptiveSpan(Attention):
     """One learned span per head, or per key/value head, all of whose query heads then share it.
 
     Tied spans (`kv_heads`) let a grouped key/value cache forget what no query head of the group still sees.
+    `causal=False` looks as far ahead as back: d is then |i − j|.
     `original=True` keeps the conventions of the paper's code: a token does not see itself, d counts from the
     previous token, nothing beyond S is seen even on the ramp, and a whole span has a gradient at its kinks.
     """
@@ -39,12 +40,13 @@ class AdaptiveSpan(Attention):
         penalty: float = 2e-6,
         kv_heads: int | None = None,
         original: bool = False,
+        causal: bool = True,
     ) -> None:
         super().__init__()
         check_options(heads, kv_heads, max_span, ramp, penalty)
         if not 0 <= init <= 1:
             raise ValueError(f"init is {init}; expected a ratio of max_span, 0 … 1")
-        self.heads, self.kv_heads = heads, kv_heads or heads
+        self.heads, self.kv_heads, self.causal = heads, kv_heads or heads, causal
         self.max_span, self.ramp, self.penalty, self.original = max_span, float(ramp), penalty, original
         self.ratio = nn.Parameter(torch.full((self.kv_heads,), float(init)))
         """[heads], or [kv_heads] when tied: z / S"""
@@ -53,6 +55,7 @@ class AdaptiveSpan(Attention):
     def rule(self, view: View | None = None) -> Rule:
         return Rule(
             self.heads,
+            causal=self.causal,
             span=self._spans(),
             ramp=self.ramp,
             penalty=self.penalty * self.max_span * self.ratio.mean(),
@@ -102,7 +105,7 @@ class AdaptiveSpan(Attention):
 
     def extra_repr(self) -> str:
         tied = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
-        kept = ", original=True" if self.original else ""
+        kept = (", original=True" if self.original else "") + ("" if self.causal else ", causal=False")
         return f"heads={self.heads}{tied}, max_span={self.max_span}, ramp={self.ramp:g}, penalty={self.penalty:g}{kept}"
 
 

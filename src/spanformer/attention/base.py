@@ -6,6 +6,7 @@ Shapes: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D and 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,10 @@ class View:
     """Tk, how many keys there are; None: as many as queries."""
     keys: Tensor | None = None
     """[B, Tk, dim] the hidden states that the keys were made of, for a mechanism that `reads_keys`."""
+    chosen: Tensor | None = None
+    """[B, Tk] bool, True for the tokens of each example that see all others and are seen by them (Longformer)."""
+    turn: Callable[[Tensor, Tensor, View], tuple[Tensor, Tensor]] | None = None
+    """What the layer's position encoding did to q and k, for a mechanism that makes queries and keys of its own."""
 
     def rule(self, heads: int, *, causal: bool = True) -> Rule:
         """What the view itself hides: other documents and padded keys."""
@@ -62,6 +67,8 @@ class Attention(nn.Module):
     (view.keys). It is then asked for with every stretch of keys, and holds for that one only."""
     reads_keys: bool = False
     """whether the rule is made of the keys' hidden states, view.keys; such a mechanism is `placed` too"""
+    alone: bool = False
+    """whether its rule does not say all that its heads see, so that they cannot share a layer with other kinds"""
 
     def rule(self, view: View) -> Rule:
         """What each head may see. A layer adds its position encoding's rule to this one before mixing."""
@@ -90,6 +97,9 @@ class Attention(nn.Module):
             q_positions=view.q_positions,
             k_positions=view.k_positions,
         )
+
+    def start_from(self, query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
+        """Called by a layer with its fresh projections: one with projections of its own may start as a copy of them."""
 
     def after_step(self) -> None:
         """Called after every optimiser step, e.g. to put parameters back into their range."""

@@ -37,12 +37,13 @@ class DynamicSpan(Attention):
         init: float = -4.0,
         penalty: float = 2e-6,
         kv_heads: int | None = None,
+        causal: bool = True,
     ) -> None:
         super().__init__()
         check_options(heads, kv_heads, max_span, ramp, penalty)
         if dim < 1:
             raise ValueError(f"dim is {dim}; expected at least 1")
-        self.dim, self.heads, self.kv_heads = dim, heads, kv_heads or heads
+        self.dim, self.heads, self.kv_heads, self.causal = dim, heads, kv_heads or heads, causal
         self.max_span, self.ramp, self.penalty = max_span, float(ramp), penalty
         self.weight = nn.Parameter(torch.zeros(self.kv_heads, dim))
         """[heads or kv_heads, dim]: v"""
@@ -59,7 +60,7 @@ class DynamicSpan(Attention):
             raise ValueError(f"view.x has shape {list(view.x.shape)}; expected [B, Tq, {self.dim}]")
         span = self._spans(view.x)
         self._recent = span.detach().mean((0, 2))
-        return Rule(self.heads, span=span, ramp=self.ramp, penalty=self.penalty * span.mean())
+        return Rule(self.heads, causal=self.causal, span=span, ramp=self.ramp, penalty=self.penalty * span.mean())
 
     def lookback(self) -> list[int]:
         """[heads] the most any token may look back; which tokens do is known only when they are there."""

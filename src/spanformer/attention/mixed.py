@@ -18,6 +18,12 @@ class Mixed(Attention):
 
     def __init__(self, parts: Sequence[Attention]) -> None:
         super().__init__()
+        for part in parts:
+            if part.alone:
+                raise ValueError(
+                    f"{type(part).__name__} mixes in its own way here ({part.extra_repr()}), so its heads cannot share "
+                    "a layer with other kinds; give it all heads of a layer"
+                )
         self.parts = nn.ModuleList(parts)
         self.heads = sum(part.heads for part in parts)
 

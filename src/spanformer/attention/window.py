@@ -1,6 +1,7 @@
 """A fixed window: every head sees the same number of tokens, itself included, and none is learned.
 
 a_ij ∝ exp(s_ij)   for 0 ≤ i − j < w        (w = the longest memory: full causal attention)
+                   for |i − j| < w          with causal=False
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from spanformer.ops import Rule
 class Window(Attention):
     """`original=True` counts as the adaptive-span paper's code does: the w tokens before a token, without itself."""
 
-    def __init__(self, heads: int, window: int, *, original: bool = False) -> None:
+    def __init__(self, heads: int, window: int, *, original: bool = False, causal: bool = True) -> None:
         super().__init__()
         if window < 1:
             raise ValueError(f"window is {window}; expected at least 1 token")
-        self.heads, self.window, self.original = heads, window, original
+        self.heads, self.window, self.original, self.causal = heads, window, original, causal
 
     def rule(self, view: View | None = None) -> Rule:
-        return Rule(self.heads, reach=self.window, original=self.original)
+        return Rule(self.heads, causal=self.causal, reach=self.window, original=self.original)
 
     def lookback(self) -> list[int]:
         return [self.window - (not self.original)] * self.heads
 
     def extra_repr(self) -> str:
-        return f"heads={self.heads}, window={self.window}" + (", original=True" if self.original else "")
+        said = (", original=True" if self.original else "") + ("" if self.causal else ", causal=False")
+        return f"heads={self.heads}, window={self.window}{said}"

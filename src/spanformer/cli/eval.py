@@ -1,4 +1,5 @@
-"""`spanformer eval CHECKPOINT --split test`: how well a model predicts a text, every token of it."""
+"""`spanformer eval CHECKPOINT --split test`: how well a model predicts a text, every token of it; how many sources an
+encoder–decoder answers exactly; how many masked tokens an encoder guesses."""
 
 from __future__ import annotations
 
@@ -29,25 +30,45 @@ class EvalOptions:
     block: int = 0
     """tokens read at once; 0: as in training"""
     limit: int = 0
-    """read only so many tokens; 0: all"""
+    """read only so many tokens, or pairs of an encoder–decoder; 0: all"""
+    beams: int = 1
+    """of an encoder–decoder: above 1, search for each answer with so many beams"""
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         for name in ("lanes", "block", "limit"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more")
+        if self.beams < 1:
+            raise ValueError(f"beams is {self.beams}; expected 1 or more")
 
 
 def run(options: EvalOptions) -> None:
+    from spanformer.cli.eval_others import eval_encoder, eval_pairs
     from spanformer.data import prepare
-    from spanformer.model.load import load, load_meta
+    from spanformer.model.lm import LM
+    from spanformer.model.load import load_any, load_meta
+    from spanformer.model.seq2seq import Seq2Seq
     from spanformer.train.evaluate import evaluate, evaluate_as_original
 
-    meta, lm = load_meta(options.checkpoint), load(options.checkpoint)
+    meta, lm = load_meta(options.checkpoint), load_any(options.checkpoint)
     config = data_config(options, meta)
     with waiting() as tell:
         data = prepare(config, on_progress=tell)
         check_vocabulary(meta, data.vocab.to_json(), lm.config.vocab, data.vocab.size)
+        if not isinstance(lm, LM):
+            if options.protocol != "every" or options.lanes:
+                raise ValueError(
+                    f"the model is of kind {lm.config.kind!r}; --protocol and --lanes are for language models"
+                )
+            trained = replace(run_config(meta, options.checkpoint), data=config)
+            pairs = isinstance(lm, Seq2Seq)
+            print(
+                eval_pairs(lm, data, trained, options, tell)
+                if pairs
+                else eval_encoder(lm, data, trained, options, tell)
+            )
+            return
         split = data.splits[options.split]
         ids = split.ids[: options.limit] if options.limit else split.ids
         block = options.block or (meta.get("config", {}).get("train", {}).get("block") or 512)
@@ -79,6 +100,17 @@ def data_config(options: EvalOptions, meta: dict):
     if options.data:
         config = replace(config, source=options.data, copy="", limit=0)
     return replace(config, copy=options.copy) if options.copy else config
+
+
+def run_config(meta: dict, checkpoint: str):
+    from spanformer.model.fields import build
+    from spanformer.train.config import RunConfig
+
+    if not isinstance(meta.get("config"), dict):
+        raise ValueError(
+            f"{checkpoint} does not say how it was trained; expected a run's folder, or a checkpoint of one"
+        )
+    return build(RunConfig, meta["config"], checkpoint)
 
 
 def check_vocabulary(meta: dict, now: object, known: int, size: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
@@ -19,8 +19,10 @@ from spanformer.cli.leaf import Leaf
 if TYPE_CHECKING:
     import numpy as np
 
+    from spanformer.data import Vocab
     from spanformer.infer import Piece, Sampling
     from spanformer.memory.cache import Cache
+    from spanformer.model.seq2seq import Seq2Seq
 
 DEFAULT_TEMPERATURE = 0.8
 
@@ -30,6 +32,7 @@ class GenerateOptions:
     """What a model writes after a prompt, as it writes it.
 
     For example:  spanformer generate out/demo --prompt "def main(" --temperature 0.8
+    An encoder–decoder answers instead:  spanformer generate out/seq2seq --prompt 31407
     """
 
     checkpoint: tyro.conf.Positional[str]
@@ -75,12 +78,19 @@ def run(options: GenerateOptions) -> None:
     from spanformer.cli.waiting import waiting
     from spanformer.infer import generate_batch
     from spanformer.memory.cache import Cache
-    from spanformer.model.load import load, load_meta
+    from spanformer.model.lm import LM
+    from spanformer.model.load import load_any, load_meta
+    from spanformer.model.seq2seq import Seq2Seq
 
     sampling, prompts = _sampling(options), _prompts(options)
     file = TextFile(options.file) if options.file else None
-    meta, lm = load_meta(options.checkpoint), load(options.checkpoint)
+    meta, lm = load_meta(options.checkpoint), load_any(options.checkpoint)
     vocab = model_vocabulary(meta, options.checkpoint)
+    if isinstance(lm, Seq2Seq):
+        _answers(lm, prompts, vocab, options)
+        return
+    if not isinstance(lm, LM):
+        raise ValueError(f"{options.checkpoint} holds a model of kind {lm.config.kind!r}, which writes no text")
     if options.load_cache:
         cache = Cache.load(options.load_cache, lm)
     else:
@@ -114,6 +124,23 @@ def run(options: GenerateOptions) -> None:
     finally:
         count.note(cache)
         print(count.summary(cache), file=sys.stderr)
+
+
+def _answers(model: Seq2Seq, prompts: list[str], vocab: Vocab, options: GenerateOptions) -> None:
+    """The answer to each prompt on a line of its own."""
+    from spanformer.infer import answer
+
+    default = GenerateOptions(options.checkpoint)
+    taken = {"checkpoint", "prompt", "max_tokens", "beams"}
+    others = [f.name for f in fields(options) if f.name not in taken]
+    if unfit := [name for name in others if getattr(options, name) != getattr(default, name)]:
+        named = ", ".join("--" + name.replace("_", "-") for name in unfit)
+        raise ValueError(
+            f"{named} is for language models; an encoder–decoder takes --prompt, --beams and --max-tokens, and answers "
+            "with what is likeliest"
+        )
+    for ids in answer(model, prompts, vocab=vocab, max_tokens=options.max_tokens, beams=options.beams):
+        _put(vocab.decode(ids) + "\n")
 
 
 def _sampling(options: GenerateOptions) -> Sampling | None:

@@ -60,10 +60,10 @@ class Screen:
 
     def _start(self, row: dict) -> None:
         self._begin(row, 0.0)
-        model, machine = row["config"]["model"], row["machine"]
+        shape, machine = row["shape"], row["machine"]
         self._say(
-            f"{row['run']}: {row['parameters'] / 1e6:.2f} M parameters, {model['layers']} layers of {model['heads']} "
-            f"heads, spans up to {model['attention']['max_span']:,}; {row['config']['data']['source']}, "
+            f"{row['run']}: {row['parameters'] / 1e6:.2f} M parameters, {shape['layers']} layers of {shape['heads']} "
+            f"heads, spans up to {shape['max_span']:,}; {row['config']['data']['source']}, "
             f"{row['units']['train']:,} {self.unit}s to train on; {machine['device']}, {machine['threads']} threads"
         )
 
@@ -86,7 +86,8 @@ class Screen:
             self._say(f"{text} · {row['seconds']:.0f} s, {left:.0f} s left")
 
     def _eval(self, row: dict) -> None:
-        self._say(f"step {row['step']:,}: {_number(row['bits'], '.3f')} bits per {self.unit} on {row['split']}")
+        exact = f", {100 * row['exact']:.2f} % exactly right" if "exact" in row else ""
+        self._say(f"step {row['step']:,}: {_number(row['bits'], '.3f')} bits per {self.unit}{exact} on {row['split']}")
 
     def _note(self, row: dict) -> None:
         self._say(f"note: {row['text']}")

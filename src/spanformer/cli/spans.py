@@ -18,11 +18,11 @@ class SpansOptions:
 
 
 def run(options: SpansOptions) -> None:
-    from spanformer.model.load import load
+    from spanformer.model.load import load_any
     from spanformer.report.spans_text import spans_table
 
-    lm = load(options.checkpoint)
-    print(spans_table(lm.spans(), lm.distances(), lm.config.attention.max_span, ascii_only=options.ascii))
+    model = load_any(options.checkpoint)
+    print(spans_table(model.spans(), model.distances(), model.config.max_span, ascii_only=options.ascii))
 
 
 SPANS = Leaf(SpansOptions, run)

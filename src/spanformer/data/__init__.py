@@ -3,6 +3,8 @@
 from spanformer.data.bpe import BPE
 from spanformer.data.config import DataConfig
 from spanformer.data.lanes import Batch, Lanes, Scored, every_token
+from spanformer.data.masking import MaskedBatch, mask_tokens
+from spanformer.data.pairs import PairBatch, Pairs, PairStream
 from spanformer.data.prepare import Prepared, Split, load, prepare
 from spanformer.data.sources import SOURCES
 from spanformer.data.vocab import Bytes, Chars, Vocab, Words, from_json
@@ -15,6 +17,10 @@ __all__ = [
     "Chars",
     "DataConfig",
     "Lanes",
+    "MaskedBatch",
+    "PairBatch",
+    "PairStream",
+    "Pairs",
     "Prepared",
     "Scored",
     "Split",
@@ -23,5 +29,6 @@ __all__ = [
     "every_token",
     "from_json",
     "load",
+    "mask_tokens",
     "prepare",
 ]

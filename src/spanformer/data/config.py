@@ -15,8 +15,8 @@ Tokens = Literal["byte", "char", "word", "bpe"]
 @dataclass(frozen=True)
 class DataConfig:
     source: str = "stdlib"
-    """a named corpus (stdlib, enwik8, text8, wikitext-2, wikitext-103), or a file, a folder or a glob of your own;
-    stdlib is the source of Python's own standard library"""
+    """a named corpus (stdlib, numbers, enwik8, text8, wikitext-2, wikitext-103), or a file, a folder or a glob of your
+    own; stdlib is the source of Python's own standard library, numbers pairs of digits and words for a seq2seq model"""
     tokens: Tokens = "byte"
     """what a token is"""
     copy: Annotated[str, tyro.conf.arg(name="from")] = ""

@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from spanformer.data import numbers
 from spanformer.data.config import DataConfig
 from spanformer.data.corpora import NAMED, SPLITS, pieces_of
 from spanformer.data.pieces import Piece, is_archive, reading, whole
 from spanformer.data.progress import OnProgress
 
-SOURCES = ("stdlib", *NAMED)
+SOURCES = ("stdlib", "numbers", *NAMED)
 OWN_SPLITS = {"train": {"train"}, "valid": {"valid", "validation", "val", "dev"}, "test": {"test"}}
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -45,6 +46,11 @@ def find(config: DataConfig) -> Corpus:
         root = Path(sysconfig.get_path("stdlib"))
         files = [path for path in _walk(root, NOT_STDLIB) if path.suffix == ".py"]
         return _own("stdlib", root, files, config, keep=_is_text)
+    if source == "numbers":
+        made = config.cache_folder() / "generated"
+        return Corpus(
+            source, [source, numbers.VERSION], lambda _tell: {k: [whole(p)] for k, p in numbers.write(made).items()}
+        )
     path = Path(source).expanduser()
     if path.is_dir():
         return _own(path.resolve().name, path, _walk(path), config)

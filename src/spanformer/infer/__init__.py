@@ -1,8 +1,9 @@
 """Generation: from a prompt to the text that follows it; and how well a text is predicted."""
 
+from spanformer.infer.answer import answer
 from spanformer.infer.decode import Piece
 from spanformer.infer.generate import generate, generate_batch
 from spanformer.infer.sampling import Sampling
 from spanformer.infer.score import Scored, score
 
-__all__ = ["Piece", "Sampling", "Scored", "generate", "generate_batch", "score"]
+__all__ = ["Piece", "Sampling", "Scored", "answer", "generate", "generate_batch", "score"]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spanformer.memory.cache import Cache
-from spanformer.model.lm import LM
+from spanformer.model.decoder import Decoder
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Beam:
 
 
 def beam_search(
-    model: LM,
+    model: Decoder,
     cache: Cache,
     logits: Tensor,
     beams: int,

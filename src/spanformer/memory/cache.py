@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spanformer.memory.head_cache import HeadCache
+from spanformer.memory.source import Source
 
 KIND, FORMAT = "spanformer cache", 2
 MOST = 1 << 48  # a position in a text beyond all that was ever read, with the zeros before it
@@ -30,18 +31,22 @@ class Maker(Protocol):
     config: Any
     """all that is not in its weights; its `repr` tells two apart"""
 
-    def cache(self, batch: int, *, slack: int = 0, bits: Literal[0, 8] = 0) -> Cache: ...
-
     def state_dict(self) -> dict[str, Tensor]: ...
+
+
+class Reader(Maker, Protocol):
+    """A model whose caches begin empty."""
+
+    def cache(self, batch: int, *, slack: int = 0, bits: Literal[0, 8] = 0) -> Cache: ...
 
 
 class Cache:
     """Made by `LM.cache`, filled by `LM.read`. Rows may stand at different places."""
 
-    def __init__(self, maker: Maker, layers: Sequence[HeadCache]) -> None:
-        """layers: all with one `place`."""
+    def __init__(self, maker: Maker, layers: Sequence[HeadCache], sources: Sequence[Source] = ()) -> None:
+        """layers: all with one `place`. sources: of a decoder, what each layer keeps of the text it answers to."""
         assert all(layer.place is layers[0].place for layer in layers)
-        self.maker, self.layers = maker, list(layers)
+        self.maker, self.layers, self.sources = maker, list(layers), list(sources)
 
     @property
     def seen(self) -> Tensor:
@@ -85,13 +90,14 @@ class Cache:
 
     def reorder(self, rows: Tensor) -> None:
         """Row b becomes what row rows[b] was, rows [B']; B' may be another number."""
-        self.layers = self._rows(rows)
+        self.layers, self.sources = self._rows(rows), [source.rows(rows) for source in self.sources]
 
     def fork(self, copies: int) -> Cache:
         """Another cache with every row so many times, one after the other; the two know nothing of each other."""
         if copies < 1:
             raise ValueError(f"copies is {copies}; expected at least 1")
-        return Cache(self.maker, self._rows(torch.arange(self.batch).repeat_interleave(copies)))
+        rows = torch.arange(self.batch).repeat_interleave(copies)
+        return Cache(self.maker, self._rows(rows), [source.rows(rows) for source in self.sources])
 
     def _rows(self, rows: Tensor) -> list[HeadCache]:
         if rows.ndim != 1 or rows.is_floating_point() or rows.dtype == torch.bool:
@@ -106,6 +112,8 @@ class Cache:
     def save(self, path: str | Path) -> None:
         """One safetensors file, with what it takes to go on reading; it also says which model made it. Written whole or
         not at all: beside `path` first, which it then takes."""
+        if self.sources:
+            raise ValueError("the cache of an encoder–decoder is not saved; read its source again instead")
         first = self.layers[0]
         tensors = {"place": first.place}
         for n, layer in enumerate(self.layers):
@@ -117,7 +125,7 @@ class Cache:
         _write(Path(path), {name: t.clone() for name, t in tensors.items()}, {"spanformer": json.dumps(about)})
 
     @staticmethod
-    def load(path: str | Path, model: Maker) -> Cache:
+    def load(path: str | Path, model: Reader) -> Cache:
         """What `save` wrote, for the same model: another one's keys and values would mean nothing to it."""
         try:
             with safe_open(path, "pt") as file:
@@ -152,7 +160,7 @@ def _write(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> No
         new.unlink(missing_ok=True)
 
 
-def _fill(model: Maker, about: dict, tensors: dict[str, Tensor]) -> Cache:
+def _fill(model: Reader, about: dict, tensors: dict[str, Tensor]) -> Cache:
     slack, bits, place = about["slack"], about["bits"], tensors["place"]
     if type(slack) is not int or type(bits) is not int:
         raise ValueError(f"slack is {slack!r} and bits {bits!r}; expected whole numbers")

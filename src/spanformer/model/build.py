@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 from torch import nn
 
-from spanformer.attention import AdaptiveSpan, Attention, DynamicSpan, Mixed, Window
+from spanformer.attention import AdaptiveSpan, Attention, DynamicSpan, Longformer, Mixed, Window
 from spanformer.memory import Persistent
 from spanformer.model.block import Block
 from spanformer.model.config import ModelConfig
+from spanformer.model.cross_attention import CrossAttention
+from spanformer.model.embedding import AdaptiveEmbedding, AdaptiveHead, Embedding, Head
 from spanformer.model.experts import Experts
 from spanformer.model.feedforward import FeedForward
 from spanformer.model.kinds import HeadKind
@@ -34,11 +36,31 @@ LEAST_DYNAMIC = 0.018  # a dynamic span is a sigmoid: it starts above zero, or i
 
 
 def make_block(config: ModelConfig, parts: list[HeadKind]) -> Block:
+    a, norm = config.attention, lambda: make_norm(config.norm, config.dim)
     persistent = Persistent(config.heads, config.head_dim, config.persistent) if config.persistent else None
     attention = SelfAttention(config.dim, config.groups, make_mechanism(config, parts), persistent)
     feedforward = make_feedforward(config)
-    norm2 = None if feedforward is None else make_norm(config.norm, config.dim)
-    return Block(attention, make_norm(config.norm, config.dim), feedforward, norm2, config.order)
+    norm2, cross, norm3 = None if feedforward is None else norm(), None, None
+    if config.kind == "seq2seq":
+        cross = CrossAttention(config.dim, config.heads, config.groups, dropout=a.dropout, backend=a.backend)
+        norm3 = norm()
+    return Block(attention, norm(), feedforward, norm2, config.order, cross, norm3)
+
+
+def make_embedding(config: ModelConfig) -> tuple[Embedding, Head] | tuple[AdaptiveEmbedding, AdaptiveHead]:
+    """The table of tokens and the output layer."""
+    if not config.vocab:
+        raise ValueError("model.vocab is 0; expected the number of tokens of the data")
+    e = config.embedding
+    if e.cutoffs:
+        adaptive = AdaptiveEmbedding(config.vocab, config.dim, e.cutoffs, e.divisor)
+        tied = adaptive if e.tied else None
+        return adaptive, AdaptiveHead(config.vocab, config.dim, e.cutoffs, e.divisor, tied_to=tied)
+    plain = Embedding(config.vocab, config.dim)
+    head = Head(config.vocab, config.dim, bias=e.bias, tied_to=plain if e.tied else None)
+    if e.tied:  # as the output's weight, N(0, 1) would begin with far too certain predictions
+        nn.init.normal_(plain.weight, std=config.dim**-0.5)
+    return plain, head
 
 
 def make_mechanism(config: ModelConfig, parts: list[HeadKind]) -> Attention:
@@ -50,22 +72,29 @@ def make_mechanism(config: ModelConfig, parts: list[HeadKind]) -> Attention:
 
 
 def _make_heads(config: ModelConfig, part: HeadKind) -> Attention:
-    return MAKERS[part.kind](config, part)
+    made = MAKERS[part.kind](config, part)
+    if not config.causal and getattr(made, "causal", True):
+        raise ValueError(
+            f"an encoder's heads look in both directions, and {part.kind} looks back only; expected another kind, such "
+            "as adaptive_span or window"
+        )
+    return made
 
 
 def _window(config: ModelConfig, part: HeadKind) -> Attention:
-    return Window(part.heads, part.numbers["window"] or config.attention.window, original=config.original)
+    window = part.numbers["window"] or config.attention.window
+    return Window(part.heads, window, original=config.original, causal=config.causal)
 
 
 def _full(config: ModelConfig, part: HeadKind) -> Attention:
-    return Window(part.heads, config.attention.max_span, original=config.original)
+    return Window(part.heads, config.attention.max_span, original=config.original, causal=config.causal)
 
 
 def _adaptive_span(config: ModelConfig, part: HeadKind) -> Attention:
     a = config.attention
     return AdaptiveSpan(
         part.heads, a.max_span, ramp=a.ramp, init=a.init, penalty=a.penalty, kv_heads=_tied(config, part),
-        original=config.original,
+        original=config.original, causal=config.causal,
     )  # fmt: skip
 
 
@@ -74,8 +103,18 @@ def _dynamic_span(config: ModelConfig, part: HeadKind) -> Attention:
     share = min(max(a.init, LEAST_DYNAMIC), 1 - LEAST_DYNAMIC)
     bias = math.log(share / (1 - share))
     return DynamicSpan(
-        config.dim, part.heads, a.max_span, ramp=a.ramp, init=bias, penalty=a.penalty, kv_heads=_tied(config, part)
-    )
+        config.dim, part.heads, a.max_span, ramp=a.ramp, init=bias, penalty=a.penalty, kv_heads=_tied(config, part),
+        causal=config.causal,
+    )  # fmt: skip
+
+
+def _longformer(config: ModelConfig, part: HeadKind) -> Attention:
+    window, dilation = part.numbers["window"] or config.attention.window, part.numbers["dilation"] or 1
+    return Longformer(
+        part.heads * config.head_dim, part.heads, window, positions=range(part.numbers["globals"] or 0),
+        farthest=max(config.attention.max_span, window * dilation), dilation=dilation,
+        kv_heads=part.heads * config.groups // config.heads,
+    )  # fmt: skip
 
 
 def _tied(config: ModelConfig, part: HeadKind) -> int | None:
@@ -87,13 +126,14 @@ MAKERS: dict[str, Callable[[ModelConfig, HeadKind], Attention]] = {
     "dynamic_span": _dynamic_span,
     "window": _window,
     "full": _full,
+    "longformer": _longformer,
 }
 """one for each of kinds.KINDS"""
 
 
-def make_position(config: ModelConfig, *, causal: bool = True) -> Position:
+def make_position(config: ModelConfig) -> Position:
     """One encoding, for all layers or (with `position.per_layer`) for one of them."""
-    p, heads, size = config.position, config.heads, config.head_dim
+    p, heads, size, causal = config.position, config.heads, config.head_dim, config.causal
     longest = config.attention.max_span + (0 if config.original else math.ceil(config.attention.ramp))
     makers: dict[str, Callable[[], Position]] = {
         "none": Position,

@@ -6,10 +6,14 @@ No torch here: the command line reads these fields for its help.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from spanformer.model.kinds import HeadKind, parse_layer
+
+SPECIAL = {"lm": 0, "seq2seq": 2, "encoder": 1}
+"""kinds of models, with how many tokens each needs beside the data's, the last ids of its vocabulary: seq2seq begin and
+end, encoder mask"""
 
 
 @dataclass(frozen=True)
@@ -135,9 +139,22 @@ class EmbeddingConfig:
 
 
 @dataclass(frozen=True)
+class EncoderConfig:
+    """The half of an encoder–decoder that reads; all that is not here it shares with the decoder."""
+
+    layers: int = 0
+    """0: as many as the decoder has"""
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    position: PositionConfig = field(default_factory=PositionConfig)
+
+    def __post_init__(self) -> None:
+        _at_least("encoder.layers", self.layers, 0)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     vocab: int = 0
-    """number of tokens; 0: as many as the data has"""
+    """number of tokens; 0: as many as the data has, and those that this kind of model needs beside them"""
     dim: int = 256
     """size of hidden states"""
     layers: int = 4
@@ -156,8 +173,19 @@ class ModelConfig:
     """learned key/value vectors each head sees beside the text ("all-attention" with feedforward.kind none)"""
     original: bool = False
     """the conventions of the paper's code: a token does not see itself, memory starts as zeros that are attended to"""
+    kind: Literal["lm", "seq2seq", "encoder"] = "lm"
+    """lm: a language model, trained to predict the next token; seq2seq: an encoder–decoder, trained on pairs of texts;
+    encoder: looks in both directions, trained to guess tokens that are masked"""
+    encoder: EncoderConfig = field(default_factory=EncoderConfig)
 
     def __post_init__(self) -> None:
+        _within("kind", repr(self.kind), self.kind in SPECIAL, f"one of {', '.join(SPECIAL)}")
+        if self.kind != "seq2seq" and self.encoder != EncoderConfig():
+            raise ValueError(f"model.encoder is set, and model.kind is {self.kind!r}; expected kind 'seq2seq'")
+        if self.kind != "lm" and self.original:
+            raise ValueError(
+                f"model.original is set, and model.kind is {self.kind!r}; the paper's code has language models only"
+            )
         for name in ("dim", "layers", "heads"):
             _at_least(name, getattr(self, name), 1)
         for name in ("vocab", "kv_heads", "persistent"):
@@ -175,6 +203,25 @@ class ModelConfig:
         if self.original and kinds - {"adaptive_span", "window", "full"}:
             strange = ", ".join(sorted(kinds - {"adaptive_span", "window", "full"}))
             raise ValueError(f"model.original is set, and the paper's code has no {strange}; unset one of them")
+
+    @property
+    def causal(self) -> bool:
+        """Whether self-attention never sees the future."""
+        return self.kind != "encoder"
+
+    def reading_half(self) -> ModelConfig:
+        """The encoder of an encoder–decoder, as a configuration of its own."""
+        e = self.encoder
+        return replace(
+            self, kind="encoder", layers=e.layers or self.layers, attention=e.attention, position=e.position,
+            encoder=EncoderConfig(),
+        )  # fmt: skip
+
+    @property
+    def max_span(self) -> int:
+        """No span of any layer grows beyond this many tokens."""
+        both = self.attention.max_span, self.encoder.attention.max_span
+        return max(both) if self.kind == "seq2seq" else both[0]
 
     @property
     def head_dim(self) -> int:

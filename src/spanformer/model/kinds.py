@@ -27,6 +27,10 @@ KINDS: dict[str, Kind] = {
     "dynamic_span": Kind("each token and head chooses how far it looks"),
     "window": Kind("a fixed number of tokens", {"window": None}),
     "full": Kind("everything up to max_span"),
+    "longformer": Kind(
+        "a window, and the first tokens of a text global, with projections of their own",
+        {"window": None, "globals": 0, "dilation": 1},
+    ),
 }
 PATTERN = "pattern"
 """the kind of heads that are written as an expression"""

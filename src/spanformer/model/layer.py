@@ -30,6 +30,7 @@ class SelfAttention(nn.Module):
         self.key = Linear(dim, kv_heads * self.head_dim, bias=False)
         self.value = Linear(dim, kv_heads * self.head_dim, bias=False)
         self.out = Linear(dim, dim, bias=False)
+        mechanism.start_from(self.query, self.key, self.value)
 
     def forward(self, x: Tensor, past: Tensor, view: View, position: Position) -> tuple[Tensor, Tensor | None]:
         """x [B, T, dim]; past [B, M, dim], remembered; view with documents and padding of past and x; the position
@@ -118,7 +119,7 @@ class SelfAttention(nn.Module):
             memory = past[:, past.shape[1] - need :]
             k = torch.cat([self._project(memory, self.key, kv_heads), k], 2)
             v = torch.cat([self._project(memory, self.value, kv_heads), v], 2)
-        view = self._stretch(view, past, need)
+        view = replace(self._stretch(view, past, need), turn=position.turn)
         q, k = position.turn(q, k, view)
         return self.mechanism.mix(q, k, v, rule, view)
 
@@ -137,9 +138,12 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 
 def _last(view: View, keys: int, queries: int) -> View:
     """The view of the last `keys` keys."""
-    documents, padding = view.documents, view.padding
+    documents, padding, chosen = view.documents, view.padding, view.chosen
     if isinstance(documents, torch.Tensor):
         documents = (documents[:, documents.shape[1] - queries :], documents[:, documents.shape[1] - keys :])
     return replace(
-        view, documents=documents, padding=None if padding is None else padding[:, padding.shape[1] - keys :]
+        view,
+        documents=documents,
+        padding=None if padding is None else padding[:, padding.shape[1] - keys :],
+        chosen=None if chosen is None else chosen[:, chosen.shape[1] - keys :],
     )

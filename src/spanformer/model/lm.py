@@ -9,20 +9,14 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
-from spanformer.attention import AdaptiveSpan, Attention, DynamicSpan, View, read_spans
+from spanformer.attention import View
 from spanformer.memory import Cache, State
 from spanformer.memory.segment import memory_length, remember
-from spanformer.model.block import Block
-from spanformer.model.build import make_block, make_position
 from spanformer.model.config import ModelConfig
-from spanformer.model.embedding import AdaptiveEmbedding, AdaptiveHead, Embedding, Head
-from spanformer.model.feedforward import FeedForward
-from spanformer.model.norm import make_norm
-from spanformer.model.reading import Reader, make_cache, read
-from spanformer.position import Position
+from spanformer.model.decoder import Decoder
+from spanformer.model.reading import make_cache
 
 NO_DOCUMENT = -1  # the id of tokens read before documents were numbered
 
@@ -38,35 +32,14 @@ class LMOutput(NamedTuple):
     """a scalar to add to the mean loss: the price of spans, of unbalanced experts"""
 
 
-class LM(nn.Module):
+class LM(Decoder):
     """A causal language model whose heads learn how far to look.
 
     `lm(x)` reads a segment [B, T] of token ids, `lm(x, state)` continues where the state's segment ended.
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        if not config.vocab:
-            raise ValueError("model.vocab is 0; expected the number of tokens of the data")
-        self.config = config
-        e = config.embedding
-        if e.cutoffs:
-            embedding = AdaptiveEmbedding(config.vocab, config.dim, e.cutoffs, e.divisor)
-            head = AdaptiveHead(config.vocab, config.dim, e.cutoffs, e.divisor, tied_to=embedding if e.tied else None)
-        else:
-            embedding = Embedding(config.vocab, config.dim)
-            head = Head(config.vocab, config.dim, bias=e.bias, tied_to=embedding if e.tied else None)
-            if e.tied:  # as the output's weight, N(0, 1) would begin with far too certain predictions
-                nn.init.normal_(embedding.weight, std=config.dim**-0.5)
-        self.embedding, self.head = embedding, head
-        per_layer = [make_position(config) for _ in range(config.layers if config.position.per_layer else 0)]
-        self.position = nn.ModuleList(per_layer) if per_layer else make_position(config)
-        self.blocks = nn.ModuleList(make_block(config, parts) for parts in config.stack())
-        self.norm = make_norm(config.norm, config.dim) if config.order == "pre" else nn.Identity()
-        self.dropout = nn.Dropout(e.dropout)
-        self.checkpointing = False
-        """recompute each block in the backward pass instead of keeping its activations"""
-        self._reader: Reader | None = None
+        super().__init__(config, "lm")
 
     def forward(
         self,
@@ -87,26 +60,18 @@ class LM(nn.Module):
         past = max(h.shape[1] for h in state.hidden)
         documents = _beside("documents", state.documents, documents, x, past, NO_DOCUMENT)
         padding = _beside("padding", state.padding, padding, x, past, False)
-        positions = self.positions()
-        h = self.dropout(positions[0].embed(self.embedding(x), state.seen))
+        h = self.embed(self.embedding(x), state.seen)
         lengths = self.memory_lengths()
         memories, penalty = [], h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
         tapes = state.tapes or (None,) * len(lengths)
-        layers = zip(self.blocks, positions, state.hidden, lengths, tapes, strict=True)
-        for n, (block, position, past, keep, tape) in enumerate(layers):
-            if n and self.config.position.per_layer:
-                h = position.embed(h, state.seen)
+        for n, (block, past, keep, tape) in enumerate(zip(self.blocks, state.hidden, lengths, tapes, strict=True)):
             if self.config.original and past.shape[1] < keep:  # a span outgrew its memory: zeros, as at the start
                 past = F.pad(past, (0, 0, keep - past.shape[1], 0))
             keys = past.shape[1] + x.shape[1]
             start = state.seen - past.shape[1]  # below 0 where zeros stand before the text
             view = View(documents=_last(documents, keys), padding=_last(padding, keys), start=start)
             past = past.to(h.dtype)
-            arguments = (h, past, view, position)
-            if self.checkpointing and torch.is_grad_enabled():
-                h, new, added = checkpoint(block, *arguments, use_reentrant=False)  # pyright: ignore
-            else:
-                h, new, added = block(*arguments)
+            h, new, added = self.through(n, block, h, past, view, state.seen)
             memories.append(remember(past, new, keep, tape, n))
             penalty = penalty if added is None else penalty + added
         h = self.dropout(self.norm(h))
@@ -125,81 +90,12 @@ class LM(nn.Module):
         model's own dtype."""
         return make_cache(self, batch, slack, bits)
 
-    def read(
-        self,
-        x: Tensor,
-        cache: Cache,
-        *,
-        lengths: Tensor | None = None,
-        logits: Literal["all", "last", "none"] = "all",
-    ) -> Tensor | None:
-        """Read the next tokens x [B, T] of each row of the cache, without gradients and dropout.
-
-        lengths [B]: how many of a row's T tokens are real; the others are padding behind them. Returns the logits of
-        all tokens [B, T, V], or of each row's last real token [B, V] (of a row without any, they mean nothing), or
-        None. They are those of `lm(x)` over the whole text so far.
-        """
-        return read(self, x, cache, lengths, logits)
-
-    @property
-    def reader(self) -> Reader:
-        """The rules that `read` goes by."""
-        if self._reader is None:
-            self._reader = Reader(self)
-        return self._reader
-
     def start(self, batch: int) -> State:
         """The memory of a text that begins: empty, or zeros that are attended to, as in the paper's code."""
         weight = next(self.blocks.parameters())
         dtype, dim = weight.dtype, self.config.dim
         lengths = [n if self.config.original else 0 for n in self.memory_lengths()]
         return State(tuple(torch.zeros(batch, n, dim, dtype=dtype, device=weight.device) for n in lengths))
-
-    def positions(self) -> list[Position]:
-        """The position encoding of each layer: the same for all, or one for each."""
-        if isinstance(self.position, Position):
-            return [self.position] * self.config.layers
-        return [position for position in self.position if isinstance(position, Position)]
-
-    def mechanisms(self) -> list[Attention]:
-        """The attention mechanism of each layer."""
-        return [block.attention.mechanism for block in self.blocks if isinstance(block, Block)]
-
-    def spans_modules(self) -> list[AdaptiveSpan]:
-        """Every part of a layer that learns static spans."""
-        return [m for m in self.blocks.modules() if isinstance(m, AdaptiveSpan)]
-
-    def dynamic_parts(self) -> dict[str, DynamicSpan]:
-        """Every part of a layer whose tokens choose their spans, by the layer's name."""
-        found = ((f"layer {n + 1}", m) for n, block in enumerate(self.blocks) for m in block.modules())
-        return {name: m for name, m in found if isinstance(m, DynamicSpan)}
-
-    def after_step(self) -> None:
-        """Put spans back into their range; to be called after every optimiser step."""
-        for mechanism in self.mechanisms():
-            mechanism.after_step()
-
-    def compile_feedforwards(self) -> None:
-        """torch.compile norm, feed-forward and sum of every block. Attention stays as it is: its shapes follow the
-        spans, so that it would be compiled again and again. Experts stay too: theirs follow the tokens."""
-        for block in self.blocks:
-            if isinstance(block, Block) and isinstance(block.feedforward, FeedForward):
-                block.feed = torch.compile(block.feed, dynamic=True)
-
-    def spans(self) -> list[list[float | None]]:
-        """[layers][heads] learned spans in tokens (of dynamic ones, the latest average); None where none is learned."""
-        read_spans(self.spans_modules())
-        return [mechanism.learned() for mechanism in self.mechanisms()]
-
-    def lookback(self) -> list[list[int]]:
-        """[layers][heads] how many earlier tokens each head can see now."""
-        read_spans(self.spans_modules())
-        return [mechanism.lookback() for mechanism in self.mechanisms()]
-
-    def distances(self) -> list[list[int]]:
-        """[layers][heads] how many distances each head looks at now; a token's distance to itself is one of them,
-        unless `original` leaves it out."""
-        return [[n + (not self.config.original) for n in layer] for layer in self.lookback()]
 
     def memory_lengths(self) -> list[int]:
         """[layers] how many earlier states each layer keeps now."""

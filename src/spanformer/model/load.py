@@ -4,35 +4,50 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from spanformer.model.config import ModelConfig
+from spanformer.model.encoder import Encoder
 from spanformer.model.fields import build
 from spanformer.model.folder import META, NewerFormat, faults, read_meta, read_part
 from spanformer.model.lm import LM
+from spanformer.model.seq2seq import Seq2Seq
 from spanformer.model.weights import misfit, shapes
 
 CHECKPOINTS = "checkpoints"
+MODELS: dict[str, type[LM] | type[Seq2Seq] | type[Encoder]] = {"lm": LM, "seq2seq": Seq2Seq, "encoder": Encoder}
+"""by ModelConfig.kind"""
+Model = TypeVar("Model", LM, Seq2Seq, Encoder)
 
 
-def load(path: str | Path, *, device: str | torch.device = "cpu") -> LM:
+def load(path: str | Path, kind: type[Model] = LM, *, device: str | torch.device = "cpu") -> Model:
     """The model of a folder, in eval mode and float32: of a model folder, of a checkpoint, or of a run.
 
+    kind: `LM`, `Seq2Seq` or `Encoder`, what the folder is expected to hold.
     Of a run's checkpoints it is the one of the lowest score (the later of equals), or the newest if none has a score.
     A checkpoint whose meta.json cannot be read has none; the one that is taken must be whole.
     """
+    found = load_any(path, device=device)
+    if not isinstance(found, kind):
+        raise ValueError(f"{path} holds a model of kind {found.config.kind!r}; expected {kind.__name__}")
+    return found
+
+
+def load_any(path: str | Path, *, device: str | torch.device = "cpu") -> LM | Seq2Seq | Encoder:
+    """The model of a folder as `load` takes it, of whatever kind."""
     folder = _folder(Path(path))
     if found := faults(folder):
         raise ValueError(f"{folder} is not whole: {'; '.join(found)}; choose another one")
     config = build(ModelConfig, _read(folder)["model"], where=str(folder / META))
     weights = read_part(folder, "model")
     with torch.random.fork_rng(devices=[]):  # the random beginnings are not kept, so nobody's random numbers change
-        lm = LM(config)
-    if wrong := misfit(shapes(weights), shapes(lm.state_dict())):
+        model = MODELS[config.kind](config)
+    if wrong := misfit(shapes(weights), shapes(model.state_dict())):
         raise ValueError(f"the weights in {folder} do not fit its configuration: {wrong}")
-    lm.load_state_dict(weights)
-    return lm.to(device).eval()
+    model.load_state_dict(weights)
+    return model.to(device).eval()
 
 
 def load_meta(path: str | Path) -> dict:

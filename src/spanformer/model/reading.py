@@ -6,13 +6,14 @@ Shapes: B batch, T new tokens, H heads, Hkv key/value heads, D head size, V voca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from spanformer.attention import View
-from spanformer.memory import Cache, HeadCache
+from spanformer.memory import Cache, HeadCache, Source
 from spanformer.memory.checks import check_lengths
 from spanformer.memory.head_cache import RuleFor
 from spanformer.model.block import Block
@@ -21,7 +22,7 @@ from spanformer.ops import Rule, merge
 from spanformer.position import Position, Turner
 
 if TYPE_CHECKING:
-    from spanformer.model.lm import LM
+    from spanformer.model.decoder import Decoder
 
 CHUNK = 1024  # tokens of a long text that go through the layers at a time
 ZEROS = 1 << 40  # with `original`: so many zeros stand before a text, more than any head sees
@@ -29,7 +30,9 @@ ZEROS = 1 << 40  # with `original`: so many zeros stand before a text, more than
 Logits = Literal["all", "last", "none"]
 
 
-def make_cache(lm: LM, batch: int, slack: int, bits: Literal[0, 8]) -> Cache:
+def make_cache(
+    lm: Decoder, batch: int, slack: int, bits: Literal[0, 8], sources: Sequence[Source] = ()
+) -> Cache:  # fmt: skip
     weight = next(lm.blocks.parameters())
     zeros = ZEROS if lm.config.original else 0
     with torch.inference_mode(False):  # to be written to in or out of it
@@ -41,10 +44,10 @@ def make_cache(lm: LM, batch: int, slack: int, bits: Literal[0, 8]) -> Cache:
         )
         for reach in reaches(lm)
     ]  # fmt: skip
-    return Cache(lm, layers)
+    return Cache(lm, layers, sources)
 
 
-def reaches(lm: LM) -> list[list[int]]:
+def reaches(lm: Decoder) -> list[list[int]]:
     """[layers][Hkv] how many positions each key/value head's ring holds: what the longest head of its group looks back
     at, and the token itself."""
     shared = lm.config.heads // lm.config.groups
@@ -58,13 +61,14 @@ class Reader:
     """A model's rules as they are now. They stay the same objects until a span or a position's table changes, so that
     what is prepared for them serves many tokens."""
 
-    def __init__(self, lm: LM) -> None:
+    def __init__(self, lm: Decoder) -> None:
         self.blocks = [block for block in lm.blocks if isinstance(block, Block)]
         self.watched = [
             (module, name)
             for part in (*(block.attention.mechanism for block in self.blocks), lm.position)
             for module in part.modules()
-            for name in module._parameters
+            for name, parameter in module._parameters.items()
+            if parameter is not None  # a bias that a product does without
         ]
         self.stamp: list[tuple[int, int, int]] | None = None
         self.lookback: list[list[int]] = []
@@ -72,7 +76,7 @@ class Reader:
         self.rules: list[Rule | None] = []
         self.added: list[Rule | None] = []
 
-    def renew(self, lm: LM, cache: Cache) -> None:
+    def renew(self, lm: Decoder, cache: Cache) -> None:
         """See whether anything has changed, and fit the cache to it."""
         # written in place, replaced, or moved to another dtype or device
         stamp = [(id(p := getattr(module, name)), p._version, p.data_ptr()) for module, name in self.watched]
@@ -113,7 +117,7 @@ class Reader:
 
 
 @torch.inference_mode()
-def read(lm: LM, x: Tensor, cache: Cache, lengths: Tensor | None, logits: Logits) -> Tensor | None:
+def read(lm: Decoder, x: Tensor, cache: Cache, lengths: Tensor | None, logits: Logits) -> Tensor | None:
     """See `LM.read`."""
     lengths = _check(lm, x, cache, lengths, logits)
     lm.reader.renew(lm, cache)
@@ -127,7 +131,7 @@ def read(lm: LM, x: Tensor, cache: Cache, lengths: Tensor | None, logits: Logits
             lm.train()
 
 
-def _read_pieces(lm: LM, x: Tensor, cache: Cache, lengths: Tensor | None, logits: Logits) -> Tensor | None:
+def _read_pieces(lm: Decoder, x: Tensor, cache: Cache, lengths: Tensor | None, logits: Logits) -> Tensor | None:
     """A long text goes through all layers piece by piece, so that no more than a piece of it is held at a time."""
     every, last = [], None
     for start in range(0, x.shape[1], CHUNK):
@@ -151,17 +155,19 @@ def _last_real(h: Tensor, real: Tensor, last: Tensor | None) -> Tensor:
     return torch.where((real > 0)[:, None], here, torch.zeros_like(here) if last is None else last)
 
 
-def _read_piece(lm: LM, x: Tensor, cache: Cache, real: Tensor | None) -> Tensor:
+def _read_piece(lm: Decoder, x: Tensor, cache: Cache, real: Tensor | None) -> Tensor:
     """x [B, T] → the last block's output [B, T, dim]; the cache is moved on."""
     seen, reader = cache.seen, lm.reader
+    sources = cache.sources or [None] * len(reader.blocks)
     h, turn = lm.embedding(x), None
-    for n, (block, layer, position) in enumerate(zip(reader.blocks, cache.layers, lm.positions(), strict=True)):
+    layers = zip(reader.blocks, cache.layers, sources, lm.positions(), strict=True)
+    for n, (block, layer, source, position) in enumerate(layers):
         if not n or lm.config.position.per_layer:
             h = _embed(position, h, seen, real)
             turn = position.turner(lambda: _positions(seen, x), h.dtype)
         y = block.norm1(h) if block.pre else h
         found = _attend(block.attention, y, layer, reader, n, turn, real)
-        h = block.feed(h + found if block.pre else block.norm1(h + found))[0]
+        h = block.feed(block.listen(h + found if block.pre else block.norm1(h + found), source))[0]
     cache.advance(x.shape[1], real)
     return h
 
@@ -204,7 +210,7 @@ def _positions(seen: Tensor, x: Tensor) -> Tensor:
     return seen.to(x.device)[:, None] + step
 
 
-def _check(lm: LM, x: Tensor, cache: Cache, lengths: Tensor | None, logits: Logits) -> Tensor | None:
+def _check(lm: Decoder, x: Tensor, cache: Cache, lengths: Tensor | None, logits: Logits) -> Tensor | None:
     if x.ndim != 2 or x.is_floating_point() or not x.shape[1]:
         raise ValueError(f"x has shape {list(x.shape)} and dtype {x.dtype}; expected token ids [B, T], T at least 1")
     if cache.maker is not lm:

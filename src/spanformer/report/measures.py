@@ -78,8 +78,9 @@ def looks_back(row: Step) -> np.ndarray:
 
 
 def predicted(run: Run, row: Step | None = None) -> tuple[StepCost, StepCost] | None:
-    """A step's least cost with the spans of this row (the last one), and with full attention; memories filled."""
-    if not run.steps:
+    """A step's least cost with the spans of this row (the last one), and with full attention; memories filled. Of
+    language models alone: the arithmetic is theirs."""
+    if not run.steps or run.start.objective != "lm":
         return None
     row = row or run.steps[-1]
     shape = run.start.shape
@@ -89,6 +90,15 @@ def predicted(run: Run, row: Step | None = None) -> tuple[StepCost, StepCost] | 
 def share(learned: float, whole: float) -> float:
     """How much of full attention's cost is left; NaN when full attention costs nothing."""
     return learned / whole if whole else math.nan
+
+
+EXACT = {"seq2seq": "exact match", "encoder": "masked tokens right"}
+
+
+def exact(run: Run) -> tuple[str, float] | None:
+    """What `Eval.exact` is called in this run, and its last value on the validation split."""
+    found = [row.exact for row in run.evals if row.split == "valid" and math.isfinite(row.exact)]
+    return (EXACT.get(run.start.objective, "exactly right"), found[-1]) if found else None
 
 
 def seconds_per_step(run: Run) -> float:

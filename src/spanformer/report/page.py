@@ -17,6 +17,7 @@ from spanformer.report.events import Run, read_run
 from spanformer.report.measures import (
     NOTHING,
     amount,
+    exact,
     lasting,
     looks_back,
     percent,
@@ -98,12 +99,13 @@ def _headline(run: Run) -> list[tuple[str, str, str]]:
         items.append((f"bits per {unit}", f"{curve[0]:.3f} → {curve[-1]:.3f}", remark))
     if test:
         items.append((f"test bits per {unit}", f"{test[-1].bits:.3f}", f"at step {test[-1].step:,}"))
+    if (right := exact(run)) is not None:
+        items.append((right[0], f"{100 * right[1]:.2f} %", "validation, last"))
     items.append(("parameters", amount(run.start.parameters), f"{run.start.shape.layers} layers"))
     if not run.steps:
         return items
     last, costs = run.steps[-1], predicted(run)
-    assert costs is not None, "there are steps"
-    looks, (learned, whole) = looks_back(last), costs
+    looks = looks_back(last)
     passes = last.tokens / trained if (trained := run.start.tokens.get("train")) else math.nan
     remark = f"{passes:.2g} times the training text" if math.isfinite(passes) else ""
     items += [
@@ -111,11 +113,16 @@ def _headline(run: Run) -> list[tuple[str, str, str]]:
         ("training time", lasting(last.seconds), f"{last.step:,} steps, {lasting(seconds_per_step(run))} each"),
         ("average span", tokens(float(looks.mean())), f"tokens, of {run.start.shape.max_span:,} allowed"),
         ("longest span", tokens(float(looks.max())), "tokens"),
+    ]
+    if costs is None:
+        return items
+    learned, whole = costs
+    return [
+        *items,
         ("attention FLOPs", percent(share(learned.by_span, whole.by_span)), "of full attention, predicted"),
         ("FLOPs of a step", percent(share(learned.total, whole.total)), "of full attention's, predicted"),
         ("cached states", size(learned.state_bytes), f"full attention: {size(whole.state_bytes)}"),
     ]
-    return items
 
 
 def _heads(run: Run) -> str:

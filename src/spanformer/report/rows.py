@@ -32,6 +32,8 @@ class Start:
     """bytes, characters or words of each split: what bits are counted for"""
     shape: Shape
     machine: dict
+    objective: str = "lm"
+    """what was learned: lm, seq2seq or encoder"""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Eval:
     bits: float
     """per unit"""
     tokens: int
+    exact: float = math.nan
+    """share that was exactly right: targets of pairs, or masked tokens; NaN where that is not asked"""
 
 
 @dataclass(frozen=True)
@@ -218,7 +222,7 @@ def start(line: Line) -> Start:
         version=line.text("version", "unknown"), time=line.number("time", math.nan), run=line.text("run"),
         config=line.table("config", {}), parameters=line.whole("parameters"), unit=unit,
         tokens=line.counts("tokens"), units=line.counts("units"), shape=line.shape("shape"),
-        machine=line.table("machine", {}),
+        machine=line.table("machine", {}), objective=line.text("objective", "lm"),
     )  # fmt: skip
 
 
@@ -242,7 +246,7 @@ def _step(line: Line, shape: Shape) -> Step:
 def _eval(line: Line, shape: Shape) -> Eval:
     return Eval(
         step=line.whole("step"), seconds=line.elapsed("seconds"), split=line.text("split"), loss=line.number("loss"),
-        bits=line.number("bits"), tokens=line.whole("tokens", 0),
+        bits=line.number("bits"), tokens=line.whole("tokens", 0), exact=line.number("exact", math.nan),
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from spanformer.report.measures import (
     amount,
     bits_per_unit,
     evals,
+    exact,
     lasting,
     looks_back,
     percent,
@@ -96,12 +97,14 @@ def summary(run: Run) -> str:
         said.append(f"Training stands at {bits_per_unit(run, last.loss):.3f} bits per {unit}; it was never validated.")
     else:
         said.append("Its last loss is not a number.")
+    if (right := exact(run)) is not None:
+        said.append(f"{right[0].capitalize()}: {100 * right[1]:.2f} %.")
     looks = looks_back(last)
     said.append(
-        f"Heads look back {tokens(float(looks.mean()))} tokens on average and {tokens(float(looks.max()))} at most, "
-        f"of {run.start.shape.max_span:,} allowed"
+        f"Heads look {'back ' * (run.start.objective == 'lm')}{tokens(float(looks.mean()))} tokens on average and "
+        f"{tokens(float(looks.max()))} at most, of {run.start.shape.max_span:,} allowed"
     )
     costs = predicted(run)
-    assert costs is not None, "there are steps"
-    said[-1] += f"; attention needs {percent(share(costs[0].by_span, costs[1].by_span))} of full attention's FLOPs."
-    return " ".join(said)
+    if costs is not None:
+        said[-1] += f"; attention needs {percent(share(costs[0].by_span, costs[1].by_span))} of full attention's FLOPs"
+    return " ".join(said) + "."

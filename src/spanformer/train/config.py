@@ -14,9 +14,11 @@ from spanformer.train.optim import OptimConfig
 @dataclass(frozen=True)
 class TrainConfig:
     batch: int = 16
-    """lanes: streams of text read side by side, over all processes together"""
+    """lanes: streams of text read side by side, or pairs of a seq2seq model, over all processes together"""
     block: int = 256
-    """tokens of a segment; what came before is remembered, not learned through"""
+    """tokens of a segment; what came before is remembered, not learned through. Of pairs: the most tokens of a text"""
+    masked: float = 0.15
+    """of an encoder: share of the tokens that it has to guess"""
     micro: int = 1
     """in how many pieces a batch goes through the model, to save memory"""
     steps: int = 1000
@@ -61,7 +63,7 @@ class TrainConfig:
     tensorboard: Literal["auto", "on", "off"] = "auto"
     """write TensorBoard files beside events.jsonl; auto: if the package is there"""
     measure: bool = True
-    """at the end, measure what a step costs with the learned spans and with full attention"""
+    """of a language model: at the end, measure what a step costs with the learned spans and with full attention"""
 
     def __post_init__(self) -> None:
         for name in ("batch", "block", "micro", "steps", "keep", "log_every", "max_skips"):
@@ -70,6 +72,8 @@ class TrainConfig:
         for name in ("minutes", "eval_every", "eval_tokens", "patience", "save_every", "spike", "threads"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"train.{name} is {getattr(self, name)}; expected a finite number, 0 or more")
+        if not 0 < self.masked <= 1:
+            raise ValueError(f"train.masked is {self.masked}; expected a share of the tokens, above 0 and at most 1")
         if not 0 <= self.seed < 1 << 31:  # every step draws a seed of its own from it
             raise ValueError(f"train.seed is {self.seed}; expected 0 … {(1 << 31) - 1}")
         if self.batch % self.micro:

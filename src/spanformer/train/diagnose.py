@@ -29,7 +29,8 @@ class Diagnosis:
         a, o = self.config.model.attention, self.config.optim
         settled = step >= o.warmup + PATIENCE
         moved = max(abs(now - then) for now, then in zip(spans, self.started_at, strict=True))
-        at_limit = sum(z >= AT_LIMIT * a.max_span for z in spans)
+        most = self.config.model.max_span
+        at_limit = sum(z >= AT_LIMIT * most for z in spans)
         collapsed = max(spans) < STILL and self.longest_ever > 2 * a.ramp
         self.longest_ever = max(self.longest_ever, *spans)
         found = []
@@ -41,7 +42,7 @@ class Diagnosis:
             )))  # fmt: skip
         if settled and at_limit >= CROWD * len(spans) and a.init < AT_LIMIT:
             found.append(("limit", (
-                f"{at_limit} of {len(spans)} heads are at the longest span, {a.max_span:,} tokens: raise "
+                f"{at_limit} of {len(spans)} heads are at the longest span, {most:,} tokens: raise "
                 f"model.attention.max_span if longer context helps, or model.attention.penalty (now {a.penalty:g}) if "
                 "it costs too much"
             )))  # fmt: skip

@@ -9,9 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from spanformer.data import every_token
+from spanformer.data import Pairs, every_token, mask_tokens
+from spanformer.model.encoder import Encoder
+from spanformer.model.layered import Layered
 from spanformer.model.lm import LM
+from spanformer.model.seq2seq import Seq2Seq
 from spanformer.train.step import autocast
 
 
@@ -21,6 +26,8 @@ class Score(NamedTuple):
     tokens: int
     units: float
     """bytes, characters or words that the tokens stand for"""
+    exact: float | None = None
+    """share of what was asked for that the model gets right to the last token: targets of pairs, or masked tokens"""
 
     @property
     def loss(self) -> float:
@@ -97,8 +104,70 @@ def evaluate_as_original(model: LM, ids: np.ndarray, *, block: int, lanes: int =
     return Score(float(total), tokens, tokens)
 
 
+@torch.no_grad()
+def evaluate_pairs(
+    model: Seq2Seq, pairs: Pairs, *, limit: int = 0, batch: int = 64, dtype: str = "float32",
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Score:  # fmt: skip
+    """The first `limit` pairs (0: all), each target read beside its source.
+
+    A target counts as exact if each of its tokens, the end among them, is the likeliest after the right ones before
+    it: then, and only then, greedy decoding writes exactly this target.
+    """
+    device = next(model.parameters()).device
+    total, right, tokens = torch.zeros((), dtype=torch.float64, device=device), 0, 0
+    asked = np.arange(limit or len(pairs))
+    # targets of similar length side by side
+    order = asked[np.argsort(pairs.lengths[: len(asked), 1], kind="stable")]
+    with _not_training(model):
+        for at in range(0, len(order), batch):
+            part = pairs.batch(order[at : at + batch])
+            source, hidden, x, y, padding = (
+                torch.from_numpy(a).to(device) for a in (part.source, part.source_padding, part.x, part.y, part.padding)
+            )
+            with autocast(dtype, device):
+                logits = model(source, x, source_padding=hidden).logits
+            total += (_nll(logits, y) * ~padding).sum()
+            right += int(((logits.argmax(-1) == y) | padding).all(1).sum())
+            tokens += part.tokens
+            if on_progress is not None:
+                on_progress(min(at + batch, len(order)), len(order))
+    return Score(float(total), tokens, tokens, right / len(order))
+
+
+@torch.no_grad()
+def evaluate_masked(
+    model: Encoder, ids: np.ndarray, *, share: float, vocab: int, block: int, batch: int = 16, dtype: str = "float32",
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Score:  # fmt: skip
+    """Stretches of `block` tokens one after the other, in each of which a share is masked, always the same tokens. What
+    fills no block is left out. vocab: how many tokens the text has."""
+    device = next(model.parameters()).device
+    block = min(block, len(ids))
+    rows = ids[: len(ids) // block * block].reshape(-1, block)
+    total, right, tokens = torch.zeros((), dtype=torch.float64, device=device), 0, 0
+    with _not_training(model):
+        for at in range(0, len(rows), batch):
+            some = rows[at : at + batch]
+            part = mask_tokens(some, share, vocab=vocab, mask=model.mask, seeds=[(at + n,) for n in range(len(some))])
+            x, places, y = (torch.from_numpy(a).to(device) for a in (part.x, part.at, part.y))
+            with autocast(dtype, device):
+                logits = model(x, at=places).logits
+            total += _nll(logits, y).sum()
+            right += int((logits.argmax(-1) == y).sum())
+            tokens += y.numel()
+            if on_progress is not None:
+                on_progress(min(at + batch, len(rows)) * block, len(ids))
+    return Score(float(total), tokens, tokens, right / tokens)
+
+
+def _nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """[B, T] in float64, of logits [B, T, V]."""
+    return F.cross_entropy(logits.double().transpose(1, 2), targets, reduction="none")
+
+
 @contextlib.contextmanager
-def _not_training(model: LM) -> Iterator[None]:
+def _not_training(model: Layered) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:

@@ -7,7 +7,7 @@ Every row has `event` and `time` (seconds since 1970). A number that is not fini
                 happen again
     step        after some optimiser steps: step, loss (nats), bits, penalty, lr, grad_norm, span_average, span_longest,
                 spans (by layer and head), tokens, tokens_per_second
-    eval        an evaluation: step, split, loss, bits
+    eval        an evaluation: step, split, loss, bits, and exact where there is something to be exactly right
     cost        step, and predicted and measured cost
     dynamic     a text, and how far each head looked back at each of its characters: text, spans, names
     note        something worth a sentence: text
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 EVENTS = ("start", "resume", "step", "eval", "cost", "dynamic", "note", "skip", "checkpoint", "stop")
-SCALARS = ("loss", "bits", "lr", "grad_norm", "span_average", "span_longest")
+SCALARS = ("loss", "bits", "exact", "lr", "grad_norm", "span_average", "span_longest")
 """What TensorBoard is given of `step` and `eval` rows, as step/loss, eval/loss, …"""
 
 

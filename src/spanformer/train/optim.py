@@ -83,7 +83,7 @@ def make_optimizer(
         if parameter.requires_grad:
             if is_span(name):
                 kind = spans
-            elif config.kind == "muon" and parameter.ndim == 2 and name.startswith("blocks."):
+            elif config.kind == "muon" and parameter.ndim == 2 and ".blocks." in f".{name}":
                 kind = inner
             else:
                 kind = matrices if parameter.ndim >= 2 else vectors

@@ -61,7 +61,7 @@ def restore(run: Run, path: Path) -> None:
     run.progress.load(meta["progress"])
     run.guard.load(meta["guard"])
     run.diagnosis.load(meta["diagnosis"])
-    run.lanes.load(meta["lanes"])
+    run.objective.stream.load(meta["lanes"])
     rows, memory = run.world.rows(run.config.train.batch), parts["memory"]
     if memory:
         hidden = (memory.rows(f"hidden.{n}", rows.start, rows.stop) for n in range(len(memory)))
@@ -99,7 +99,7 @@ def _describe(run: Run) -> dict:
         "progress": run.progress.state(),
         "guard": run.guard.state(),
         "diagnosis": run.diagnosis.state(),
-        "lanes": run.lanes.state(),
+        "lanes": run.objective.stream.state(),
         "seen": run.state.seen if run.state else 0,
         "seed": run.config.train.seed,
     }

@@ -14,22 +14,24 @@ from pathlib import Path
 import torch
 
 from spanformer.cost.malloc import keep_freed_memory
-from spanformer.data import Lanes, Prepared, prepare
+from spanformer.data import Prepared, prepare
+from spanformer.model.config import SPECIAL
 from spanformer.model.lm import LM, State
+from spanformer.model.load import MODELS
 from spanformer.train.checkpoint import Checkpoints
 from spanformer.train.config import RunConfig
 from spanformer.train.diagnose import Diagnosis
 from spanformer.train.dynamic import dynamic_event
-from spanformer.train.evaluate import evaluate
 from spanformer.train.events import EventLog
 from spanformer.train.guard import Guard, TooManySkips
 from spanformer.train.measure import measure_cost
+from spanformer.train.objective import NextToken, make_objective
 from spanformer.train.optim import clip_global, make_optimizer, set_lr
 from spanformer.train.place import BOARD, EVENTS, claim_folder, put_aside
 from spanformer.train.progress import Progress, schedule_factor
 from spanformer.train.resume import restore, save
 from spanformer.train.start import start_event
-from spanformer.train.step import backward
+from spanformer.train.step import Drawn, backward
 from spanformer.train.world import World, join_world, wrap
 
 Watch = Callable[[dict], None]
@@ -80,14 +82,18 @@ def prepare_once(config: RunConfig, world: World, watch: Watch | None) -> Prepar
 class Run:
     def __init__(self, config: RunConfig, data: Prepared, world: World, out: Path, watch: Watch | None) -> None:
         t = config.train
-        config = replace(config, model=replace(config.model, vocab=config.model.vocab or data.vocab.size))
-        if config.model.vocab < data.vocab.size:
+        needed = data.vocab.size + SPECIAL[config.model.kind]
+        config = replace(config, model=replace(config.model, vocab=config.model.vocab or needed))
+        if config.model.vocab < needed:
+            own = needed - data.vocab.size
+            beside = f" and the model {own} of its own" if own else ""
             raise ValueError(
-                f"model.vocab is {config.model.vocab}; the data has {data.vocab.size} tokens, so expected at least that"
+                f"model.vocab is {config.model.vocab}; the data has {data.vocab.size} tokens{beside}, so expected at "
+                "least that"
             )
         self.config, self.data, self.world, self.out, self.watch = config, data, world, out, watch
         torch.manual_seed(t.seed)
-        self.model = LM(config.model).to(world.device)
+        self.model = MODELS[config.model.kind](config.model).to(world.device)
         self.model.checkpointing = t.checkpointing
         if t.compile:
             self.model.compile_feedforwards()
@@ -95,18 +101,10 @@ class Run:
         spans = {id(m.ratio) for m in self.model.spans_modules()}
         self.named = dict(self.model.named_parameters())
         self.optimizer = make_optimizer(self.named.items(), config.optim, lambda name: id(self.named[name]) in spans)
-        train_ids = data.splits["train"].ids
-        self.lanes = Lanes(train_ids, t.batch, t.block, seed=t.seed, rows=world.rows(t.batch))
+        self.objective = make_objective(data, config, world.rows(t.batch))
         if (t.batch // world.size) % t.micro:
             raise ValueError(
                 f"train.micro is {t.micro}; expected a divisor of a process's lanes, {t.batch // world.size}"
-            )
-        valid = data.splits["valid"].ids
-        self.valid_ids = valid[: t.eval_tokens] if t.eval_tokens else valid
-        if len(self.valid_ids) < 2:
-            raise ValueError(
-                f"there is {len(self.valid_ids)} token to validate with; expected 2 or more: use more text, a larger "
-                "data.valid or a larger train.eval_tokens"
             )
         self.state: State | None = None
         self.progress = Progress()
@@ -178,21 +176,19 @@ class Run:
         """Take or skip one step; returns why the run ends with it, or ''."""
         t, p, world = self.config.train, self.progress, self.world
         began = time.perf_counter()
-        batch = next(self.lanes)
-        x, y = (torch.from_numpy(a).to(world.device) for a in (batch.x, batch.y))
+        drawn = self.objective.draw()
         # dropout is a function of seed, step and process: nothing about it needs to be saved
         torch.manual_seed((t.seed * 1_000_003 + p.step) * 4096 + world.rank)
         self.optimizer.zero_grad(set_to_none=True)
-        losses, state = backward(
-            self.engine, self.model, world, x, y, None if batch.reset else self.state, micro=t.micro, dtype=t.dtype
-        )
+        before = None if drawn.reset else self.state
+        losses, state = backward(self.engine, self.model, world, drawn, before, micro=t.micro, dtype=t.dtype)
         norm = clip_global(self.named.values(), self.config.optim.global_clip)
         clock = p.seconds + time.perf_counter() - began
         numbers = torch.stack([losses.loss, losses.penalty, norm]).double()
         numbers = torch.cat([numbers, torch.tensor([clock, self.signal], dtype=torch.float64, device=world.device)])
         loss, penalty, grad_norm, clock, signalled = world.mean(numbers).tolist()  # the one wait for the device
         p.step += 1
-        p.tokens += t.batch * t.block
+        p.tokens += drawn.tokens
         self.unsaved = True
         refused = self.guard.refuses(loss, grad_norm)
         if refused is None:
@@ -261,16 +257,13 @@ class Run:
             self.tell("note", {"text": text})
 
     def _evaluate(self) -> None:
-        """Bits per unit on the validation split."""
-        t, p = self.config.train, self.progress
-        ids, split = self.valid_ids, self.data.splits["valid"]
-        lanes = max(1, min(t.batch, len(ids) // (8 * t.block)))
-        units = split.units * len(ids) / split.tokens
-        score = evaluate(self.model, ids, units=units, lanes=lanes, block=t.block, dtype=t.dtype)
+        """Bits per unit on the validation split, and what is exactly right."""
+        p, score = self.progress, self.objective.evaluate(self.model)
         nats = torch.tensor(score.nats, dtype=torch.float64, device=self.world.device)
         score = score._replace(nats=float(self.world.mean(nats)))  # the same in all processes, which decide by it
+        exact = {} if score.exact is None else {"exact": score.exact}
         self.tell("eval", {"seconds": p.seconds, "split": "valid", "loss": score.loss, "bits": score.bits,
-                           "tokens": score.tokens})  # fmt: skip
+                           "tokens": score.tokens} | exact)  # fmt: skip
         p.take_score(score.bits)
         self.unsaved = True
 
@@ -287,20 +280,26 @@ class Run:
             self._evaluate()
         if self.unsaved:
             self._save()
-        if self.config.train.measure and not number and self.world.device.type == "cpu" and self.world.size == 1:
-            self._measure()
         if not number and self.world.size == 1:
-            found = dynamic_event(self.model, self.valid_ids[: 4 * self.config.train.block], self.data.vocab)
-            if found is not None:
-                self.tell("dynamic", found)
+            self._look()
         self.tell("stop", {"reason": reason, "seconds": p.seconds})
         return Result(self.out, reason, p.step, p.latest, number)
 
-    def _measure(self) -> None:
-        batch = next(self.lanes)
-        x, y = torch.from_numpy(batch.x), torch.from_numpy(batch.y)
+    def _look(self) -> None:
+        """What a step of a language model costs, and how its dynamic spans move."""
+        t, objective = self.config.train, self.objective
+        if not isinstance(self.model, LM) or not isinstance(objective, NextToken):
+            return
+        if t.measure and self.world.device.type == "cpu":
+            self._measure(self.model, objective.draw())
+        found = dynamic_event(self.model, objective.valid_ids[: 4 * t.block], self.data.vocab)
+        if found is not None:
+            self.tell("dynamic", found)
+
+    def _measure(self, model: LM, drawn: Drawn) -> None:
+        x, y = drawn.arguments["x"], drawn.arguments["targets"]
         try:
-            self.tell("cost", measure_cost(self.model, x, y, dtype=self.config.train.dtype))
+            self.tell("cost", measure_cost(model, x, y, dtype=self.config.train.dtype))
         except (RuntimeError, MemoryError) as error:  # full attention may want more memory than there is
             self.tell("note", {"text": f"what a step costs could not be measured: {error}"})
 

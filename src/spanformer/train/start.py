@@ -25,6 +25,7 @@ def start_event(run: Run) -> dict:
         "config": as_dict(run.config),
         "parameters": sum(p.numel() for p in run.model.parameters()),
         "unit": run.data.unit,
+        "objective": run.config.model.kind,
         "tokens": {name: s.tokens for name, s in splits.items()},
         "units": {name: s.units for name, s in splits.items()},
         "shape": shape_of(run),
@@ -41,9 +42,9 @@ def start_event(run: Run) -> dict:
 def shape_of(run: Run) -> dict:
     """The fields of cost.model.Shape."""
     m, t = run.config.model, run.config.train
-    feedforward = run.model.blocks[0].feedforward
+    feedforward = run.model.layers()[0].feedforward
     return {
-        "layers": m.layers,
+        "layers": len(run.model.layers()),
         "dim": m.dim,
         "heads": m.heads,
         "kv_heads": m.groups,
@@ -53,5 +54,5 @@ def shape_of(run: Run) -> dict:
         "vocab": m.vocab,
         "block": t.block,
         "batch": t.batch,
-        "max_span": m.attention.max_span,
+        "max_span": m.max_span,
     }

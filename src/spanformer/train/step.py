@@ -1,6 +1,6 @@
 """One optimiser step: the batch through the model in pieces, backward, clipping, update.
 
-Shapes: B lanes of this process, T tokens of a segment.
+Shapes: B lanes or pairs of this process, T tokens.
 """
 
 from __future__ import annotations
@@ -11,8 +11,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from spanformer.model.lm import LM, State
+from spanformer.model.layered import Layered
+from spanformer.model.lm import State
 from spanformer.train.world import World, reduce_spans
+
+
+class Drawn(NamedTuple):
+    """One batch."""
+
+    arguments: dict[str, Tensor]
+    """of the model's forward, by name, each with B rows; `targets` among them"""
+    tokens: int
+    """that are predicted, in all processes together"""
+    counted: Tensor | None = None
+    """[B, T] bool, False where a target is padding; None: all count"""
+    reset: bool = True
+    """what a model remembers of the batch before is not what came before this one"""
 
 
 class Losses(NamedTuple):
@@ -24,23 +38,30 @@ class Losses(NamedTuple):
 
 
 def backward(
-    engine: nn.Module, model: LM, world: World, x: Tensor, y: Tensor, state: State | None, *, micro: int, dtype: str
-) -> tuple[Losses, State]:
-    """Gradients of the mean loss over x, y [B, T], read in `micro` pieces of rows; the state after them."""
-    rows = x.shape[0] // micro
+    engine: nn.Module, model: Layered, world: World, drawn: Drawn, state: State | None, *, micro: int, dtype: str
+) -> tuple[Losses, State | None]:
+    """Gradients of the mean loss over the tokens that count, read in `micro` pieces of rows; the state after them, of a
+    model that has one."""
+    arguments = {name: t.to(world.device) for name, t in drawn.arguments.items()}
+    counted = None if drawn.counted is None else drawn.counted.to(world.device)
+    rows = len(arguments["targets"]) // micro
     losses, penalties, states = [], [], []
     for n in range(micro):
         some = slice(n * rows, (n + 1) * rows)
         last = n == micro - 1
         with _sync_only(engine, last), autocast(dtype, world.device):
-            found = engine(x[some], None if state is None else state.rows(some), targets=y[some])
-            loss = found.nll.mean()
+            before = {} if state is None else {"state": state.rows(some)}
+            found = engine(**{name: t[some] for name, t in arguments.items()}, **before)
+            # pieces and processes may hold more or fewer tokens than others, and every token counts alike
+            share = drawn.tokens / world.size / micro
+            loss = found.nll.mean() if counted is None else (found.nll * counted[some]).sum() / share
             ((loss + found.penalty) / micro).backward()
         losses.append(loss.detach())
         penalties.append(found.penalty.detach())
-        states.append(found.state)
+        states.append(getattr(found, "state", None))
     reduce_spans(model, world)
-    return Losses(torch.stack(losses).mean(), torch.stack(penalties).mean()), State.stack(states)
+    means = Losses(torch.stack(losses).mean(), torch.stack(penalties).mean())
+    return means, None if states[0] is None else State.stack(states)
 
 
 def autocast(dtype: str, device: torch.device) -> contextlib.AbstractContextManager:

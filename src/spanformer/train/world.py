@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
-from spanformer.model.lm import LM
+from spanformer.model.layered import Layered
 
 LONGEST_WAIT = timedelta(hours=2)  # for the first process, which may be preparing a corpus
 LONGEST_TEXT = 4096  # bytes, as of a path
@@ -133,7 +133,7 @@ def _device(name: str, local: int) -> torch.device:
     return device
 
 
-def wrap(model: LM, world: World) -> nn.Module:
+def wrap(model: Layered, world: World) -> nn.Module:
     """The model as the engine runs it. Its parameters are then the optimiser's: call this before making one.
 
     Both engines count on a gradient of every parameter in every process, be it of zeros: see Experts and Clusters.
@@ -146,7 +146,7 @@ def wrap(model: LM, world: World) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model, device_ids=on)
 
 
-def shard(model: LM, world: World) -> LM:
+def shard(model: Layered, world: World) -> Layered:
     """FSDP2: every block a unit of its own. Spans stay whole in every process, since memory lengths depend on them;
     `reduce_spans` averages their gradients."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -156,17 +156,17 @@ def shard(model: LM, world: World) -> LM:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     mesh = init_device_mesh(world.device.type, (world.size,))
     whole = set(span_parameters(model))
-    for block in model.blocks:
+    for block in model.layers():
         fully_shard(block, mesh=mesh, ignored_params={p for p in block.parameters() if p in whole})
     fully_shard(model, mesh=mesh, ignored_params=whole)
     return model
 
 
-def span_parameters(model: LM) -> list[nn.Parameter]:
+def span_parameters(model: Layered) -> list[nn.Parameter]:
     return [m.ratio for m in model.spans_modules()]
 
 
-def reduce_spans(model: LM, world: World) -> None:
+def reduce_spans(model: Layered, world: World) -> None:
     """Average the gradients of what fully_shard leaves alone."""
     if world.engine != "fsdp":
         return

@@ -1,0 +1,221 @@
+"""Longformer: The Long-Document Transformer (Beltagy, Peters, Cohan, 2020). https://arxiv.org/abs/2004.05150
+
+    i not global:   a_ij ∝ exp(q_i·k_j / √D)        for |i − j| ≤ w/2 (in steps of the head's dilation), and j global
+    i global:       a_ij ∝ exp(q^g_i·k^g_j / √D)    for all j, mixing v^g
+
+q^g, k^g, v^g are projections of their own. With causal=True neither sees the future, and the window is the last w
+tokens, a token itself included. A global key inside the window counts once.
+
+Shapes: B batch, H heads, Hkv key/value heads, Tq queries, Tk keys, N global tokens, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from spanformer.attention.base import Attention, View
+from spanformer.attention.chosen import Chosen, check_chosen, choose, fixed
+from spanformer.ops import Attended, Rule, attend, merge
+from spanformer.ops.rule import UNLIMITED
+
+
+class Longformer(Attention):
+    """`positions` are global in every example; or each example says its own in `view.chosen`, at most `most` of them
+    (a number the host knows, so that nothing has to wait for the device). `farthest`: how many tokens back, or to
+    either side, global tokens see and are seen; all, unless given: a language model's memory has an end. `dilation`:
+    one for all heads, or [heads]; a window of w then spans about w · dilation tokens."""
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        window: int,
+        *,
+        positions: Sequence[int] = (),
+        most: int = 0,
+        farthest: int | None = None,
+        dilation: int | Sequence[int] = 1,
+        causal: bool = True,
+        kv_heads: int | None = None,
+    ) -> None:
+        super().__init__()
+        if dim < 1 or heads < 1 or dim % heads:
+            raise ValueError(f"dim is {dim}; expected a multiple of heads, {heads}")
+        kv_heads = kv_heads or heads
+        if heads % kv_heads:
+            raise ValueError(f"kv_heads is {kv_heads}; expected a divisor of heads, {heads}")
+        if window < 1 or (window % 2 and not causal):
+            both = "" if causal else ", an even number: half of it lies to either side"
+            raise ValueError(f"window is {window}; expected at least 1 token{both}")
+        if len(set(positions)) < len(positions) or any(p < 0 for p in positions):
+            raise ValueError(f"positions is {list(positions)}; expected different positions, from 0 on")
+        if most < 0:
+            raise ValueError(f"most is {most}; expected how many global tokens an example may choose, 0 or more")
+        dilations = [dilation] * heads if isinstance(dilation, int) else list(dilation)
+        if len(dilations) != heads or min(dilations) < 1:
+            raise ValueError(f"dilation is {dilation}; expected at least 1 token, one for each of {heads} heads")
+        steps = window - 1 if causal else window // 2
+        if farthest is not None and farthest <= steps * max(dilations):
+            raise ValueError(f"farthest is {farthest}; expected more than the window's {steps * max(dilations)} tokens")
+        self.dim, self.heads, self.kv_heads, self.window, self.causal = dim, heads, kv_heads, window, causal
+        self.positions, self.most, self.farthest = sorted(positions), most, farthest
+        self.dilations, self.steps = dilations, steps
+        self.reads_keys = self.alone = bool(positions or most)
+        self.placed = self.reads_keys or max(dilations) > 1  # a cache serves steps only with keys laid out in order
+        if self.reads_keys:
+            self.query = nn.Linear(dim, dim, bias=False)
+            self.key = nn.Linear(dim, kv_heads * dim // heads, bias=False)
+            self.value = nn.Linear(dim, kv_heads * dim // heads, bias=False)
+
+    def rule(self, view: View | None = None) -> Rule:
+        """The window. Global tokens are added by `mix`."""
+        reach = [self.steps * dilation + 1 for dilation in self.dilations]
+        return Rule(self.heads, causal=self.causal, reach=reach, stride=self.dilations)
+
+    def lookback(self) -> list[int]:
+        if self.reads_keys:
+            return [(self.farthest or UNLIMITED) - 1] * self.heads
+        return [self.steps * dilation for dilation in self.dilations]
+
+    @torch.no_grad()
+    def start_from(self, query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
+        """Copy a layer's own projections, as the paper's code starts the global ones."""
+        if self.reads_keys:
+            for mine, theirs in ((self.query, query), (self.key, key), (self.value, value)):
+                mine.weight.copy_(theirs.weight)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View) -> Attended:
+        rule = rule + view.rule(rule.heads, causal=rule.causal)
+        keys, queries = self._global_tokens(view, q.shape[2], k)
+        if keys is None or queries is None:
+            return self._attend(q, k, v, rule, view.q_positions, view.k_positions)
+        found = merge([self._window(q, k, v, rule, view, keys), self._to_global(q, k, v, rule, view, keys)])
+        if not queries.index.shape[1]:
+            return found
+        rows = self._from_global(q.shape[2], k, rule, view, queries)
+        return Attended(
+            queries.put(found.out, rows.out.to(found.out.dtype)),
+            queries.put(found.lse[..., None], rows.lse[..., None]).squeeze(-1),
+        )
+
+    def _window(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View, keys: Chosen) -> Attended:
+        """Over the window without the global keys."""
+        hidden = torch.zeros(len(keys.index), k.shape[2], device=k.device)
+        hidden = hidden.scatter(1, keys.index, torch.where(keys.there, -math.inf, 0.0))
+        rule = rule + Rule(rule.heads, causal=False, key_bias=hidden[:, None])
+        return self._attend(q, k, v, rule, view.q_positions, view.k_positions)
+
+    def _to_global(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View, keys: Chosen) -> Attended:
+        """[B, H, Tq, ·] over the global keys alone, however far away."""
+        q_positions, k_positions = _positions(view, q.shape[2], k)
+        bias = torch.where(keys.there, 0.0, -math.inf)[:, None]  # [1 or B, 1, N]
+        if rule.key_bias is not None:
+            rows = max(len(rule.key_bias), len(bias))
+            index = keys.index[:, None].expand(rows, rule.key_bias.shape[1], -1)
+            bias = bias + rule.key_bias.expand(rows, -1, -1).gather(2, index)
+        documents = _documents(rule, q.shape[2])
+        few = replace(
+            rule,
+            reach=self.farthest,
+            stride=1,
+            sinks=None,  # the window has it
+            key_bias=bias,
+            documents=None if documents is None else (documents[0], keys.ids(documents[1])),
+        )
+        return self._attend(q, keys.take(k), keys.take(v), few, q_positions, keys.ids(k_positions))
+
+    def _from_global(self, tq: int, k: Tensor, rule: Rule, view: View, queries: Chosen) -> Attended:
+        """[B, H, N, ·] of the global queries over all keys, by their own projections."""
+        q, k, v = self._project(view, tq, k.shape[2], queries)
+        q_positions, k_positions = _positions(view, tq, k)
+        q_positions, documents = queries.ids(q_positions), _documents(rule, tq)
+        free = replace(
+            rule,
+            reach=self.farthest,
+            stride=1,
+            documents=None if documents is None else (queries.ids(documents[0]), documents[1]),
+        )
+        if view.turn is not None:
+            q, k = view.turn(q, k, replace(view, q_positions=q_positions, k_positions=k_positions))
+        return self._attend(q, k, v, free, q_positions, k_positions)
+
+    def _project(self, view: View, tq: int, tk: int, queries: Chosen) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, H, N, D] of the global tokens, k and v [B, Hkv, Tk, D] of all."""
+        x = view.x if view.keys is None else view.keys
+        if x is None or x.ndim != 3 or x.shape[1:] != (tk, self.dim):
+            raise ValueError(
+                f"view.keys has shape {None if x is None else list(x.shape)}; Longformer's global tokens have "
+                f"projections of their own, and need the hidden states [B, {tk}, {self.dim}] of all keys"
+            )
+        at = queries.index + (tk - tq)
+        chosen = x.gather(1, at[..., None].expand(len(x), -1, x.shape[2]))
+        return (
+            _split_heads(self.query(chosen), self.heads),
+            _split_heads(self.key(x), self.kv_heads),
+            _split_heads(self.value(x), self.kv_heads),
+        )
+
+    def _attend(self, q, k, v, rule: Rule, q_positions: Tensor | None, k_positions: Tensor | None) -> Attended:
+        dropout = self.dropout if self.training else 0.0
+        return attend(
+            q, k, v, rule, backend=self.backend, dropout=dropout, q_positions=q_positions, k_positions=k_positions
+        )  # fmt: skip
+
+    def _global_tokens(self, view: View, tq: int, k: Tensor) -> tuple[Chosen | None, Chosen | None]:
+        """The global ones among the keys, and among the queries; None if there are none."""
+        tk = k.shape[2]
+        if view.chosen is not None:
+            check_chosen(view.chosen, self.most, k)
+            return choose(view.chosen, self.most), choose(view.chosen[:, tk - tq :], self.most)
+        there = [p - view.start for p in self.positions if view.start <= p < view.start + tk]
+        if not there:
+            return None, None
+        return fixed(there, k), fixed([p - (tk - tq) for p in there if p >= tk - tq], k)
+
+    def extra_repr(self) -> str:
+        shown = f", positions={self.positions}" if self.positions else ""
+        shown += f", most={self.most}" if self.most else ""
+        shown += f", dilation={self.dilations}" if max(self.dilations) > 1 else ""
+        return f"dim={self.dim}, heads={self.heads}, window={self.window}{shown}, causal={self.causal}"
+
+
+def growing_windows(layers: int, lowest: int, highest: int) -> list[int]:
+    """[layers] even window sizes from `lowest` in the first layer to `highest` in the last, each about as many times
+    the one below. The paper: small windows for local detail below, larger ones above."""
+    if layers < 1 or lowest < 2 or highest < lowest or lowest % 2 or highest % 2:
+        raise ValueError(
+            f"layers is {layers}, lowest {lowest} and highest {highest}; expected at least 1 layer and even windows, "
+            "2 ≤ lowest ≤ highest"
+        )
+    if layers == 1:
+        return [highest]
+    sizes = (lowest * (highest / lowest) ** (n / (layers - 1)) for n in range(layers))
+    return [2 * round(size / 2) for size in sizes]
+
+
+def _positions(view: View, tq: int, k: Tensor) -> tuple[Tensor, Tensor]:
+    """[1 or B, Tq] and [1 or B, Tk], made explicit."""
+    if view.q_positions is not None and view.k_positions is not None:
+        return torch.atleast_2d(view.q_positions), torch.atleast_2d(view.k_positions)
+    keys = torch.arange(k.shape[2], device=k.device)[None]
+    return keys[:, k.shape[2] - tq :], keys
+
+
+def _documents(rule: Rule, tq: int) -> tuple[Tensor, Tensor] | None:
+    """[1 or B, Tq] and [1 or B, Tk], the ids of queries and of keys."""
+    if rule.documents is None:
+        return None
+    if isinstance(rule.documents, tuple):
+        return torch.atleast_2d(rule.documents[0]), torch.atleast_2d(rule.documents[1])
+    keys = torch.atleast_2d(rule.documents)
+    return keys[:, keys.shape[1] - tq :], keys
+
+
+def _split_heads(x: Tensor, heads: int) -> Tensor:
+    """[B, T, heads · D] → [B, heads, T, D]"""
+    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)

@@ -1,0 +1,24 @@
+"""What one layer of a decoder keeps of the text it answers to: keys and values of the encoder's states, made once.
+
+Shapes: B batch, S states of the encoder, Hkv key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Source(NamedTuple):
+    k: Tensor
+    """[B, Hkv, S, D]"""
+    v: Tensor
+    """[B, Hkv, S, D]"""
+    padding: Tensor | None
+    """[B, S] bool, True where there is no token"""
+
+    def rows(self, index: Tensor) -> Source:
+        """Row b is this one's row index[b]."""
+        index = index.to(self.k.device)
+        return Source(self.k[index], self.v[index], None if self.padding is None else self.padding[index])

@@ -1,0 +1,103 @@
+"""An encoder–decoder: one half reads a text in both directions, the other writes its answer token by token.
+
+Attention Is All You Need (Vaswani et al., 2017), https://arxiv.org/abs/1706.03762
+
+    states = encoder(source)        p(y_t | y_<t, source) = softmax(head(decoder(y_<t, states)))
+
+A decoder's layer attends to the tokens before (any mechanism), to all of the encoder's states, and feeds forward.
+Shapes: B batch, S tokens of the source, T tokens of the answer, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from spanformer.attention import View
+from spanformer.memory import Cache
+from spanformer.model.block import Block
+from spanformer.model.config import ModelConfig
+from spanformer.model.decoder import Decoder
+from spanformer.model.encoder import Encoder, check_ids, check_padding
+from spanformer.model.layered import Output
+from spanformer.model.reading import make_cache
+
+
+class Seq2Seq(Decoder):
+    """One vocabulary and one embedding for both texts; its last two tokens are `begin` and `end`.
+
+    `model(source, x)` gives the logits after every token of x, which begins with `begin`. `start` reads a source once,
+    and `read` then goes on token by token.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config, "seq2seq")
+        self.encoder = Encoder(config.reading_half(), tokens=False)
+
+    @property
+    def begin(self) -> int:
+        """The token that an answer begins after."""
+        return self.config.vocab - 2
+
+    @property
+    def end(self) -> int:
+        """The token that a source ends with, and an answer."""
+        return self.config.vocab - 1
+
+    def layers(self) -> list[Block]:
+        return [*self.encoder.layers(), *super().layers()]
+
+    def forward(
+        self,
+        source: Tensor,
+        x: Tensor,
+        *,
+        targets: Tensor | None = None,
+        source_padding: Tensor | None = None,
+        padding: Tensor | None = None,
+    ) -> Output:
+        """source [B, S] and x [B, T] ids; targets [B, T] ids: then only their losses are computed.
+
+        source_padding [B, S] and padding [B, T] bool: True where there is no token; nothing sees it.
+        """
+        check_ids("x", x)
+        if len(source) != len(x):
+            raise ValueError(f"source has {len(source)} rows and x {len(x)}; expected one answer for each source")
+        if targets is not None and targets.shape != x.shape:
+            raise ValueError(f"targets has shape {list(targets.shape)}; expected that of x, {list(x.shape)}")
+        check_padding("padding", padding, x)
+        states, penalty = self.encode(source, source_padding)
+        h = self.embed(self.embedding(x), 0)
+        for n, block in enumerate(super().layers()):
+            assert block.cross is not None
+            heard = block.cross.source(states, source_padding)
+            h, _, added = self.through(n, block, h, h[:, :0], View(padding=padding), 0, heard)
+            penalty = penalty if added is None else penalty + added
+        h = self.dropout(self.norm(h))
+        if targets is None:
+            return Output(self.head.logits(h), None, penalty)
+        return Output(None, self.head.nll(h, targets), penalty)
+
+    def encode(self, source: Tensor, source_padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """source [B, S] → the encoder's states [B, S, dim], and what to add to the loss."""
+        check_ids("source", source)
+        check_padding("source_padding", source_padding, source)
+        self.encoder.checkpointing = self.checkpointing
+        return self.encoder.states(self.embedding(source), source_padding)
+
+    def start(
+        self, source: Tensor, source_padding: Tensor | None = None, *, slack: int = 0, bits: Literal[0, 8] = 0
+    ) -> Cache:
+        """Read source [B, S], without gradients and dropout: a cache in which each layer has its keys and values, for
+        answers that `read` goes on with, first of all with `begin`. slack, bits: see `LM.cache`."""
+        training, blocks = self.training, super().layers()
+        self.eval()
+        try:
+            with torch.inference_mode():
+                states, _ = self.encode(source, source_padding)
+                heard = [block.cross.source(states, source_padding) for block in blocks if block.cross is not None]
+        finally:
+            self.train(training)
+        return make_cache(self, len(source), slack, bits, heard)

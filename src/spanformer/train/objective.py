@@ -1,0 +1,135 @@
+"""What a model learns, by its kind: the next token, the answer to a source, or tokens that were masked.
+
+An objective draws batches, from streams that a checkpoint can continue, and says how good a model is on the validation
+split. The loop around it is one for all. Shapes: B rows of this process, T tokens, N places asked for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from spanformer.data import Lanes, Pairs, PairStream, Prepared, mask_tokens
+from spanformer.model.encoder import Encoder
+from spanformer.model.layered import Layered
+from spanformer.model.lm import LM
+from spanformer.model.seq2seq import Seq2Seq
+from spanformer.train.config import RunConfig
+from spanformer.train.evaluate import Score, evaluate, evaluate_masked, evaluate_pairs
+from spanformer.train.step import Drawn
+
+
+class Objective(Protocol):
+    @property
+    def stream(self) -> Lanes | PairStream: ...
+
+    def draw(self) -> Drawn: ...
+
+    def evaluate(self, model: Layered) -> Score:
+        """On the validation split."""
+        ...
+
+
+def make_objective(data: Prepared, config: RunConfig, rows: slice) -> Objective:
+    """rows: of a batch, those of this process. config.model.vocab is known by now."""
+    kind = config.model.kind
+    if kind == "seq2seq":
+        return Answers(data, config, rows)
+    return NextToken(data, config, rows) if kind == "lm" else Masked(data, config, rows)
+
+
+class NextToken:
+    """Each token from those before it, in streams that go on from batch to batch."""
+
+    def __init__(self, data: Prepared, config: RunConfig, rows: slice) -> None:
+        t = config.train
+        self.stream = Lanes(data.splits["train"].ids, t.batch, t.block, seed=t.seed, rows=rows)
+        self.valid_ids = valid_ids(data, t.eval_tokens)
+        self.config, self.valid = config, data.splits["valid"]
+
+    def draw(self) -> Drawn:
+        batch, t = next(self.stream), self.config.train
+        x, y = torch.from_numpy(batch.x), torch.from_numpy(batch.y)
+        return Drawn({"x": x, "targets": y}, t.batch * t.block, reset=batch.reset)
+
+    def evaluate(self, model: Layered) -> Score:
+        assert isinstance(model, LM)
+        t, ids = self.config.train, self.valid_ids
+        lanes = max(1, min(t.batch, len(ids) // (8 * t.block)))
+        units = self.valid.units * len(ids) / self.valid.tokens
+        return evaluate(model, ids, units=units, lanes=lanes, block=t.block, dtype=t.dtype)
+
+
+class Masked:
+    """Tokens that are hidden in a stretch of text, from what stands on both sides of them."""
+
+    def __init__(self, data: Prepared, config: RunConfig, rows: slice) -> None:
+        t = config.train
+        self.stream = Lanes(data.splits["train"].ids, t.batch, t.block, seed=t.seed, rows=rows)
+        self.valid_ids = valid_ids(data, t.eval_tokens)
+        self.config, self.vocab = config, data.vocab.size
+
+    def draw(self) -> Drawn:
+        t, lanes = self.config.train, self.stream
+        batch = next(lanes)
+        # which tokens are hidden follows from the place in the text alone: nothing about it needs to be saved
+        seeds = [(t.seed, lanes.epoch, lanes.position, lane) for lane in lanes.rows]
+        hidden = mask_tokens(batch.x, t.masked, vocab=self.vocab, mask=self.config.model.vocab - 1, seeds=seeds)
+        x, at, y = (torch.from_numpy(a) for a in (hidden.x, hidden.at, hidden.y))
+        return Drawn({"x": x, "at": at, "targets": y}, t.batch * at.shape[1])
+
+    def evaluate(self, model: Layered) -> Score:
+        assert isinstance(model, Encoder)
+        t = self.config.train
+        return evaluate_masked(
+            model, self.valid_ids, share=t.masked, vocab=self.vocab, block=t.block, batch=t.batch, dtype=t.dtype
+        )
+
+
+class Answers:
+    """The target of each pair of texts from its source, token by token."""
+
+    def __init__(self, data: Prepared, config: RunConfig, rows: slice) -> None:
+        t = config.train
+        self.pairs = {name: pairs_of(data, name, config) for name in ("train", "valid")}
+        self.stream = PairStream(self.pairs["train"], t.batch, seed=t.seed, rows=rows)
+        enough = int(np.searchsorted(self.pairs["valid"].lengths[:, 1].cumsum(), t.eval_tokens, "right"))
+        self.config, self.asked = config, max(1, enough) if t.eval_tokens else len(self.pairs["valid"])
+
+    def draw(self) -> Drawn:
+        batch = next(self.stream)
+        names = {"source": "source", "x": "x", "targets": "y", "source_padding": "source_padding"}
+        arguments = {name: torch.from_numpy(getattr(batch, field)) for name, field in names.items()}
+        return Drawn(arguments, batch.tokens, counted=~torch.from_numpy(batch.padding))
+
+    def evaluate(self, model: Layered) -> Score:
+        assert isinstance(model, Seq2Seq)
+        t = self.config.train
+        return evaluate_pairs(model, self.pairs["valid"], limit=self.asked, batch=t.batch, dtype=t.dtype)
+
+
+def pairs_of(data: Prepared, split: str, config: RunConfig) -> Pairs:
+    if Path(config.data.source).expanduser().is_file():
+        raise ValueError(
+            f"data.source is the file {config.data.source}, whose splits may cut a pair in two; expected 'numbers', or "
+            "a folder with files named train, valid and test"
+        )
+    vocab = config.model.vocab
+    return Pairs(
+        data.splits[split].ids, data.vocab, begin=vocab - 2, end=vocab - 1, longest=config.train.block, name=split
+    )
+
+
+def valid_ids(data: Prepared, most: int) -> np.ndarray:
+    """The tokens to validate with; most: so many, 0: all."""
+    ids = data.splits["valid"].ids
+    ids = ids[:most] if most else ids
+    if len(ids) < 2:
+        raise ValueError(
+            f"there is {len(ids)} token to validate with; expected 2 or more: use more text, a larger data.valid or a "
+            "larger train.eval_tokens"
+        )
+    return ids

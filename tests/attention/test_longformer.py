@@ -1,0 +1,340 @@
+"""Longformer against its equation, written densely: windows, global tokens with their own projections, and both."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spanformer import Rule
+from spanformer.attention import View
+from spanformer.attention.longformer import Longformer, growing_windows
+from spanformer.model.config import AttentionConfig, ModelConfig
+from spanformer.model.layer import SelfAttention
+from spanformer.model.lm import LM
+from spanformer.position import Alibi, Position, Rotary
+
+DIM, HEADS = 16, 2
+
+
+def make(window: int, **options) -> Longformer:
+    torch.manual_seed(0)
+    return Longformer(DIM, HEADS, window, **options)
+
+
+def inputs(b: int, t: int, kv_heads: int = HEADS, seed: int = 0) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    rand = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
+    d = DIM // HEADS
+    return {"q": rand(b, HEADS, t, d), "k": rand(b, kv_heads, t, d), "v": rand(b, kv_heads, t, d), "x": rand(b, t, DIM)}
+
+
+def choose(b: int, t: int, most: int, seed: int = 3) -> Tensor:
+    """[B, T]: each example its own global tokens, one of them none."""
+    g = torch.Generator().manual_seed(seed)
+    chosen = torch.zeros(b, t, dtype=torch.bool)
+    for row in range(b - 1 if b > 1 else b):
+        chosen[row, torch.randperm(t, generator=g)[:most]] = True
+    return chosen
+
+
+def seen(i: int, j: int, window: int, causal: bool, dilation: int) -> bool:
+    """The paper's window, pair by pair: w/2 to either side, or the last w, in steps of the dilation."""
+    if (i - j) % dilation:
+        return False
+    step = (i - j) // dilation
+    return 0 <= step < window if causal else abs(step) <= window // 2
+
+
+def oracle(made: dict[str, Tensor], weights: dict[str, Tensor], chosen: Tensor, module: Longformer, **options):
+    """out and lse by the definition, dense and pair by pair. padding and documents [B, T]; bias [H, T distances]."""
+    b, h, t, d = made["q"].shape
+    group = h // made["k"].shape[1]
+    heads = lambda x: x.view(b, t, -1, d).transpose(1, 2)  # noqa: E731
+    k, v = (made[n].repeat_interleave(group, 1) for n in ("k", "v"))
+    own_q = heads(made["x"] @ weights["query.weight"].T)
+    own_k, own_v = (heads(made["x"] @ weights[f"{n}.weight"].T).repeat_interleave(group, 1) for n in ("key", "value"))
+    options = {"padding": None, "documents": None, "dilation": [1] * h, **options}
+
+    def shown(n: int, head: int, i: int, j: int) -> bool:
+        near = seen(i, j, module.window, module.causal, options["dilation"][head])
+        return (
+            (near or bool(chosen[n, i]) or bool(chosen[n, j]))
+            and (not module.causal or j <= i)
+            and (options["padding"] is None or not options["padding"][n, j])
+            and (options["documents"] is None or bool(options["documents"][n, i] == options["documents"][n, j]))
+        )
+
+    pairs = [
+        [[[shown(n, head, i, j) for j in range(t)] for i in range(t)] for head in range(h)] for n in range(b)
+    ]  # fmt: skip
+    is_global = chosen[:, None, :, None]
+    score = torch.where(is_global, own_q @ own_k.mT, made["q"] @ k.mT) / math.sqrt(d)
+    if (bias := options.get("bias")) is not None:
+        score = score + bias.to(score.dtype)[:, (torch.arange(t)[:, None] - torch.arange(t)).abs()]
+    score = torch.where(torch.tensor(pairs), score, -math.inf)
+    weight = torch.where(torch.tensor(pairs), score.softmax(-1), 0)  # a row that sees nothing gives zeros
+    return torch.where(is_global, weight @ own_v, weight @ v), score.logsumexp(-1)
+
+
+def results(run, made: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """out, lse and every gradient, in float64."""
+    out, lse = run(made, weights)
+    g = torch.Generator().manual_seed(5)
+    g_out, g_lse = (torch.randn(s.shape, generator=g, dtype=torch.float64).to(s.dtype) for s in (out, lse))
+    shown = lse > -math.inf
+    loss = (out * g_out).sum() + (torch.where(shown, lse, 0) * g_lse).sum()
+    leaves = {**made, **weights}
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    found = {"out": out, "lse": torch.where(shown, lse, 0)}
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        found["d" + name] = torch.zeros_like(leaf) if grad is None else grad
+    return {name: t.detach().double() for name, t in found.items()}
+
+
+def check(module: Longformer, made: dict[str, Tensor], chosen: Tensor, view: View, backend: str, dtype, **options):
+    """The module is as near to the float64 oracle as the same oracle is in the module's dtype, up to a small factor."""
+    module = module.to(dtype)
+    module.backend = backend
+    names = ("query.weight", "key.weight", "value.weight")
+    weights = {n: p.detach().to(dtype) for n, p in module.named_parameters() if n in names}
+    assert len(weights) in (0, 3)
+    made = {n: t.to(dtype) for n, t in made.items()}
+
+    def leaves(tensors: dict[str, Tensor], to: torch.dtype) -> dict[str, Tensor]:
+        return {n: t.to(to).requires_grad_() for n, t in tensors.items()}
+
+    def run(made: dict[str, Tensor], weights: dict[str, Tensor]):
+        rule = module.rule(view)
+        if options.get("rule") is not None:
+            rule = rule + options["rule"]
+        arguments = (made["q"], made["k"], made["v"], rule, replace(view, x=made["x"]))
+        return torch.func.functional_call(_Mix(module), {f"module.{n}": w for n, w in weights.items()}, arguments)
+
+    def dense(made: dict[str, Tensor], weights: dict[str, Tensor]):
+        weights = weights or {n: made["x"].new_zeros(DIM, DIM) for n in names}
+        return oracle(made, weights, chosen, module, **{n: o for n, o in options.items() if n != "rule"})
+
+    got = results(run, leaves(made, dtype), leaves(weights, dtype))
+    truth = results(dense, leaves(made, torch.float64), leaves(weights, torch.float64))
+    rough = results(dense, leaves(made, dtype), leaves(weights, dtype))
+    eps = torch.finfo(dtype).eps
+    for name, true in truth.items():
+        allowed = 4 * (rough[name] - true).abs().max() + 16 * eps * max(float(true.abs().max()), 1e-3)
+        error = (got[name] - true).abs().max()
+        assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+class _Mix(nn.Module):
+    def __init__(self, module: Longformer) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *arguments):
+        return self.module.mix(*arguments)
+
+
+BACKENDS = [("native", torch.float32), ("banded", torch.float64)]
+
+
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("b", "t", "window", "positions"), [(2, 23, 6, [0, 9, 22]), (1, 1, 2, [0]), (1, 33, 2, [4])])
+def test_fixed_global_tokens_equal_the_equation(backend, dtype, causal, b, t, window, positions):
+    module = make(window, positions=positions, causal=causal)
+    chosen = torch.zeros(b, t, dtype=torch.bool)
+    chosen[:, positions] = True
+    check(module, inputs(b, t), chosen, View(), backend, dtype)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_tokens_chosen_by_each_example_with_padding(backend, dtype, causal):
+    b, t, most = 3, 19, 4  # one example chooses none, one all it may, of which one is padding
+    module = make(8, most=most, causal=causal)
+    chosen = choose(b, t, most)
+    chosen[0, t - 1] |= int(chosen[0].sum()) < most
+    padding = torch.zeros(b, t, dtype=torch.bool)
+    padding[0, 15:] = padding[1, :3] = True
+    check(module, inputs(b, t), chosen, View(chosen=chosen, padding=padding), backend, dtype, padding=padding)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
+def test_shared_key_heads_documents_and_a_bias_over_distance(backend, dtype):
+    b, t = 2, 21
+    module = make(6, positions=[1, 2, 13], causal=False, kv_heads=1)
+    chosen = torch.zeros(b, t, dtype=torch.bool)
+    chosen[:, module.positions] = True
+    documents = (torch.arange(t) >= 11).long().expand(b, t)
+    alibi = Alibi(HEADS).to(dtype).rule(View(), t)
+    options = {"documents": documents, "bias": alibi.distance_bias.double(), "rule": alibi}
+    check(module, inputs(b, t, kv_heads=1), chosen, View(documents=documents), backend, dtype, **options)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_each_head_has_its_dilation(backend, dtype, causal):
+    b, t, dilation = 2, 29, [1, 3]
+    module = make(4, most=2, causal=causal, dilation=dilation)
+    chosen = choose(b, t, 2)
+    check(module, inputs(b, t), chosen, View(chosen=chosen), backend, dtype, dilation=dilation)
+    assert make(4, causal=causal, dilation=dilation).lookback() == ([3, 9] if causal else [2, 6])
+
+
+def test_a_window_without_global_tokens_is_only_a_rule():
+    for causal in (False, True):
+        module = make(6, causal=causal)
+        assert not list(module.parameters())
+        check(module, inputs(2, 15), torch.zeros(2, 15, dtype=torch.bool), View(), "native", torch.float32)
+    assert make(6).lookback() == [5, 5] and make(6, causal=False).lookback() == [3, 3]
+
+
+def test_a_global_key_inside_the_window_counts_once():
+    """With all scores equal every token that is seen has the same weight: counted twice, one would have two."""
+    module = make(4, positions=[5], causal=False)
+    q = torch.zeros(1, HEADS, 11, 8)
+    v = torch.eye(11)[None, None].expand(1, HEADS, 11, 11)
+    found = module.mix(q, q, v[..., :8], module.rule(), View(x=torch.zeros(1, 11, DIM))).out
+    assert torch.allclose(found[0, 0, 6, 4:8], torch.full((4,), 1 / 5))  # 4, 5, 6, 7 and 8
+    assert torch.allclose(found[0, 0, 1, [0, 1, 2, 3, 5]], torch.full((5,), 1 / 5))
+
+
+def test_a_learned_sink_counts_once():
+    """Without scores and sinks of 0, four tokens seen and one sink: each has a fifth."""
+    module = make(2, positions=[9], causal=False)
+    q, v = torch.zeros(1, HEADS, 11, 8), torch.ones(1, HEADS, 11, 8)
+    rule = module.rule() + Rule(HEADS, causal=False, sinks=torch.zeros(HEADS))
+    found = module.mix(q, q, v, rule, View(x=torch.zeros(1, 11, DIM))).out
+    assert torch.allclose(found[:, :, 1:8], torch.tensor(4 / 5))
+
+
+def test_causal_rows_do_not_change_with_the_future():
+    module, t = make(6, positions=[0, 7], causal=True), 16
+    made = {n: s.float() for n, s in inputs(1, t).items()}
+    after = {n: s.clone() for n, s in made.items()}
+    for name in ("q", "k", "v"):
+        after[name][:, :, 10:] += 1
+    after["x"][:, 10:] += 1
+    a, c = (module.mix(m["q"], m["k"], m["v"], module.rule(), View(x=m["x"])).out for m in (made, after))
+    assert torch.equal(a[:, :, :10], c[:, :, :10]) and not torch.allclose(a[:, :, 10:], c[:, :, 10:])
+
+
+class TestInALayer:
+    @pytest.mark.parametrize("position", [Alibi(HEADS), Rotary(DIM // HEADS)])
+    def test_segments_with_memory_are_one_text(self, position):
+        """Global tokens go on being seen from memory, as far back as `farthest`, and no farther."""
+        torch.manual_seed(2)
+        module = make(4, positions=[1, 6], farthest=11)
+        layer = SelfAttention(DIM, HEADS, module, None)
+        x = torch.randn(2, 24, DIM)
+        whole, _ = layer(x, x[:, :0], View(), position)
+        parts = []
+        for start in range(0, 24, 6):
+            memory = x[:, max(0, start - 13) : start]  # more than it looks back
+            parts.append(layer(x[:, start : start + 6], memory, View(start=max(0, start - 13)), position)[0])
+        assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-6)
+        changed = x.clone()
+        changed[:, 6] += 1
+        after, _ = layer(changed, x[:, :0], View(), position)
+        moved = (after - whole).abs().amax((0, 2)) > 1e-6
+        assert moved.nonzero().flatten().tolist() == list(range(6, 17))
+
+    def test_global_projections_start_as_copies(self):
+        layer = SelfAttention(DIM, 1, make(4, positions=[0], kv_heads=1), None)
+        for name in ("query", "key", "value"):
+            mine, theirs = getattr(layer.mechanism, name).weight, getattr(layer, name).weight
+            assert torch.equal(mine, theirs) and mine is not theirs
+
+    @pytest.mark.parametrize("position", [Position(), Alibi(HEADS), Rotary(DIM // HEADS)])
+    def test_a_layer_that_starts_so_is_full_attention_if_all_tokens_are_global(self, position):
+        """Copied projections, turned as the layer turns its own: then own or not makes no difference."""
+        torch.manual_seed(1)
+        layer = SelfAttention(DIM, HEADS, make(2, most=13, causal=False), None)
+        x, chosen = torch.randn(2, 13, DIM), torch.ones(2, 13, dtype=torch.bool)
+        got, _ = layer(x, x[:, :0], View(chosen=chosen), position)
+        wide = SelfAttention(DIM, HEADS, make(26, causal=False), None)
+        wide.load_state_dict({n: w for n, w in layer.state_dict().items() if "mechanism" not in n})
+        expected, _ = wide(x, x[:, :0], View(), position)
+        assert torch.allclose(got, expected, atol=1e-6)
+
+    def test_training_moves_the_global_projections(self):
+        layer = SelfAttention(DIM, HEADS, make(4, positions=[0], causal=False), None)
+        layer(torch.randn(1, 9, DIM), torch.zeros(1, 0, DIM), View(), Position())[0].square().sum().backward()
+        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.mechanism.parameters())
+
+
+def test_windows_grow_with_depth():
+    sizes = growing_windows(12, 32, 512)
+    assert sizes[0] == 32 and sizes[-1] == 512 and len(sizes) == 12
+    assert sizes == sorted(sizes) and all(size % 2 == 0 for size in sizes)
+    assert growing_windows(5, 32, 512) == [32, 64, 128, 256, 512] and growing_windows(1, 2, 8) == [8]
+    with pytest.raises(ValueError, match="layers is 3, lowest 5 and highest 8; expected at least 1 layer and even"):
+        growing_windows(3, 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((16, 3, 4), {}, "dim is 16; expected a multiple of heads, 3"),
+        ((16, 2, 0), {}, "window is 0; expected at least 1 token"),
+        ((16, 2, 5), {"causal": False}, "window is 5; expected at least 1 token, an even number: half of it lies to"),
+        ((16, 2, 4), {"positions": [1, 1]}, r"positions is \[1, 1\]; expected different positions, from 0 on"),
+        ((16, 2, 4), {"positions": [-1]}, r"positions is \[-1\]; expected different"),
+        ((16, 2, 4), {"most": -1}, "most is -1; expected how many global tokens an example may choose"),
+        ((16, 2, 4), {"farthest": 3}, "farthest is 3; expected more than the window's 3 tokens"),
+        ((16, 2, 4), {"dilation": 0}, "dilation is 0; expected at least 1 token, one for each of 2 heads"),
+        ((16, 2, 4), {"dilation": [1]}, r"dilation is \[1\]; expected at least 1 token, one for each"),
+        ((16, 2, 4), {"kv_heads": 3}, "kv_heads is 3; expected a divisor of heads, 2"),
+    ],
+)
+def test_bad_options_are_refused(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        Longformer(*arguments, **options)
+
+
+def test_bad_views_are_refused():
+    made = inputs(2, 7)
+    q, k, v, x = (made[n].float() for n in "qkvx")
+    module = make(4, most=2, causal=False)
+    with pytest.raises(ValueError, match=r"view.chosen has shape \[2, 6\] and dtype torch.bool; expected \[2, 7\]"):
+        module.mix(q, k, v, module.rule(), View(x=x, chosen=torch.zeros(2, 6, dtype=torch.bool)))
+    with pytest.raises(ValueError, match=r"view.chosen holds 7 global tokens; expected at most 2 in each example"):
+        module.mix(q, k, v, module.rule(), View(x=x, chosen=torch.ones(2, 7, dtype=torch.bool)))
+    module = make(4, positions=[0], causal=False)
+    with pytest.raises(ValueError, match=r"view.keys has shape None; Longformer's global tokens have projections of"):
+        module.mix(q, k, v, module.rule(), View())
+
+
+class TestInALanguageModel:
+    def make(self, kind: str) -> LM:
+        torch.manual_seed(4)
+        attention = AttentionConfig(kind=kind, max_span=20)
+        return LM(ModelConfig(vocab=11, dim=DIM, layers=2, heads=HEADS, attention=attention)).eval()
+
+    @pytest.mark.parametrize("kind", ["longformer:6:3", "longformer:6", "longformer:3:2:4"])
+    def test_segments_are_one_text(self, kind):
+        lm, x = self.make(kind), torch.randint(11, (2, 90))
+        whole, state, parts = lm(x).logits, None, []
+        for piece in x.split(9, 1):
+            out = lm(piece, state)
+            state, _ = out.state, parts.append(out.logits)
+        assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
+
+    def test_a_cache_serves_a_window_and_refuses_global_tokens(self):
+        x = torch.randint(11, (1, 40))
+        for kind in ("longformer:6", "longformer:3:0:2"):
+            lm = self.make(kind)
+            cache = lm.cache(1)
+            got = torch.cat([lm.read(piece, cache) for piece in x.split(7, 1)], 1)
+            assert torch.allclose(got, lm(x).logits, atol=1e-5)
+        lm = self.make("longformer:6:1")
+        with pytest.raises(ValueError, match="Longformer reads the hidden states of its keys, which a cache does not"):
+            lm.read(x, lm.cache(1))
+
+    def test_only_a_window_goes_into_a_mixture(self):
+        self.make("1 longformer:6 + 1 adaptive_span")
+        with pytest.raises(ValueError, match=r"Longformer mixes in its own way here \(.*positions=.*give it all"):
+            self.make("1 longformer:6:2 + 1 adaptive_span")
