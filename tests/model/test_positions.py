@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from small_models import KINDS, SMALL, make, position, text
+from small_models import KINDS, SMALL, make, position, text, with_attention
 from spanformer.model.build import make_position
-from spanformer.model.config import PER_LAYER, PositionConfig
+from spanformer.model.config import PER_LAYER, EncoderConfig, PositionConfig
+from spanformer.model.encoder import Encoder
 from spanformer.model.lm import LM
+from spanformer.model.seq2seq import Seq2Seq
 from spanformer.position import POSITIONS, Rotary
 
 
@@ -76,6 +78,38 @@ def test_rows_at_different_places(kind: str) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
     step = lm.read(x[:, 39:40], cache, lengths=torch.tensor([0, 1]))
     torch.testing.assert_close(step[1, 0], whole[1, 39], rtol=1e-9, atol=1e-9)
+
+
+FOLDED = ("none", "table", "alibi", "distance_bias", "da_transformer")  # these read |d|
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_encoder_tells_ahead_from_behind(kind: str) -> None:
+    """Read backwards, a text gives the same states backwards only to positions that do not tell the two apart. All
+    backends agree on it."""
+    config = replace(SMALL, kind="encoder", layers=2, position=position(kind))
+    config = with_attention(config, kind="window:9")
+    torch.manual_seed(1)
+    encoder, x = Encoder(config).double().eval(), text(2, 31)
+    with torch.no_grad():
+        for p in encoder.position.parameters():
+            p.normal_()
+        forwards, backwards = encoder(x).logits, encoder(x.flip(1)).logits.flip(1)
+    assert torch.allclose(forwards, backwards, atol=1e-9) == (kind in FOLDED)
+    for mechanism in encoder.mechanisms():
+        mechanism.backend = "reference"
+    torch.testing.assert_close(encoder(x).logits, forwards, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_encoder_decoder_writes_as_it_was_trained(kind: str) -> None:
+    half = EncoderConfig(position=position(kind), attention=SMALL.attention)
+    torch.manual_seed(1)
+    model = Seq2Seq(replace(SMALL, kind="seq2seq", layers=2, position=position(kind), encoder=half)).double().eval()
+    source, x = text(2, 17), text(2, 12)
+    cache = model.start(source)
+    read = torch.cat([model.read(piece, cache) for piece in x.split([5, *[1] * 7], 1)], 1)
+    torch.testing.assert_close(read, model(source, x).logits, rtol=1e-9, atol=1e-9)
 
 
 def test_scaled_rotary_reaches_the_model() -> None:
