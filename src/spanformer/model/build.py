@@ -132,9 +132,9 @@ MAKERS: dict[str, Callable[[ModelConfig, HeadKind], Attention]] = {
 """one for each of kinds.KINDS"""
 
 
-def make_position(config: ModelConfig, *, causal: bool = True) -> Position:
+def make_position(config: ModelConfig) -> Position:
     """One encoding, for all layers or (with `position.per_layer`) for one of them."""
-    p, heads, size = config.position, config.heads, config.head_dim
+    p, heads, size, causal = config.position, config.heads, config.head_dim, config.causal
     longest = config.attention.max_span + (0 if config.original else math.ceil(config.attention.ramp))
     makers: dict[str, Callable[[], Position]] = {
         "none": Position,
