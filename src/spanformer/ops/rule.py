@@ -18,6 +18,7 @@ from spanformer.ops.blocks import BlockIndex
 from spanformer.ops.tables import TABLES, add_tables, add_values, check_ahead, counted, multiply_tables, shared_ahead
 
 UNLIMITED = 1 << 40  # a reach beyond any sequence
+ONCE = {"kept": 0, "sinks": None, "penalty": None, "distance_value": None}  # of a rule and its `also` together
 HEAD_AXIS = {name: 0 for name in (*TABLES, "sinks")} | {"key_bias": 1, "key_span": 1, "forget": 1}
 """which axis of a term counts heads; its size may be 1 there, for all of them. (A span has [H] or [B, H, Tq].)"""
 KEY_TERMS = ("key_bias", "key_span", "forget")
@@ -133,6 +134,7 @@ class Rule:
         carried = {
             "kept": self.also.kept > 0,
             "sinks": self.also.sinks is not None,
+            "distance_value": self.also.distance_value is not None,
             "penalty": self.also.penalty is not None,
         }
         for name, there in carried.items():
@@ -301,7 +303,7 @@ class Rule:
         """(a ∪ b) + (c ∪ d) without a + c: the parts b + c, a + d and b + d, one after the other."""
         if self.also is None and other.also is None:
             return None
-        a, c = (replace(rule, also=None, kept=0, sinks=None, penalty=None) for rule in (self, other))
+        a, c = (replace(rule, also=None, **ONCE) for rule in (self, other))
         parts = [x + y for x, y in ((self.also, c), (a, other.also), (self.also, other.also)) if x and y]
         chain = parts.pop()
         while parts:
