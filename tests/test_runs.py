@@ -18,7 +18,7 @@ from spanformer.train.run import train
 from tiny_runs import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = sorted(ROOT.glob("runs/**/*.toml"))
+FILES = sorted(path for path in ROOT.glob("runs/**/*.toml") if path.parent.name != "compare")
 NAMES = [str(path.relative_to(ROOT)) for path in FILES]
 PAPER = (
     "layers dim heads ff persistent span block batch dropout lr warmup steps penalty",

@@ -43,7 +43,9 @@ class Layered(nn.Module):
         self.config = config
         if tokens:
             self.embedding, self.head = make_embedding(config)
-        self.position = make_position(config)
+        one_each = range(config.layers if config.position.per_layer else 0)
+        made = [make_position(config, causal=config.causal) for _ in one_each]
+        self.position = nn.ModuleList(made) if made else make_position(config, causal=config.causal)
         self.blocks = nn.ModuleList(make_block(config, parts) for parts in config.stack())
         self.norm = make_norm(config.norm, config.dim) if config.order == "pre" else nn.Identity()
         self.dropout = nn.Dropout(config.embedding.dropout)
@@ -53,6 +55,16 @@ class Layered(nn.Module):
     def layers(self) -> list[Block]:
         """Every layer, in the order in which a text goes through them."""
         return [block for block in self.blocks if isinstance(block, Block)]
+
+    def positions(self) -> list[Position]:
+        """The position encoding of each layer: the same for all, or one for each."""
+        if isinstance(self.position, Position):
+            return [self.position] * self.config.layers
+        return [position for position in self.position if isinstance(position, Position)]
+
+    def place(self, n: int, h: Tensor, start: int) -> Tensor:
+        """What goes into layer n, h [B, T, dim] at positions start, start + 1, …, made to know where it stands."""
+        return self.positions()[n].embed(h, start) if not n or self.config.position.per_layer else h
 
     def through(
         self, block: nn.Module, h: Tensor, past: Tensor, view: View, position: Position, heard: Heard | None = None
