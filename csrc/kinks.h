@@ -13,6 +13,7 @@ static double kink_sum(const Call& c, long b, long h, double far) {
   const long d = (long)at, kv = h / (c.H / c.Hkv);
   if ((double)d != at || (c.reach && d >= c.reach[h])) return 0;  // no whole number, or beyond the cap
   const float* table = c.distance_vec && d < c.vec_length ? c.distance_vec + h * c.vec_head + d * c.D : nullptr;
+  const float bias = c.distance_bias && d < c.bias_length ? c.distance_bias[h * c.bias_length + d] : 0.f;
   const long back = c.Tk - c.Tq - c.shift - d;
   double total = 0;
   for (long i = std::max(0L, -back); i < c.Tq; i++) {
@@ -22,7 +23,7 @@ static double kink_sum(const Call& c, long b, long h, double far) {
     float score = exact_dot(q, row<T>(c.k, b, kv, i + back), c.D);
     if (table) score += exact_dot(q, table, c.D);
     const float gain = exact_dot(g, row<T>(c.v, b, kv, i + back), c.Dv) - exact_dot(g, row<T>(c.out, b, h, i), c.Dv);
-    total += std::exp(score * (float)c.scale - c.lse[n]) * (gain + (c.g_lse ? c.g_lse[n] : 0.f));
+    total += std::exp(score * (float)c.scale + bias - c.lse[n]) * (gain + (c.g_lse ? c.g_lse[n] : 0.f));
   }
   return total;
 }

@@ -23,8 +23,17 @@ def with_attention(config: ModelConfig, **changes) -> ModelConfig:
     return replace(config, attention=replace(config.attention, **changes))
 
 
-POSITIONS = {kind: replace(SMALL, position=PositionConfig(kind=kind)) for kind in
-             ("none", "table", "rotary", "alibi", "distance_bias")}  # fmt: skip
+KINDS = (
+    "none", "sinusoidal", "learned", "learned_per_layer", "table", "shaw", "transformer_xl", "rotary", "alibi", "t5",
+    "distance_bias", "da_transformer",
+)  # fmt: skip
+
+
+def position(kind: str) -> PositionConfig:
+    return PositionConfig(kind=kind, length=128 if "learned" in kind else 0, clip=3)  # pyright: ignore
+
+
+POSITIONS = {kind: replace(SMALL, position=position(kind)) for kind in KINDS}
 CONFIGS = POSITIONS | {
     "paper": replace(
         SMALL, norm="layer", order="post", position=PositionConfig(kind="table"),

@@ -13,14 +13,15 @@ from spanformer.ops import Rule, attend, kernel
 needs_kernel = pytest.mark.skipif(kernel.problem() is not None, reason=str(kernel.problem()))
 
 
-def gained(dtype: torch.dtype, *, tq: int, tk: int, table: bool, cap: int, seed: int = 0) -> Tensor:
+def gained(dtype: torch.dtype, *, tq: int, tk: int, table: bool, cap: int, bias: bool = False, seed: int = 0) -> Tensor:
     """[H] what the kinks alone add to the gradient of the spans."""
     g = torch.Generator().manual_seed(seed)
     rand = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype)  # noqa: E731
     q, k, v = rand(2, 4, tq, 16), rand(2, 2, tk, 16), rand(2, 2, tk, 8)
     span = torch.tensor([0.0, 3.0, 5.5, 8.0], dtype=dtype, requires_grad=True)
     vectors = rand(1, cap, 16) if table else None
-    rule = Rule(4, span=span, ramp=4.0, reach=cap, original=True, distance_vec=vectors)
+    biases = rand(4, cap) if bias else None
+    rule = Rule(4, span=span, ramp=4.0, reach=cap, original=True, distance_vec=vectors, distance_bias=biases)
     with torch.no_grad():
         found = attend(q, k, v, rule, backend="reference")
     out, lse = with_kinks(found, q, k, v, rule)
@@ -31,11 +32,14 @@ def gained(dtype: torch.dtype, *, tq: int, tk: int, table: bool, cap: int, seed:
 
 
 @needs_kernel
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("table", [False, True], ids=["plain", "table"])
 @pytest.mark.parametrize("sizes", [(1, 1), (17, 17), (9, 40), (33, 33)], ids=str)
 @pytest.mark.parametrize("cap", [10, 64])
-def test_the_kernel_agrees(sizes: tuple[int, int], table: bool, cap: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"tq": sizes[0], "tk": sizes[1], "table": table, "cap": cap}
+def test_the_kernel_agrees(
+    sizes: tuple[int, int], table: bool, bias: bool, cap: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"tq": sizes[0], "tk": sizes[1], "table": table, "bias": bias, "cap": cap}
     truth = gained(torch.float64, **options)
     native = gained(torch.float32, **options)
     monkeypatch.setattr(kernel, "problem", lambda: "not here")
@@ -56,3 +60,27 @@ def test_the_kernel_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     called.clear()
     gained(torch.float64, tq=5, tk=9, table=True, cap=12)
     assert not called
+
+
+@pytest.mark.parametrize("table", [False, True], ids=["plain", "table"])
+def test_with_a_bias_over_distances_it_is_half_the_difference_of_spans_beside(table: bool) -> None:
+    """A whole span lies between two ramps: its gradient there is that of the clamp, 1/R on both kinks, which attend's
+    own gradient at a span a little longer (for the far kink) and a little shorter (for the near one) has as well."""
+    g = torch.Generator().manual_seed(1)
+    rand = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
+    q, k, v = rand(1, 1, 20, 4), rand(1, 1, 20, 4), rand(1, 1, 20, 4)
+    terms = {"distance_bias": rand(1, 20), "distance_vec": rand(1, 20, 4) if table else None}
+    weight = rand(1, 1, 20, 4)
+
+    def slope(z: float, kinks: bool) -> float:
+        span = torch.tensor([z], dtype=torch.float64, requires_grad=True)
+        rule = Rule(1, span=span, ramp=4.0, reach=20, original=True, **terms)
+        found = attend(q, k, v, rule, backend="reference")
+        out = with_kinks(found, q, k, v, rule).out if kinks else found.out
+        (out * weight).sum().backward()
+        assert span.grad is not None
+        return float(span.grad)
+
+    here, eps = slope(3.0, False), 1e-7
+    near, far = slope(3 - eps, False) - here, slope(3 + eps, False) - here  # d = z is on the ramp, and d = z + R
+    assert slope(3.0, True) == pytest.approx(here + near + far, rel=1e-5)

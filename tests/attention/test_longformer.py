@@ -342,7 +342,7 @@ class TestInALanguageModel:
             got = torch.cat([lm.read(piece, cache) for piece in x.split(7, 1)], 1)
             assert torch.allclose(got, lm(x).logits, atol=1e-5)
         lm = self.make("longformer:6:1")
-        with pytest.raises(ValueError, match="Longformer reads the hidden states of its keys, which a cache does not"):
+        with pytest.raises(ValueError, match="Longformer mixes values in its own way, which a cache does not know"):
             lm.read(x, lm.cache(1))
 
     def test_only_a_window_goes_into_a_mixture(self):

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from small_models import CONFIGS, SMALL, make, text, with_attention
+from small_models import CONFIGS, KINDS, SMALL, make, position, text, with_attention
 from spanformer.cost.peak import resident_bytes
 from spanformer.model import reading
-from spanformer.model.config import FeedForwardConfig, ModelConfig, PositionConfig
+from spanformer.model.config import FeedForwardConfig, ModelConfig
 from spanformer.model.lm import LM
 from spanformer.ops import kernel
 
@@ -23,7 +23,6 @@ STACKS = {
     "window": ("window:9", "full"),
     "mixed heads": ("2 window:7 + 2 adaptive_span", "2 adaptive_span + 2 dynamic_span"),
 }
-KINDS = ("none", "table", "rotary", "alibi", "distance_bias")
 
 
 def read_in(lm: LM, x: torch.Tensor, pieces: list[int], **options) -> torch.Tensor:
@@ -48,13 +47,15 @@ def test_equals_one_forward_pass(name: str, pieces: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stack", STACKS)
 def test_every_mechanism_with_every_position(stack: str, kind: str) -> None:
-    """Norm before and after, grouped heads with and without tied spans, persistent memory: two layers each."""
-    for n, (order, (kv_heads, tied), persistent) in enumerate(
-        itertools.product(("pre", "post"), ((0, False), (2, False), (2, True)), (0, 5))
-    ):
+    """Norm before and after, grouped heads with and without tied spans, persistent memory: two layers each. Every kind
+    meets all of these, in one stack or another."""
+    made = itertools.product(("pre", "post"), ((0, False), (2, False), (2, True)), (0, 5))
+    for n, (order, (kv_heads, tied), persistent) in enumerate(made):
+        if (n + n // 4 + list(STACKS).index(stack)) % 4:
+            continue
         config = replace(
             with_attention(SMALL, stack=STACKS[stack], tied=tied), layers=2, order=order, kv_heads=kv_heads,
-            persistent=persistent, position=PositionConfig(kind=kind), norm=("rms", "layer")[n % 2],
+            persistent=persistent, position=position(kind), norm=("rms", "layer")[n % 2],
         )  # fmt: skip
         lm, x = make(config), text(1, 75)
         assert close(read_in(lm, x, [60] + [1] * 15), lm(x).logits), (order, kv_heads, tied, persistent)
@@ -63,10 +64,13 @@ def test_every_mechanism_with_every_position(stack: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stack", ["adaptive_span", "full", "2 window:7 + 2 adaptive_span"])
 def test_the_papers_zeros_are_seen(stack: str, kind: str) -> None:
-    for order, persistent, pieces in itertools.product(("pre", "post"), (0, 5), ([1] * 9 + [66], [66] + [1] * 9)):
+    made = itertools.product(("pre", "post"), (0, 5), ([1] * 9 + [66], [66] + [1] * 9))
+    for n, (order, persistent, pieces) in enumerate(made):
+        if (n + n // 2 + len(stack)) % 2:
+            continue
         config = replace(
             with_attention(SMALL, stack=(stack,)), layers=2, original=True, order=order, persistent=persistent,
-            position=PositionConfig(kind=kind), feedforward=FeedForwardConfig(kind="relu", dim=40, bias=True),
+            position=position(kind), feedforward=FeedForwardConfig(kind="relu", dim=40, bias=True),
         )  # fmt: skip
         lm, x = make(config), text(2, 75)
         assert close(read_in(lm, x, pieces), lm(x).logits), (order, persistent, pieces)

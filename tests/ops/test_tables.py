@@ -75,6 +75,21 @@ def test_scales_equal_the_oracle(case: Case) -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "banded"])
+@pytest.mark.parametrize("stride", [(3,), (1, 4)], ids=str)
+def test_with_strides_and_skips(stride: tuple[int, ...], backend: str) -> None:
+    base = {"b": 2, "tq": 33, "tk": 63, "stride": stride, "skip": (0, 2)}
+    for terms, kind in (
+        (("distance_bias", "head_vec"), SIGNED),
+        (("distance_value", "span", "sinks"), {}),
+        (("clipped_value", "span"), {"causal": False}),
+        (("distance_value", "distance_vec"), {"tq": 2}),
+    ):
+        check(Case(**{**base, "terms": terms, **kind}), backend, factor=12.0)
+    for kind in ({}, SIGNED):
+        check(Case(**base, terms=("distance_scale", "head_vec"), **kind), "banded")
+
+
+@pytest.mark.parametrize("backend", ["native", "banded"])
 @pytest.mark.parametrize("case", [CASES[9], VALUES[8], VALUES[-1]], ids=lambda c: c.name)
 def test_in_bfloat16(case: Case, backend: str) -> None:
     check(case, backend, torch.bfloat16)
@@ -174,6 +189,31 @@ def test_heads_are_picked_from_tables() -> None:
     rule = Rule(4, distance_scale=torch.arange(8.0).view(4, 2), distance_value=torch.arange(8.0).view(4, 2, 1))
     part = rule.for_heads([3, 1], [3, 1])
     assert part.distance_scale.tolist() == [[6, 7], [2, 3]] and part.distance_value[:, 0, 0].tolist() == [6, 2]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_tables_hold_for_both_parts_of_a_union(causal: bool) -> None:
+    """Near keys, and every third of the far ones: one softmax, one set of tables."""
+    g = torch.Generator().manual_seed(0)
+    rand = lambda *shape: torch.randn(*shape, generator=g, dtype=F64, requires_grad=True)  # noqa: E731
+    q, k, v, values, scales = rand(1, 2, 21, 4), rand(1, 2, 21, 4), rand(1, 2, 21, 4), rand(1, 5, 4), rand(2, 41)
+    seen = Rule(2, causal=causal, reach=4, also=Rule(2, causal=causal, stride=3, skip=4))
+    tables = {"distance_value": values, "distance_scale": scales}
+    rule = seen + Rule(2, causal=False, ahead=20, **tables)
+    assert rule.also is not None and rule.also.distance_value is None
+    got, truth = (attend(q, k, v, rule, backend=backend).out for backend in ("banded", "reference"))
+    torch.testing.assert_close(got, truth, rtol=1e-10, atol=1e-12)
+    d = torch.arange(21)[:, None] - torch.arange(21)
+    there = (d.abs() < 4) | (d % 3 == 0)
+    there = there & (d >= 0) if causal else there
+    score = torch.relu(q @ k.mT / 2) * scales[:, d + 20]
+    weight = torch.where(there, score, -math.inf).softmax(-1)
+    expected = weight @ v + torch.einsum("bhij,ijd->bhid", weight, values[0, (d + 2).clamp(0, 4)])
+    torch.testing.assert_close(truth, expected, rtol=1e-10, atol=1e-12)
+    leaves, g_out = (q, k, v, values, scales), torch.randn_like(got)
+    grads = (torch.autograd.grad(x, leaves, g_out, retain_graph=True) for x in (got, expected))
+    for mine, true in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, true, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(

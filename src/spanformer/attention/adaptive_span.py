@@ -65,7 +65,8 @@ class AdaptiveSpan(Attention):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View) -> Attended:
         found = super().mix(q, k, v, rule, view)
-        plain = view.q_positions is None and view.documents is None and view.padding is None
+        others = (view.q_positions, view.documents, view.padding, rule.distance_value, rule.distance_scale)
+        plain = all(term is None for term in others)
         return with_kinks(found, q, k, v, rule) if self.original and plain else found
 
     def spans(self) -> Tensor:

@@ -24,17 +24,19 @@ def with_kinks(found: Attended, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> 
     """`found`, unchanged, as attend gave it for queries that are the last T of the keys under a rule with `original`
     and static spans; its backward pass also gives whole spans their gradient at the kinks."""
     assert rule.original and rule.span is not None and not rule.dynamic
+    assert rule.distance_value is None and rule.distance_scale is None
     if not (torch.is_grad_enabled() and rule.span.requires_grad):
         return found
-    tables = None if rule.distance_vec is None else rule.distance_vec.detach()
-    out, lse = _Kinks.apply(*found, rule.span, q.detach(), k.detach(), v.detach(), tables, rule.ramp, rule.reach_list())
+    tables = [None if t is None else t.detach() for t in (rule.distance_bias, rule.distance_vec)]
+    qkv = (t.detach() for t in (q, k, v))
+    out, lse = _Kinks.apply(*found, rule.span, *qkv, *tables, rule.ramp, rule.reach_list())
     return Attended(out, lse)
 
 
 class _Kinks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, out, lse, span, q, k, v, tables, ramp: float, cap: list[int]):
-        ctx.save_for_backward(out, lse, span, q, k, v, tables)
+    def forward(ctx, out, lse, span, q, k, v, bias, tables, ramp: float, cap: list[int]):
+        ctx.save_for_backward(out, lse, span, q, k, v, bias, tables)
         ctx.ramp, ctx.cap = ramp, cap
         ctx.set_materialize_grads(False)
         return out.view_as(out), lse.view_as(lse)
@@ -43,32 +45,33 @@ class _Kinks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, g_out, g_lse):
         out, *saved = ctx.saved_tensors  # once: a recomputed activation is given out a single time
-        lse, span, q, k, v, tables = saved
+        lse, span, q, k, v, bias, tables = saved
         given = torch.zeros_like(out) if g_out is None else g_out
         if q.device.type == "cpu" and q.dtype in kernel.DTYPES and kernel.problem() is None:
-            grad = _native(q, k, v, out, lse, given, g_lse, span, tables, ctx.cap, ctx.ramp)
-            return g_out, g_lse, grad, *([None] * 6)
+            grad = _native(q, k, v, out, lse, given, g_lse, span, bias, tables, ctx.cap, ctx.ramp)
+            return g_out, g_lse, grad, *([None] * 7)
         mass = torch.zeros_like(lse) if g_lse is None else g_lse
         mass = mass - (given * out).sum(-1).to(lse.dtype)
         grad = torch.zeros_like(span)
         for far in (0.0, ctx.ramp):
             grad += _at(saved, far, ctx.cap, given, mass) / ctx.ramp
-        return g_out, g_lse, grad, *([None] * 6)
+        return g_out, g_lse, grad, *([None] * 7)
 
 
-def _native(q, k, v, out, lse, g_out, g_lse, span, tables, cap: list[int], ramp: float) -> Tensor:
+def _native(q, k, v, out, lse, g_out, g_lse, span, bias, tables, cap: list[int], ramp: float) -> Tensor:
     """[H] the same from the compiled kernel: several times as fast."""
     q, k, v, out, g_out = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v, out, g_out))
     g_lse = None if g_lse is None else g_lse.float().contiguous()
     reach = torch.tensor(cap)
-    found = kernel.run_kinks(q, k, v, out, lse.float().contiguous(), g_out, g_lse, span.detach(), tables, reach, ramp)
+    lse, span = lse.float().contiguous(), span.detach()
+    found = kernel.run_kinks(q, k, v, out, lse, g_out, g_lse, span, bias, tables, reach, ramp)
     return found.to(span.dtype)
 
 
 def _at(saved: list, far: float, cap: list[int], g_out: Tensor, mass: Tensor) -> Tensor:
     """[H] R times the gradient through the keys at distance z + far (counted from the previous token), for heads where
     that is a whole number below their cap."""
-    lse, span, q, k, v, tables = saved
+    lse, span, q, k, v, bias, tables = saved
     (_, h, t, d), tk = q.shape, k.shape[2]
     shared = h // k.shape[1]
     distance = span.detach() + far
@@ -87,8 +90,10 @@ def _at(saved: list, far: float, cap: list[int], g_out: Tensor, mass: Tensor) ->
     if tables is not None:
         rows = tables.expand(h, -1, -1)[torch.arange(h, device=q.device), index.clamp(max=tables.shape[1] - 1)]
         keys = keys + rows[:, None].to(q.dtype)
-    score = (q * keys).sum(-1)
-    weight = torch.exp(score.to(lse.dtype) / math.sqrt(d) - lse)
+    score = (q * keys).sum(-1).to(lse.dtype) / math.sqrt(d)
+    if bias is not None:
+        score = score + bias.gather(1, index[:, None].clamp(max=bias.shape[1] - 1)).to(lse.dtype)
+    weight = torch.exp(score - lse)
     weight = torch.where(there & (lse > -math.inf), weight, 0.0)
     gain = (g_out * values).sum(-1).to(lse.dtype) + mass
     return (weight * gain).sum((0, 2)).to(span.dtype)

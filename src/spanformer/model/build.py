@@ -18,7 +18,19 @@ from spanformer.model.feedforward import FeedForward
 from spanformer.model.kinds import HeadKind
 from spanformer.model.layer import SelfAttention
 from spanformer.model.norm import make_norm
-from spanformer.position import Alibi, DistanceBias, Position, Rotary, Table
+from spanformer.position import (
+    T5,
+    Alibi,
+    DATransformer,
+    DistanceBias,
+    Learned,
+    Position,
+    Rotary,
+    Shaw,
+    Sinusoidal,
+    Table,
+    TransformerXL,
+)
 
 LEAST_DYNAMIC = 0.018  # a dynamic span is a sigmoid: it starts above zero, or it would never move
 
@@ -120,18 +132,27 @@ MAKERS: dict[str, Callable[[ModelConfig, HeadKind], Attention]] = {
 """one for each of kinds.KINDS"""
 
 
-def make_position(config: ModelConfig) -> Position:
-    p, heads = config.position, config.heads
+def make_position(config: ModelConfig, *, causal: bool = True) -> Position:
+    """One encoding, for all layers or (with `position.per_layer`) for one of them."""
+    p, heads, size = config.position, config.heads, config.head_dim
     longest = config.attention.max_span + (0 if config.original else math.ceil(config.attention.ramp))
-    if p.kind == "rotary":
-        return Rotary(config.head_dim, base=p.base)
-    if p.kind == "alibi":
-        return Alibi(heads)
-    if p.kind == "distance_bias":
-        return DistanceBias(heads, longest)
-    if p.kind == "table":
-        return Table(heads, config.head_dim, longest)
-    return Position()
+    makers: dict[str, Callable[[], Position]] = {
+        "none": Position,
+        "sinusoidal": lambda: Sinusoidal(config.dim, p.base),
+        "learned": lambda: Learned(config.dim, p.length),
+        "learned_per_layer": lambda: Learned(config.dim, p.length),
+        "table": lambda: Table(heads, size, longest),
+        "shaw": lambda: Shaw(heads, size, p.clip, causal=causal),
+        "transformer_xl": lambda: TransformerXL(config.dim, heads, size, causal=causal),
+        "rotary": lambda: Rotary(
+            size, p.base, scaling=p.scaling, factor=p.factor, trained=p.length if p.scaling == "yarn" else 0
+        ),
+        "alibi": lambda: Alibi(heads),
+        "t5": lambda: T5(heads, causal=causal),
+        "distance_bias": lambda: DistanceBias(heads, longest),
+        "da_transformer": lambda: DATransformer(heads),
+    }
+    return makers[p.kind]()
 
 
 def make_feedforward(config: ModelConfig) -> nn.Module | None:

@@ -52,16 +52,49 @@ class AttentionConfig:
         _within("attention.backend", repr(self.backend), self.backend in known, f"one of {', '.join(known)}")
 
 
+PER_LAYER = ("learned_per_layer", "shaw", "transformer_xl", "da_transformer")
+"""kinds of positions of which every layer has its own"""
+
+
 @dataclass(frozen=True)
 class PositionConfig:
-    kind: Literal["none", "table", "rotary", "alibi", "distance_bias"] = "rotary"
-    """table: the adaptive-span paper's learned vector for each distance, shared by all layers; rotary; alibi;
-    distance_bias: a learned number for each head and distance"""
+    kind: Literal[
+        "none", "sinusoidal", "learned", "learned_per_layer", "table", "shaw", "transformer_xl", "rotary", "alibi",
+        "t5", "distance_bias", "da_transformer",
+    ] = "rotary"  # fmt: skip
+    """absolute: sinusoidal, learned, learned_per_layer; a vector for each distance: table (the adaptive-span paper's),
+    shaw (clipped, for keys and values), transformer_xl; turned queries and keys: rotary; a number for each head and
+    distance: alibi, t5 (by buckets), distance_bias (learned), da_transformer (multiplied); see docs/positions.md"""
     base: float = 10000.0
-    """of rotary: the longest wavelength is about 6 times this many tokens"""
+    """of rotary and sinusoidal: the longest wavelength is about 6 times this many tokens"""
+    length: int = 0
+    """of learned and learned_per_layer: how many tokens a text may have; of rotary with scaling yarn: the length that
+    the model was trained on"""
+    clip: int = 16
+    """of shaw: the distance from which on all are alike"""
+    scaling: Literal["none", "linear", "ntk", "yarn"] = "none"
+    """of rotary: how its angles are stretched for longer texts"""
+    factor: float = 1.0
+    """of rotary with scaling: how many times as long texts are"""
 
     def __post_init__(self) -> None:
         _within("position.base", self.base, 0 < self.base < math.inf, "a positive, finite number")
+        _at_least("position.length", self.length, 0)
+        _at_least("position.clip", self.clip, 1)
+        needs = self.kind in ("learned", "learned_per_layer") or self.scaling == "yarn"
+        if needs and not self.length:
+            what = "the length that the model was trained on" if self.scaling == "yarn" else "a number of tokens"
+            raise ValueError(f"model.position.length is 0; {self.kind} needs {what}")
+        if self.scaling != "none" and self.kind != "rotary":
+            raise ValueError(f"model.position.scaling is {self.scaling!r}, which stretches rotary, not {self.kind}")
+        _within("position.factor", self.factor, 1 <= self.factor < math.inf, "1 or more")
+        if self.factor != 1 and self.scaling == "none":
+            raise ValueError(f"model.position.factor is {self.factor} without a scaling; name one, or leave it at 1")
+
+    @property
+    def per_layer(self) -> bool:
+        """Whether every layer has an encoding of its own."""
+        return self.kind in PER_LAYER
 
 
 @dataclass(frozen=True)

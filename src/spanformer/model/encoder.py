@@ -62,10 +62,11 @@ class Encoder(Layered):
         """embedded [B, T, dim] tokens, padding and chosen [B, T] → hidden states [B, T, dim] (of padding, they mean
         nothing), and what to add to the loss."""
         check_padding("padding", padding, embedded)
-        h = self.dropout(self.position.embed(embedded, 0))
+        h = self.dropout(self.place(0, embedded, 0))
         penalty = h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
-        for block in self.blocks:
-            h, _, added = self.through(block, h, h[:, :0], View(padding=padding, chosen=chosen), self.position)
+        for n, (block, position) in enumerate(zip(self.blocks, self.positions(), strict=True)):
+            h = self.place(n, h, 0) if n else h
+            h, _, added = self.through(block, h, h[:, :0], View(padding=padding, chosen=chosen), position)
             penalty = penalty if added is None else penalty + added
         return self.norm(h), penalty
 

@@ -6,7 +6,7 @@ Shapes: B batch, T new tokens, H heads, Hkv key/value heads, D head size, V voca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -16,10 +16,11 @@ from spanformer.attention import View
 from spanformer.memory import Cache, HeadCache, Source
 from spanformer.memory.checks import check_lengths
 from spanformer.memory.head_cache import RuleFor
+from spanformer.memory.notes import noteworthy
 from spanformer.model.block import Block
 from spanformer.model.layer import SelfAttention, split_heads
 from spanformer.ops import Rule, merge
-from spanformer.position import Position
+from spanformer.position import Position, Turner
 
 if TYPE_CHECKING:
     from spanformer.model.decoder import Decoder
@@ -33,6 +34,12 @@ Logits = Literal["all", "last", "none"]
 def make_cache(
     lm: Decoder, batch: int, slack: int, bits: Literal[0, 8], sources: Sequence[Source] = ()
 ) -> Cache:  # fmt: skip
+    for mechanism in lm.mechanisms():
+        if mechanism.alone:
+            raise ValueError(
+                f"{type(mechanism).__name__} mixes values in its own way, which a cache does not know; read the text "
+                "by segments, lm(x, state)"
+            )
     weight = next(lm.blocks.parameters())
     zeros = ZEROS if lm.config.original else 0
     with torch.inference_mode(False):  # to be written to in or out of it
@@ -40,9 +47,10 @@ def make_cache(
     layers = [
         HeadCache(
             batch, reach, lm.config.head_dim, slack=slack, bits=bits, dtype=weight.dtype, device=weight.device,
-            zeros=zeros, place=place,
+            zeros=zeros, place=place, kept=mechanism.kept,
+            notes=lm.config.heads // lm.config.groups if mechanism.reads_keys else 0,
         )
-        for reach in reaches(lm)
+        for reach, mechanism in zip(reaches(lm), lm.mechanisms(), strict=True)
     ]  # fmt: skip
     return Cache(lm, layers, sources)
 
@@ -83,7 +91,8 @@ class Reader:
         if stamp != self.stamp:
             self.stamp, self.rules = stamp, [None] * len(self.blocks)
             self.lookback, self.reach = lm.lookback(), reaches(lm)
-            self.added = [lm.position.rule(View(), max(each) + 1) for each in self.lookback]
+            each = zip(lm.positions(), self.lookback, strict=True)
+            self.added = [position.rule(View(), max(lookback) + 1) for position, lookback in each]
         for layer, reach in zip(cache.layers, self.reach, strict=True):
             if layer.reach != reach:
                 layer.resize(reach)
@@ -102,14 +111,18 @@ class Reader:
     def rule_for(self, n: int, x: Tensor) -> RuleFor:
         """The rule of a layer whose rules depend on which keys there are."""
         mechanism, added = self.blocks[n].attention.mechanism, self.added[n]
-        if mechanism.reads_keys:
-            raise ValueError(
-                f"{type(mechanism).__name__} reads the hidden states of its keys, which a cache does not hold; read "
-                "the text by segments, lm(x, state)"
-            )
 
         def make(rows: Tensor, start: int, length: int) -> Rule:
-            rule = mechanism.rule(View(x=x[rows.to(x.device)], start=start, length=length))
+            some = x[rows.to(x.device)]
+            # A cache holds no hidden states: terms made of keys are those of the new ones, and the cache has noted the
+            # earlier ones'.
+            keys = some if mechanism.reads_keys else None
+            rule = mechanism.rule(View(x=some, start=start, length=length, keys=keys))
+            if mechanism.reads_keys and not noteworthy(rule):
+                raise ValueError(
+                    f"{type(mechanism).__name__} reads the hidden states of its keys, which a cache does not hold; "
+                    "read the text by segments, lm(x, state)"
+                )
             return rule if added is None else rule + added
 
         return make
@@ -157,10 +170,13 @@ def _last_real(h: Tensor, real: Tensor, last: Tensor | None) -> Tensor:
 def _read_piece(lm: Decoder, x: Tensor, cache: Cache, real: Tensor | None) -> Tensor:
     """x [B, T] → the last block's output [B, T, dim]; the cache is moved on."""
     seen, reader = cache.seen, lm.reader
-    h = _embed(lm.position, lm.embedding(x), seen)
-    turn = lm.position.turner(lambda: _positions(seen, x), h.dtype)
+    h, turn = lm.embedding(x), None
     sources = cache.sources or [None] * len(reader.blocks)
-    for n, (block, layer, source) in enumerate(zip(reader.blocks, cache.layers, sources, strict=True)):
+    layers = zip(reader.blocks, cache.layers, lm.positions(), sources, strict=True)
+    for n, (block, layer, position, source) in enumerate(layers):
+        if not n or lm.config.position.per_layer:
+            h = _embed(position, h, seen, real)
+            turn = position.turner(lambda: _positions(seen, x), h.dtype)
         y = block.norm1(h) if block.pre else h
         found = _attend(block.attention, y, layer, reader, n, turn, real)
         h = block.feed(block.listen(h + found if block.pre else block.norm1(h + found), source))[0]
@@ -170,12 +186,12 @@ def _read_piece(lm: Decoder, x: Tensor, cache: Cache, real: Tensor | None) -> Te
 
 def _attend(
     attention: SelfAttention, x: Tensor, layer: HeadCache, reader: Reader, n: int,
-    turn: Callable[[Tensor], Tensor] | None, real: Tensor | None,
+    turn: Turner | None, real: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """[B, T, dim] of the layer's attention to what it still holds and to x [B, T, dim]."""
-    q = split_heads(attention.query(x), attention.heads)
+    q = attention.mechanism.map_queries(split_heads(attention.query(x), attention.heads))
     k, v = (split_heads(project(x), attention.kv_heads) for project in (attention.key, attention.value))
-    turned, k = (q, k) if turn is None else (turn(q), turn(k))
+    turned, k = (q, k) if turn is None else turn(q, k)
     backend = attention.mechanism.backend
     if attention.mechanism.placed:
         found = layer.read_placed(turned, k, v, reader.rule_for(n, x), lengths=real, backend=backend)
@@ -186,11 +202,16 @@ def _attend(
     return attention.out(found.out.transpose(1, 2).reshape(x.shape))
 
 
-def _embed(position: Position, h: Tensor, seen: Tensor) -> Tensor:
-    """Rows may begin at different places."""
+def _embed(position: Position, h: Tensor, seen: Tensor, real: Tensor | None) -> Tensor:
+    """Rows may begin at different places; padding stands nowhere."""
     if type(position).embed is Position.embed:
         return h
-    return torch.cat([position.embed(row[None], start) for row, start in zip(h, seen.tolist(), strict=True)])
+    if real is None and len(seen) and bool((seen == seen[0]).all()):
+        return position.embed(h, int(seen[0]))
+    rows = []
+    for row, start, n in zip(h, seen.tolist(), [h.shape[1]] * len(h) if real is None else real.tolist(), strict=True):
+        rows += [torch.cat([position.embed(row[None, :n], start), row[None, n:]], 1)]
+    return torch.cat(rows) if rows else h
 
 
 def _positions(seen: Tensor, x: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from torch.nn.functional import pad
 
 from spanformer.ops.call import Attended, Call, longest_distance
 from spanformer.ops.rule import Rule
+from spanformer.ops.tables import ENDING
 
-TABLES = ("distance_bias", "distance_vec")  # [·, L, …] by distance
 Run = Callable[[Call], Attended]
 
 
@@ -85,7 +85,7 @@ def _skipping(call: Call, skip: int) -> Call:
     if not skip:
         return call
     rule = call.rule
-    tables = [t.shape[1] for name in TABLES if (t := getattr(rule, name)) is not None]
+    tables = [t.shape[1] for name in ENDING if (t := getattr(rule, name)) is not None]
     if tables:
         length = min(tables)
     elif call.q.device.type == "cpu":
@@ -185,6 +185,8 @@ def _shorter(rule: Rule, stride: int, queries: Callable, keys: Callable) -> Rule
         span=span,
         ramp=rule.ramp / stride,
         key_bias=None if rule.key_bias is None else keys(rule.key_bias, 2, -math.inf),
+        key_span=None if rule.key_span is None else keys(rule.key_span, 2) / stride,
         documents=None,  # the call has them
-        **{name: t[:, ::stride] for name in TABLES if (t := getattr(rule, name)) is not None},
+        ahead=rule.ahead // stride,
+        **{name: t[:, rule.ahead % stride :: stride] for name in ENDING if (t := getattr(rule, name)) is not None},
     )

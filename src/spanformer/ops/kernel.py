@@ -222,12 +222,12 @@ def run_backward(
 
 def run_kinks(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, g_out: Tensor, g_lse: Tensor | None, span: Tensor,
-    vec: Tensor | None, reach: Tensor | None, ramp: float,
+    bias: Tensor | None, vec: Tensor | None, reach: Tensor | None, ramp: float,
 ) -> Tensor:  # fmt: skip
     """[H] float32: what whole spans [H] gain at their kinks, by the original's conventions (attention/kinks.py)."""
     none = (None, None, None, None)
     fixed = Fixed(1 / math.sqrt(q.shape[3]), ramp, 0.0, True, 1, 0, reach, None, *none, 0, *none)
-    terms = Terms(as_float(span), None, as_float(vec), None, None)
+    terms = Terms(as_float(span), as_float(bias), as_float(vec), None, None)
     found = torch.empty(q.shape[1], dtype=torch.float32)
     gradients = (*rows(g_out), *_NO_ROWS, *_NO_ROWS, *_NO_ROWS, _ptr(g_lse), _ptr(found), 0, 0, 0, 0)
     library().kinks(pack_call(q, k, v, out, lse, terms, fixed, gradients))

@@ -55,7 +55,8 @@ def check_ahead(rule: Rule) -> None:
 
 def shared_ahead(a: Rule, b: Rule) -> int:
     """How far ahead the sum of two rules that both see the future counts its tables: as far as both know."""
-    if not a.ahead and not b.ahead:
+    signed = [rule.ahead for rule in (a, b) if any(getattr(rule, name) is not None for name in TABLES)]
+    if not any(signed):
         return 0
     known = [
         rule.ahead or table.shape[1] - 1
@@ -67,7 +68,7 @@ def shared_ahead(a: Rule, b: Rule) -> int:
         raise ValueError(
             "a table of one entry, for distance 0 alone, cannot be added to a rule that looks ahead; make it longer"
         )
-    return min(known) if known else max(a.ahead, b.ahead)
+    return min(known) if known else max(signed)
 
 
 def counted(rule: Rule, name: str, causal: bool, ahead: int) -> Tensor | None:

@@ -26,12 +26,7 @@ from spanformer.ops.tables import ahead_of, entry
 
 
 def without_values(call: Call) -> Call:
-    return replace(call, rule=_without(call.rule))
-
-
-def _without(rule: Rule) -> Rule:
-    also = None if rule.also is None else _without(rule.also)
-    return replace(rule, distance_value=None, also=also)
+    return replace(call, rule=replace(call.rule, distance_value=None))
 
 
 def attend_values(call: Call, run: Callable[[Call], Attended]) -> Attended:

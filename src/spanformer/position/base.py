@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from spanformer.ops import Rule
 
+Turner = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
 
 class Places(Protocol):
     """The part of a view that says where queries and keys stand."""
@@ -32,17 +34,19 @@ class Position(nn.Module):
     """The base of every encoding, and itself the one that tells nothing. Each overrides what it needs, `turn`
     and `turner` together."""
 
-    def embed(self, x: Tensor, start: int) -> Tensor:
-        """x [B, T, dim], the embedded tokens at positions start, start + 1, …; absolute encodings add to them."""
+    def embed(self, x: Tensor, start: int | Tensor) -> Tensor:
+        """x [B, T, dim], the embedded tokens (or a layer's input, for an encoding of that layer) at positions start,
+        start + 1, …, or at positions [T] or [B, T]; absolute encodings add to them."""
         return x
 
     def turn(self, q: Tensor, k: Tensor, view: Places) -> tuple[Tensor, Tensor]:
         """q [B, H, Tq, D] and k [B, Hkv, Tk, D], each made to know where it stands."""
         return q, k
 
-    def turner(self, positions: Callable[[], Tensor], dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-        """What `turn` does to queries or keys [B, H, T, D] at positions [T] or [B, T], made ready to be used by many
-        layers: for keys that are kept turned. None: nothing. The positions are asked for only if they are needed."""
+    def turner(self, positions: Callable[[], Tensor], dtype: torch.dtype) -> Turner | None:
+        """What `turn` does to queries and keys [B, H, T, D] of the same tokens, at positions [T] or [B, T], made ready
+        to be used by many layers: for keys that are kept turned. None: nothing. The positions are asked for only if
+        they are needed."""
         return None
 
     def rule(self, view: Places, length: int) -> Rule | None:

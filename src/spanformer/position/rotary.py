@@ -5,27 +5,57 @@
 so that q·k depends on the distance of the two only. Component c is paired with c + D/2, as in Llama; the paper pairs
 neighbours, which is the same up to the order of components.
 
+For texts longer than a model was trained on, `factor` times as long, the angles are stretched:
+    linear   t / factor                               (Chen et al., 2023), https://arxiv.org/abs/2306.15595
+    ntk      base · factor^(D / (D − 2)): the fastest stay, the slowest are as with linear
+    yarn     fast ones (32 turns in the trained length or more) stay, slow ones (1 turn or less) are as with linear, in
+             between a mixture; q and k are multiplied by 0.1 · ln factor + 1    (YaRN; Peng et al., 2023, §3)
+             https://arxiv.org/abs/2309.00071
+
 Shapes: B batch, H heads, T tokens, D head size.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from spanformer.position.base import Places, Position
+from spanformer.position.base import Places, Position, Turner
+
+Scaling = Literal["none", "linear", "ntk", "yarn"]
+FAST, SLOW = 32, 1  # turns within the trained length, as YaRN's authors set them
 
 
 class Rotary(Position):
-    def __init__(self, head_dim: int, base: float = 10000.0) -> None:
+    """factor and trained (the length a model was trained on, for yarn alone) are of no use without scaling."""
+
+    def __init__(
+        self, head_dim: int, base: float = 10000.0, *, scaling: Scaling = "none", factor: float = 1.0, trained: int = 0
+    ) -> None:
         super().__init__()
         if head_dim < 2 or head_dim % 2:
             raise ValueError(f"head_dim is {head_dim}; rotary positions turn pairs of components, so it must be even")
         if not base > 0:
             raise ValueError(f"base is {base}; expected a positive number")
-        self.head_dim, self.base = head_dim, base
+        if scaling not in get_args(Scaling):
+            raise ValueError(f"scaling is {scaling!r}; expected one of {', '.join(get_args(Scaling))}")
+        if not factor >= 1 or (scaling == "none" and factor != 1):
+            raise ValueError(f"factor is {factor} with scaling {scaling!r}; expected 1 or more, and 1 without scaling")
+        if (trained < 1) == (scaling == "yarn"):
+            raise ValueError(
+                f"trained is {trained} with scaling {scaling!r}; yarn alone needs to know the length of training"
+            )
+        if scaling == "yarn" and base <= 1:
+            raise ValueError(f"base is {base}; yarn needs one beyond 1, so that some pairs turn slower than others")
+        if scaling == "ntk" and head_dim < 4:
+            raise ValueError(f"head_dim is {head_dim}; ntk scaling needs at least 4, a fast pair and a slow one")
+        self.head_dim, self.base, self.scaling, self.factor, self.trained = head_dim, base, scaling, factor, trained
+        self.length = 0.1 * math.log(factor) + 1 if scaling == "yarn" else 1.0
+        """what turned queries and keys are multiplied by"""
         self._table: tuple[Tensor, Tensor] | None = None
 
     def turn(self, q: Tensor, k: Tensor, view: Places) -> tuple[Tensor, Tensor]:
@@ -41,14 +71,16 @@ class Rotary(Position):
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [B, H, T, D] alone, at positions [T] or [B, T]: for keys that are kept turned, beside new queries."""
-        return self.turner(lambda: positions, x.dtype)(x)
+        return _rotate(x, *self._at(positions, x.dtype))
 
-    def turner(self, positions: Callable[[], Tensor], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-        at = positions()
-        cos, sin = self._angles(at, dtype)
-        if at.ndim == 2:
-            cos, sin = cos[:, None], sin[:, None]
-        return lambda x: _rotate(x, cos, sin)
+    def turner(self, positions: Callable[[], Tensor], dtype: torch.dtype) -> Turner:
+        cos, sin = self._at(positions(), dtype)
+        return lambda q, k: (_rotate(q, cos, sin), _rotate(k, cos, sin))
+
+    def _at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin for positions [T] or [B, T], which go with [B, H, T, D]."""
+        cos, sin = self._angles(positions, dtype)
+        return (cos[:, None], sin[:, None]) if positions.ndim == 2 else (cos, sin)
 
     def _first(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of positions 0 … at least length − 1, kept from call to call; both [at least length, D]."""
@@ -63,14 +95,35 @@ class Rotary(Position):
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions [...] → cos and sin [..., D] in float32 or wider; the first half of sin is negative."""
         # Angles in float64: in float32 those of position 10 million are off by up to half a radian.
-        component = torch.arange(0, self.head_dim, 2, device=positions.device, dtype=torch.float64)
-        angle = positions[..., None] * self.base ** (-component / self.head_dim)
+        angle = positions[..., None] * self.speeds(positions.device)
         wide = torch.promote_types(dtype, torch.float32)
-        cos, sin = angle.cos().to(wide), angle.sin().to(wide)
+        cos, sin = (angle.cos() * self.length).to(wide), (angle.sin() * self.length).to(wide)
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
+    def speeds(self, device: torch.device | None = None) -> Tensor:
+        """[D/2] by how much each pair turns from one token to the next, in float64."""
+        d, base = self.head_dim, self.base
+        if self.scaling == "ntk":
+            base = base * self.factor ** (d / (d - 2))
+        speed = base ** (-torch.arange(0, d, 2, device=device, dtype=torch.float64) / d)
+        if self.scaling == "linear":
+            return speed / self.factor
+        if self.scaling == "yarn":
+            fast, slow = (self._pair_with(turns) for turns in (FAST, SLOW))
+            fast, slow = max(math.floor(fast), 0), min(math.ceil(slow), d - 1)
+            pair = torch.arange(d // 2, device=device, dtype=torch.float64)
+            stretched = ((pair - fast) / max(slow - fast, 0.001)).clamp(0, 1)  # how much of the linear one
+            return speed * (1 - stretched) + speed / self.factor * stretched
+        return speed
+
+    def _pair_with(self, turns: float) -> float:
+        """Which pair makes so many turns within the trained length, as a number between pairs."""
+        return self.head_dim * math.log(self.trained / (turns * 2 * math.pi)) / (2 * math.log(self.base))
+
     def extra_repr(self) -> str:
-        return f"head_dim={self.head_dim}, base={self.base:g}"
+        scaled = "" if self.scaling == "none" else f", scaling={self.scaling!r}, factor={self.factor:g}"
+        trained = f", trained={self.trained}" if self.trained else ""
+        return f"head_dim={self.head_dim}, base={self.base:g}{scaled}{trained}"
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,0 +1,77 @@
+"""Positions that are added to the hidden states.
+
+Sinusoidal: Attention Is All You Need (Vaswani et al., 2017), §3.5. https://arxiv.org/abs/1706.03762
+
+    p_t[2c] = sin(t · base^(−2c / dim))        p_t[2c + 1] = cos(t · base^(−2c / dim))        x_t + p_t
+
+Learned: Convolutional Sequence to Sequence Learning (Gehring et al., 2017), §3.1. https://arxiv.org/abs/1705.03122
+One vector for each place in the text, x_t + w_t. Given to every layer, each with a table of its own: Character-Level
+Language Modeling with Deeper Self-Attention (Al-Rfou et al., 2018), §3. https://arxiv.org/abs/1808.04444
+
+Shapes: B batch, T tokens, L places, dim of hidden states.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from spanformer.position.base import Position
+
+
+class Sinusoidal(Position):
+    """Known for every place, however far into a text."""
+
+    def __init__(self, dim: int, base: float = 10000.0) -> None:
+        super().__init__()
+        if dim < 1 or not base > 0:
+            raise ValueError(f"dim is {dim} and base {base}; expected at least 1, and a positive number")
+        self.dim, self.base = dim, base
+
+    def embed(self, x: Tensor, start: int | Tensor) -> Tensor:
+        return x + sinusoids(places(x, start), self.dim, self.base).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, base={self.base:g}"
+
+
+class Learned(Position):
+    """A table that ends: a token beyond it is refused."""
+
+    def __init__(self, dim: int, length: int) -> None:
+        super().__init__()
+        if dim < 1 or length < 1:
+            raise ValueError(f"dim is {dim} and length {length}; expected at least 1 each")
+        self.weight = nn.Parameter(torch.randn(length, dim) * 0.02)
+        """[L, dim]"""
+
+    def embed(self, x: Tensor, start: int | Tensor) -> Tensor:
+        at, length = places(x, start), len(self.weight)
+        ends = None  # the first and the last place, where the host knows them
+        if isinstance(start, int):
+            ends = (start, start + x.shape[1] - 1)
+        elif at.device.type == "cpu" and at.numel():
+            ends = (int(at.min()), int(at.max()))
+        if ends is not None and x.shape[1] and (ends[0] < 0 or ends[1] >= length):
+            raise ValueError(
+                f"a token stands at place {ends[0] if ends[0] < 0 else ends[1]} of its text, and learned positions end "
+                f"at {length - 1}; make them longer, begin the text anew, or use sinusoidal or relative positions"
+            )
+        return x + self.weight[at].to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"dim={self.weight.shape[1]}, length={self.weight.shape[0]}"
+
+
+def places(x: Tensor, start: int | Tensor) -> Tensor:
+    """[T] or [B, T]: where the tokens x [B, T, dim] stand."""
+    if isinstance(start, Tensor):
+        return start
+    return torch.arange(start, start + x.shape[1], device=x.device)
+
+
+def sinusoids(at: Tensor, dim: int, base: float = 10000.0) -> Tensor:
+    """at [...] → [..., dim] in float64: in float32 the angles of place 10 million are off by up to half a radian."""
+    component = torch.arange(0, dim, 2, device=at.device, dtype=torch.float64)
+    angle = at[..., None] * base ** (-component / dim)
+    return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)[..., :dim]

@@ -1,0 +1,58 @@
+"""Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer (T5; Raffel et al., 2019), §2.1.
+https://arxiv.org/abs/1910.10683
+
+    s_ij += b_h[bucket(d)]        d = i − j
+    bucket(d) = d                                                              for d < N / 2
+              = N/2 + ⌊N/2 · log(d / (N/2)) / log(M / (N/2))⌋, at most N − 1   beyond
+
+for N buckets up to distance M. Without causality, half of the buckets are for keys ahead. T5 itself does not divide
+scores by sqrt(D); that is up to the attention's scale, not to its positions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from spanformer.ops import Rule
+from spanformer.position.base import Places, Position
+
+
+class T5(Position):
+    """A learned number for each head and bucket, shared by all layers that are given the same object, as in T5. Starts
+    at 0, that is, without an opinion."""
+
+    def __init__(self, heads: int, buckets: int = 32, max_distance: int = 128, *, causal: bool = True) -> None:
+        super().__init__()
+        exact = buckets // 2 if causal else buckets // 4
+        if heads < 1 or exact < 1 or buckets % 2 or max_distance <= exact:
+            raise ValueError(
+                f"heads is {heads}, buckets {buckets} and max_distance {max_distance}; expected at least 1 head, "
+                f"{2 if causal else 4} or more buckets, an even number, and a distance beyond the first {exact}"
+            )
+        self.buckets, self.max_distance, self.causal = buckets, max_distance, causal
+        self.bias = nn.Parameter(torch.zeros(heads, buckets))
+        """[H, N]"""
+
+    def bucket(self, distance: Tensor) -> Tensor:
+        """The bucket of each distance i − j; a causal encoding has none for those below 0."""
+        count, first = self.buckets, 0
+        if not self.causal:
+            count //= 2
+            first = (distance < 0) * count
+        far, exact = distance.abs(), count // 2
+        # In float32, as T5's own code: a distance on the edge of a bucket would fall to the other side in float64.
+        share = torch.log(far.clamp(min=exact).float() / exact) / math.log(self.max_distance / exact)
+        beyond = exact + (share * (count - exact)).long()
+        return first + torch.where(far < exact, far, beyond.clamp(max=count - 1))
+
+    def rule(self, view: Places, length: int) -> Rule:
+        ahead = 0 if self.causal else max(length - 1, 1)
+        distance = torch.arange(-ahead, max(length, 1 + ahead), device=self.bias.device)
+        return Rule(len(self.bias), causal=False, ahead=ahead, distance_bias=self.bias[:, self.bucket(distance)])
+
+    def extra_repr(self) -> str:
+        both = "" if self.causal else ", causal=False"
+        return f"heads={len(self.bias)}, buckets={self.buckets}, max_distance={self.max_distance}{both}"

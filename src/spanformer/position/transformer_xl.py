@@ -1,0 +1,58 @@
+"""Transformer-XL: Attentive Language Models Beyond a Fixed-Length Context (Dai et al., 2019), §3.3.
+https://arxiv.org/abs/1901.02860
+
+    s_ij = (q_i·k_j + q_i·r[d] + u·k_j + v·r[d]) / sqrt(D)        r[d] = W R_d,  d = i − j,  R_d a sinusoid
+
+Written with q + u for the query, this is (q + u)·k + (q + u)·r[d] + (v − u)·r[d]: a turned query, a vector and a bias
+for each distance. W and r are a head's own, and so are u and v. The paper has one W for each layer, and one u and v for
+all; here, as in its code with untied biases, each layer that is given an encoding of its own has its own u and v.
+
+Shapes: H heads, D head size, dim of hidden states, L distances.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from spanformer.ops import Rule
+from spanformer.position.absolute import sinusoids
+from spanformer.position.base import Places, Position, Turner
+
+
+class TransformerXL(Position):
+    """R is known for every distance, so that attention may reach any number of them. Costs a product of L × dim and
+    dim × dim in each call."""
+
+    def __init__(self, dim: int, heads: int, head_dim: int, *, causal: bool = True) -> None:
+        super().__init__()
+        if dim < 1 or heads < 1 or head_dim < 1:
+            raise ValueError(f"dim is {dim}, heads {heads} and head_dim {head_dim}; expected at least 1 each")
+        self.dim, self.heads, self.causal = dim, heads, causal
+        self.weight = nn.Parameter(torch.randn(heads, head_dim, dim) * dim**-0.5)
+        """[H, D, dim]: W, which makes R_d as long as a key"""
+        self.u, self.v = (nn.Parameter(torch.randn(heads, head_dim) * 0.02) for _ in range(2))
+        """[H, D] each"""
+
+    def turn(self, q: Tensor, k: Tensor, view: Places) -> tuple[Tensor, Tensor]:
+        return self._turn(q, k)
+
+    def turner(self, positions: Callable[[], Tensor], dtype: torch.dtype) -> Turner:
+        return self._turn
+
+    def _turn(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return q + self.u[:, None].to(q.dtype), k
+
+    def rule(self, view: Places, length: int) -> Rule:
+        ahead = 0 if self.causal else max(length - 1, 1)
+        distance = torch.arange(-ahead, max(length, 1 + ahead), device=self.weight.device)
+        r = sinusoids(distance, self.dim).to(self.weight.dtype) @ self.weight.transpose(1, 2)  # [H, L, D]
+        bias = (r @ (self.v - self.u)[..., None])[..., 0] / math.sqrt(r.shape[2])
+        return Rule(self.heads, causal=False, ahead=ahead, distance_vec=r, distance_bias=bias)
+
+    def extra_repr(self) -> str:
+        both = "" if self.causal else ", causal=False"
+        return f"dim={self.dim}, heads={self.heads}, head_dim={self.u.shape[1]}{both}"
