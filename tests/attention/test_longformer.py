@@ -315,8 +315,10 @@ def test_bad_views_are_refused():
     with pytest.raises(ValueError, match=r"view.chosen holds 7 global tokens; expected at most 2 in each example"):
         module.mix(q, k, v, module.rule(), View(x=x, chosen=torch.ones(2, 7, dtype=torch.bool)))
     module = make(4, positions=[0], causal=False)
-    with pytest.raises(ValueError, match=r"view.keys has shape None; Longformer's global tokens have projections of"):
+    with pytest.raises(ValueError, match=r"view.keys is missing; expected the hidden states \[B, Tk, dim\]"):
         module.mix(q, k, v, module.rule(), View())
+    with pytest.raises(ValueError, match=r"view.keys has shape \[2, 6, 16\]; Longformer's global tokens have"):
+        module.mix(q, k, v, module.rule(), View(x=x[:, 1:]))
 
 
 class TestInALanguageModel:

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from spanformer.attention.base import Attention, View
+from spanformer.attention.base import Attention, View, key_states
 from spanformer.attention.chosen import Chosen, check_chosen, choose, fixed
 from spanformer.ops import Attended, Rule, attend, merge
 from spanformer.ops.rule import UNLIMITED
@@ -146,11 +146,11 @@ class Longformer(Attention):
 
     def _project(self, view: View, tq: int, tk: int, queries: Chosen) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, H, N, D] of the global tokens, k and v [B, Hkv, Tk, D] of all."""
-        x = view.x if view.keys is None else view.keys
-        if x is None or x.ndim != 3 or x.shape[1:] != (tk, self.dim):
+        x = key_states(view, self.dim)
+        if x.shape[1] != tk:
             raise ValueError(
-                f"view.keys has shape {None if x is None else list(x.shape)}; Longformer's global tokens have "
-                f"projections of their own, and need the hidden states [B, {tk}, {self.dim}] of all keys"
+                f"view.keys has shape {list(x.shape)}; Longformer's global tokens have projections of their own, and "
+                f"need the hidden states [B, {tk}, {self.dim}] of all keys"
             )
         at = queries.index + (tk - tq)
         chosen = x.gather(1, at[..., None].expand(len(x), -1, x.shape[2]))
