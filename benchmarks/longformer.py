@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spanformer.attention import View
-from spanformer.attention.chosen import Chosen
 from spanformer.attention.longformer import Longformer
 from spanformer.bench.timing import Patience, round_robin
 from spanformer.cost.malloc import keep_freed_memory
@@ -31,9 +30,9 @@ class SameProjections(Longformer):
 
     given: tuple[Tensor, Tensor, Tensor]
 
-    def _project(self, view: View, tq: int, tk: int, queries: Chosen) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, chosen: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.given
-        return queries.take(q), k, v
+        return q[:, :, self.positions], k, v
 
 
 def steps(length: int) -> dict[str, Callable[[], list[Tensor]]]:
