@@ -25,10 +25,16 @@ struct Segment {
   long b, kv, index, ka, kb;
 };
 
+struct Visit {
+  long block;
+  int turn;  // how many segments add to the block's dQ before this one
+};
+
 struct Plan {  // who visits which block of queries
   const Scene& s;
   long size, segments, blocks, group;
   std::vector<long> nearest;  // [B, H, blocks]: the highest segment that visits the block, −1 for none
+  std::vector<std::vector<Visit>> visits;  // [B, H, segments] where blocks are stored; otherwise visited() says it
   std::vector<Segment> items;
   std::unique_ptr<std::atomic<int>[]> turns;  // [B, H, blocks]: how many segments have added their dQ
   double cost = 0;
@@ -37,6 +43,8 @@ struct Plan {  // who visits which block of queries
     const Call& c = s.c;
     // A function of the shape alone: what is summed, and in which order, must not depend on the threads.
     size = std::clamp(round_up(c.Tk * c.B * c.Hkv / 8, 64), 128L, c.Tk < 4096 ? 512L : 1024L);
+    // Far blocks of a pattern make a block of queries be visited by as many segments as there are, so not more than so.
+    if (s.sparse()) size = std::max(size, round_up(c.Tk / 8, 64));
     if (c.d_distance_vec) size = std::max(size, round_up(c.Tk / 8, 64));  // each segment sums vectors by itself
     segments = (c.Tk + size - 1) / size;
     blocks = (c.Tq + BACK_QUERIES - 1) / BACK_QUERIES;
@@ -44,6 +52,11 @@ struct Plan {  // who visits which block of queries
     nearest.assign(cells, -1);
     turns.reset(new std::atomic<int>[cells]);
     for (long x = 0; x < cells; x++) turns[x].store(0, std::memory_order_relaxed);
+    if (s.sparse()) {
+      visits.resize(c.B * c.H * segments);
+      for (long b = 0; b < c.B; b++)
+        for (long h = 0; h < c.H; h++) plan_visits(b, h);
+    }
     struct Owner {
       long b, kv;
       double cost;
@@ -54,6 +67,10 @@ struct Plan {  // who visits which block of queries
         Owner o{b, kv, 0};
         for (long h = kv * group; h < (kv + 1) * group; h++)
           for (long t = 0; t < segments; t++) {
+            if (s.sparse()) {
+              o.cost += (double)of(b, h, t).size() * BACK_QUERIES * s.tile;
+              continue;
+            }
             long first, last;
             visited(b, h, t * size, std::min((long)c.Tk, (t + 1) * size), first, last);
             for (long x = first; x < last; x++) nearest[(b * c.H + h) * blocks + x] = t;
@@ -66,6 +83,26 @@ struct Plan {  // who visits which block of queries
     for (const Owner& o : owners)
       for (long t = segments - 1; t >= 0; t--)
         items.push_back({o.b, o.kv, t, t * size, std::min((long)c.Tk, (t + 1) * size)});
+  }
+
+  const std::vector<Visit>& of(long b, long h, long t) const { return visits[(b * s.c.H + h) * segments + t]; }
+
+  // Each block of queries is visited by the segments that its stored blocks lie in, the highest first.
+  void plan_visits(long b, long h) {
+    std::vector<long> tiles, first(segments), last(segments), seen;
+    for (long t = 0; t < segments; t++) visited(b, h, t * size, std::min((long)s.c.Tk, (t + 1) * size), first[t], last[t]);
+    for (long x = 0; x < blocks; x++) {
+      s.tiles_of(b, h, x * BACK_QUERIES, std::min((long)s.c.Tq, (x + 1) * BACK_QUERIES), tiles);
+      seen.clear();
+      for (const long tile : tiles) {
+        const long from = std::max(0L, tile * s.tile), to = std::min((long)s.c.Tk, (tile + 1) * s.tile);
+        for (long t = from / size; from < to && t <= (to - 1) / size; t++)
+          if (x >= first[t] && x < last[t] && (seen.empty() || seen.back() != t)) seen.push_back(t);
+      }
+      for (size_t n = 0; n < seen.size(); n++)
+        visits[(b * s.c.H + h) * segments + seen[n]].push_back({x, (int)(seen.size() - 1 - n)});
+      if (!seen.empty()) nearest[(b * s.c.H + h) * blocks + x] = seen.back();
+    }
   }
 
   // The blocks of queries [first, last) of head h that may see keys [ka, kb).
@@ -136,7 +173,7 @@ class SegmentBackward {
     for (long h = x_.kv * plan_.group; h < (x_.kv + 1) * plan_.group; h++) {
       long first, last;
       plan_.visited(x_.b, h, x_.ka, x_.kb, first, last);
-      if (last > first) return true;
+      if (s.sparse() ? !plan_.of(x_.b, h, x_.index).empty() : last > first) return true;
     }
     return false;
   }
@@ -153,18 +190,25 @@ class SegmentBackward {
     g_ = g, h_ = x_.kv * plan_.group + g;
     d_key_ = c.d_key_bias ? c.d_key_bias + (x_.b * c.H + h_) * c.Tk : nullptr;
     if (d_key_) std::memset(d_key_ + x_.ka, 0, sizeof(float) * (x_.kb - x_.ka));
+    if (s.sparse()) {
+      for (const Visit& v : plan_.of(x_.b, h_, x_.index)) visit(v.block, v.turn);
+      return;
+    }
     long first, last;
     plan_.visited(x_.b, h_, x_.ka, x_.kb, first, last);
-    for (long block = first; block < last; block++) {
-      const long i0 = block * BACK_QUERIES, i1 = std::min((long)c.Tq, i0 + BACK_QUERIES);
-      const bool finite = load_block(i0, i1);
-      std::memset(w.dz, 0, sizeof(float) * BACK_QUERIES);
-      if (exact_ || !finite)
-        exact_block(i0, i1);
-      else
-        fast_block(i0, i1);
-      add_to_dq(block, i0, i1);
-    }
+    for (long block = first; block < last; block++)
+      visit(block, (int)(plan_.nearest[(x_.b * c.H + h_) * plan_.blocks + block] - x_.index));
+  }
+
+  void visit(long block, int turn) {
+    const long i0 = block * BACK_QUERIES, i1 = std::min((long)c.Tq, i0 + BACK_QUERIES);
+    const bool finite = load_block(i0, i1);
+    std::memset(w.dz, 0, sizeof(float) * BACK_QUERIES);
+    if (exact_ || !finite)
+      exact_block(i0, i1);
+    else
+      fast_block(i0, i1);
+    add_to_dq(block, turn, i0, i1);
   }
 
   // delta = Σ out·g − g_lse and lse of each query; false if anything of the block is NaN or infinite.
@@ -208,7 +252,7 @@ class SegmentBackward {
       if (ja < jb) from = std::min(from, std::max(ja, x_.ka)), to = std::max(to, std::min(jb, x_.kb));
     }
     std::memset(w.dQT, 0, sizeof(float) * panels * PANEL * c.D);
-    for (long jc = from; jc < to; jc += BACK_KEYS) chunk(panel, panels, i1 - i0, jc, std::min(to, jc + BACK_KEYS));
+    s.stretches(x_.b, h_, i0, i1, from, to, BACK_KEYS, [&](long jc, long je) { chunk(panel, panels, i1 - i0, jc, je); });
     float by[PANEL];
     std::fill(by, by + PANEL, (float)c.scale);
     for (long p = 0; p < panels; p++)
@@ -424,10 +468,8 @@ class SegmentBackward {
     }
   }
 
-  void add_to_dq(long block, long i0, long i1) {
-    const long cell = (x_.b * c.H + h_) * plan_.blocks + block;
-    const int turn = (int)(plan_.nearest[cell] - x_.index);
-    std::atomic<int>& turns = plan_.turns[cell];
+  void add_to_dq(long block, int turn, long i0, long i1) {
+    std::atomic<int>& turns = plan_.turns[(x_.b * c.H + h_) * plan_.blocks + block];
     for (long spins = 0; turns.load(std::memory_order_acquire) != turn; spins++)
       if (spins > 256) std::this_thread::yield();
     for (long i = i0; i < i1; i++) {

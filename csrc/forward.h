@@ -144,12 +144,11 @@ class BlockForward {
       return;
     }
     for (long p = 0; p < panels; p++) start(p, p);
-    for (long jc = from; jc < to; jc += FORWARD_KEYS) {
-      const long je = std::min(to, jc + FORWARD_KEYS);
+    s.stretches(b_, h_, i0_, i1_, from, to, FORWARD_KEYS, [&](long jc, long je) {
       const View K = as_float(row<T>(c.k, b_, kv_, jc), c.k.row, je - jc, c.D, c.D, w.K);
       const View V = as_float(row<T>(c.v, b_, kv_, jc), c.v.row, je - jc, c.Dv, c.Dv, w.V);
       for (long p = 0; p < panels; p++) keys(p, p, jc, je, K, V);
-    }
+    });
     for (long p = 0; p < panels; p++) finish(p, p);
   }
 
@@ -198,6 +197,11 @@ class BlockForward {
 static double pairs(const Scene& s, long b, long h, long i0, long i1) {
   long ja, jb;
   s.hull(s.panel(b, h, i0, std::min((long)PANEL, i1 - i0)), ja, jb);
+  if (s.sparse()) {
+    std::vector<long> tiles;
+    s.tiles_of(b, h, i0, i1, tiles);
+    return (double)(tiles.size() * s.tile + 1) * (double)(i1 - i0);
+  }
   return (double)(jb - ja + 1) * (double)(i1 - i0);
 }
 

@@ -26,6 +26,8 @@ static inline double ramp_at(double z, double ramp, long d) {  // m before clipp
   return (ramp + z - (double)d) / ramp;
 }
 
+static inline long floor_div(long a, long b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
+
 struct Head {
   long first, last;            // the band: first ≤ d ≤ last
   long plain_first, plain_last;  // distances that need no table: visible, nothing added
@@ -159,6 +161,7 @@ class Scene {
     general = positioned || c.q_documents || c.block_offsets;
     if (c.block_offsets && !positioned) tile = c.block_size;
     if (general) make_tiles();
+    if (sparse()) make_masks();
   }
 
   long q_position(long b, long i) const {
@@ -230,22 +233,73 @@ class Scene {
     if (jb <= ja) return;
     if (!general) return run(ja, jb, false);
     int held = NOTHING;  // neighbouring tiles of a kind go together
-    long start = ja;
+    long start = ja, end = ja;
+    auto flush = [&]() {
+      if (held != NOTHING && end > start) run(start, end, held == PARTLY);
+    };
     for (long j = ja; j < jb;) {
-      const long next = std::min(jb, (j / tile + 1) * tile);
-      const int kind = classify(p, j / tile);
-      if (kind != held) {
-        if (held != NOTHING && j > start) run(start, j, held == PARTLY);
-        held = kind, start = j;
+      const long t = j / tile, next = std::min(jb, (t + 1) * tile);
+      long lo = 0, hi = tile;
+      const int kind = classify(p, t, lo, hi);
+      const long a = std::max(j, t * tile + lo), b = std::min(next, t * tile + hi);
+      if (kind != held || a != end) {
+        flush();
+        held = kind, start = a;
       }
+      end = std::max(a, b);
       j = next;
     }
-    if (held != NOTHING) run(start, jb, held == PARTLY);
+    flush();
+  }
+
+  // Calls use(ja, jb) for stretches of at most `most` keys that hold all that queries [i0, i1) see of [from, to), in
+  // ascending order: with blocks, only those that are stored.
+  template <class Use>
+  void stretches(long b, long h, long i0, long i1, long from, long to, long most, Use use) const {
+    if (!sparse()) {
+      for (long j = from; j < to; j += most) use(j, std::min(to, j + most));
+      return;
+    }
+    thread_local std::vector<long> tiles_seen;
+    tiles_of(b, h, i0, i1, tiles_seen);
+    long start = 0, end = 0;
+    auto flush = [&]() {
+      for (; start < end; start += most) use(start, std::min(end, start + most));
+    };
+    for (const long t : tiles_seen) {
+      const long a = std::max(from, t * tile), z = std::min(to, (t + 1) * tile);
+      if (z <= a) continue;
+      if (a != end || z - start > most) {
+        flush();
+        start = a;
+      }
+      end = z;
+    }
+    flush();
+  }
+
+  // Whether stored blocks say which keys there are to look at.
+  bool sparse() const { return c.block_offsets && !positioned; }
+
+  // The tiles of keys that queries [i0, i1) have blocks for, ascending; tiles are blocks here.
+  void tiles_of(long b, long h, long i0, long i1, std::vector<long>& out) const {
+    out.clear();
+    const long lo = std::max(0L, floor_div(q_position(b, i0), tile));
+    const long hi = std::min((long)c.block_rows - 1, floor_div(q_position(b, i1 - 1), tile));
+    for (long row = lo; row <= hi; row++) {
+      const int64_t* o = c.block_offsets + h * c.block_head + row;
+      for (long x = o[0]; x < o[1]; x++) out.push_back(c.block_columns[x] - base[b] / tile);
+    }
+    if (hi > lo) {
+      std::sort(out.begin(), out.end());
+      out.erase(std::unique(out.begin(), out.end()), out.end());
+    }
   }
 
   // mask[r][lane]: what to add to the score of key ja + r. For positions this is the table itself.
   void fill_mask(const Panel& p, long ja, long n, float* mask) const {
-    for (long r = 0; r < n; r++)
+    const bool by_blocks = sparse();
+    for (long r = 0; r < n && (!by_blocks || c.q_documents); r++)
       for (long t = 0; t < PANEL; t++) {
         const long i = p.i + std::min(t, p.n - 1), j = ja + r;
         float value = 0.f;
@@ -258,9 +312,27 @@ class Scene {
           }
         }
         if (c.q_documents && q_document(p.b, i) != k_document(p.b, j)) value = HIDDEN;
-        if (c.block_offsets && !in_blocks(p.h, q_position(p.b, i), k_position(p.b, j))) value = HIDDEN;
+        if (c.block_offsets && positioned && !in_blocks(p.h, q_position(p.b, i), k_position(p.b, j))) value = HIDDEN;
         mask[r * PANEL + t] = value;
       }
+    if (!by_blocks) return;
+    if (!c.q_documents) std::memset(mask, 0, sizeof(float) * n * PANEL);
+    for (long j = ja; j < ja + n;) {
+      const long next = std::min(ja + n, (j / tile + 1) * tile), column = base[p.b] / tile + j / tile;
+      for (long t = 0; t < p.n;) {  // the lanes of one block row
+        const long row = floor_div(p.position_lo + t, tile), end = std::min(p.n, (row + 1) * tile - p.position_lo);
+        const long id = block_id(p.h, row, column);
+        for (long x = j; x < next && id != -1; x++) {
+          const uint8_t* seen =
+              id < 0 ? nullptr : &by_key_[(size_t)((id * tile + x % tile) * tile + (p.position_lo + t) % tile)];
+          float* to = mask + (x - ja) * PANEL;
+          for (long l = t; l < end; l++)
+            if (!seen || !seen[l - t]) to[l] = HIDDEN;
+        }
+        t = end;
+      }
+      j = next;
+    }
   }
 
   bool in_blocks(long h, long qp, long kp) const {
@@ -277,6 +349,11 @@ class Scene {
   };
   std::vector<Range> positions_, documents_;  // by batch row and tile of keys
   std::vector<long> longest_;                 // by batch row and head
+  std::vector<uint8_t> by_key_;               // the blocks' masks with keys first, [M, key, query]
+  struct Line {
+    int32_t lo, hi, count;  // keys [lo, hi) hold the `count` that are seen
+  };
+  std::vector<Line> lines_;  // by mask and query
 
   bool affine(long b) {
     const long q0 = c.Tq ? q_position(b, 0) : 0, k0 = c.Tk ? k_position(b, 0) : 0;
@@ -306,7 +383,27 @@ class Scene {
     if (c.q_documents) ranges(documents_, [&](long b, long j) { return k_document(b, j); });
   }
 
-  int classify(const Panel& p, long t) const {
+  void make_masks() {
+    long masks = 0;
+    const long heads = c.block_head ? c.H : 1;
+    for (long h = 0; h < heads; h++)
+      for (long x = c.block_offsets[h * c.block_head]; x < c.block_offsets[h * c.block_head + c.block_rows]; x++)
+        masks = std::max(masks, (long)c.block_mask_ids[x] + 1);
+    by_key_.resize((size_t)(masks * tile * tile)), lines_.resize((size_t)(masks * tile));
+    for (long m = 0; m < masks; m++)
+      for (long q = 0; q < tile; q++) {
+        const uint8_t* from = c.block_masks + (m * tile + q) * tile;
+        Line& line = lines_[m * tile + q];
+        line = {(int32_t)tile, 0, 0};
+        for (long k = 0; k < tile; k++) {
+          by_key_[(size_t)((m * tile + k) * tile + q)] = from[k];
+          if (from[k]) line.lo = std::min(line.lo, (int32_t)k), line.hi = (int32_t)k + 1, line.count++;
+        }
+      }
+  }
+
+  // How much of tile t the panel sees, and within which of its keys [lo, hi).
+  int classify(const Panel& p, long t, long& lo, long& hi) const {
     int kind = WHOLLY;
     if (positioned) {  // distances are never all plain here: the mask carries the table
       const Range& r = positions_[p.b * tiles + t];
@@ -319,15 +416,25 @@ class Scene {
       if (r.lo > p.document_hi || r.hi < p.document_lo) return NOTHING;
       if (r.lo != r.hi || p.document_lo != p.document_hi) kind = PARTLY;
     }
-    if (c.block_offsets && !positioned) {
-      const long column = base[p.b] / c.block_size + t;
-      bool some = false, all = true;
-      for (long row = p.position_lo / c.block_size; row <= p.position_hi / c.block_size; row++) {
+    if (sparse()) {
+      const long column = base[p.b] / tile + t;
+      bool even = true;  // every lane sees the same stretch of keys
+      lo = tile, hi = 0;
+      for (long at = p.position_lo; at <= p.position_hi;) {
+        const long row = floor_div(at, tile), end = std::min(p.position_hi + 1, (row + 1) * tile);
         const long id = block_id(p.h, row, column);
-        some = some || id != ABSENT, all = all && id == -1;
+        const int32_t whole = id == -1 ? (int32_t)tile : 0;
+        for (long x = at; x < end; x++) {
+          const Line line = id >= 0 ? lines_[id * tile + x % tile] : Line{0, whole, whole};
+          if (x > p.position_lo) even = even && line.lo == lo && line.hi == hi;
+          even = even && line.count == line.hi - line.lo;
+          if (line.count) lo = std::min(lo, (long)line.lo), hi = std::max(hi, (long)line.hi);
+          if (id < 0) break;  // the other lanes are alike
+        }
+        at = end;
       }
-      if (!some) return NOTHING;
-      if (!all) kind = PARTLY;
+      if (hi <= lo) return NOTHING;
+      if (!even) kind = PARTLY;
     }
     return kind;
   }

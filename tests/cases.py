@@ -20,7 +20,11 @@ TERMS = (
     "blocks",
 )  # fmt: skip
 TABLE_TERMS = ("distance_value", "head_value", "distance_scale")
-LEARNED = ("span", "distance_bias", "distance_vec", "distance_value", "distance_scale", "key_bias", "sinks")
+KEYS = ("key_span", "head_key_span", "forget", "head_forget")  # spans and forget gates of keys
+LEARNED = (
+    "span", "distance_bias", "distance_vec", "distance_value", "distance_scale", "key_bias", "key_span", "forget",
+    "sinks",
+)  # fmt: skip
 
 
 @dataclass
@@ -124,6 +128,12 @@ def make(case: Case) -> Made:
             inputs["key_bias"] = torch.zeros(c.b, 1, c.tk, dtype=torch.float64)
             for row in range(c.b):
                 inputs["key_bias"][row, 0, : (row + 1) * c.tk // (c.b + 2)] = -torch.inf
+        elif term in ("key_span", "head_key_span"):
+            heads = 1 if term == "key_span" else c.h
+            inputs["key_span"] = torch.rand(c.b, heads, c.tk, generator=g, dtype=torch.float64) ** 3 * max(c.spans)
+        elif term in ("forget", "head_forget"):
+            gates = torch.rand(c.b, 1 if term == "forget" else c.h, c.tk, generator=g, dtype=torch.float64)
+            inputs["forget"] = (0.8 + 0.2 * gates).log().cumsum(-1)
         elif term == "documents":
             fixed["documents"] = (torch.arange(c.tk) * 3 // max(c.tk, 1)).expand(c.b, c.tk) + torch.arange(c.b)[:, None]
         elif term == "sinks":

@@ -36,11 +36,10 @@ def run_job(job: dict) -> None:
         data = prepare_once(config, world, None)
         with Run(config, data, world, out, None) as run:
             run.go()
-            assert run.state is not None
             held = {
                 "engine": world.engine,
                 "ratios": [m.ratio.tolist() for m in run.model.spans_modules()],
-                "memory": [list(h.shape) for h in run.state.hidden],
+                "memory": [list(h.shape) for h in run.state.hidden] if run.state else [],
                 "parameters": sum(getattr(p, "to_local", lambda p=p: p)().numel() for p in run.model.parameters()),
             }
         (out / f"process-{world.rank}.json").write_text(json.dumps(held))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from largest import largest_tensor
 from spanformer.attention.etc import GlobalLocal, Projected, Structure
 
 H, D = 2, 4
@@ -128,6 +129,18 @@ def test_padding_of_both_inputs(hard, backend, dtype):
     top[0, 2:] = top[1, 0] = True
     long[2], top[2] = True, True  # nothing at all is there: zeros, and no NaN in any gradient
     check(b, n, m, 3, 2, hard, backend, dtype, Structure(segments_of(b, n, m), long, top))
+
+
+def test_neither_a_square_nor_long_by_global_pairs_are_held():
+    n, m, radius = 600, 40, 3
+    t = {name: s.float().requires_grad_() for name, s in made(1, n, m, 2).items()}
+    module, structure = GlobalLocal(H, D, radius, clip=2), Structure(segments_of(1, n, m))
+
+    def work() -> None:
+        long, _, top, _ = module_run(t, structure, module)
+        (long.sum() + top.sum()).backward()
+
+    assert largest_tensor(work) < H * n * m / 2
 
 
 def test_shared_projections_may_be_given_once_for_two_parts():

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from largest import largest_tensor
 from spanformer import Rule
 from spanformer.attention import View
 from spanformer.attention.longformer import Longformer, growing_windows
 from spanformer.model.config import AttentionConfig, ModelConfig
+from spanformer.model.encoder import Encoder
 from spanformer.model.layer import SelfAttention
 from spanformer.model.lm import LM
 from spanformer.position import Alibi, Position, Rotary
@@ -184,6 +186,23 @@ def test_each_head_has_its_dilation(backend, dtype, causal):
     assert make(4, causal=causal, dilation=dilation).lookback() == ([3, 9] if causal else [2, 6])
 
 
+def test_no_square_is_made():
+    made, module = {n: s.float().requires_grad_() for n, s in inputs(1, 700).items()}, make(8, positions=[0, 50, 600])
+
+    def work() -> None:
+        module.mix(made["q"], made["k"], made["v"], module.rule(), View(x=made["x"])).out.sum().backward()
+
+    assert largest_tensor(work) < 700 * 700 / 4
+
+
+def test_a_causal_text_projects_no_more_than_its_global_tokens_see(monkeypatch):
+    made, module, seen = {n: s.float() for n, s in inputs(1, 50).items()}, make(8, positions=[0, 4, 7]), []
+    project = module._project
+    monkeypatch.setattr(module, "_project", lambda chosen, x: seen.append(x.shape[1]) or project(chosen, x))
+    module.mix(made["q"], made["k"], made["v"], module.rule(), View(x=made["x"]))
+    assert seen == [8]
+
+
 def test_a_window_without_global_tokens_is_only_a_rule():
     for causal in (False, True):
         module = make(6, causal=causal)
@@ -304,8 +323,10 @@ def test_bad_views_are_refused():
     with pytest.raises(ValueError, match=r"view.chosen holds 7 global tokens; expected at most 2 in each example"):
         module.mix(q, k, v, module.rule(), View(x=x, chosen=torch.ones(2, 7, dtype=torch.bool)))
     module = make(4, positions=[0], causal=False)
-    with pytest.raises(ValueError, match=r"view.keys has shape None; Longformer's global tokens have projections of"):
+    with pytest.raises(ValueError, match=r"view.keys is missing; expected the hidden states \[B, Tk, dim\]"):
         module.mix(q, k, v, module.rule(), View())
+    with pytest.raises(ValueError, match=r"view.keys has shape \[2, 6, 16\]; Longformer's global tokens have"):
+        module.mix(q, k, v, module.rule(), View(x=x[:, 1:]))
 
 
 class TestInALanguageModel:
@@ -331,10 +352,39 @@ class TestInALanguageModel:
             got = torch.cat([lm.read(piece, cache) for piece in x.split(7, 1)], 1)
             assert torch.allclose(got, lm(x).logits, atol=1e-5)
         lm = self.make("longformer:6:1")
-        with pytest.raises(ValueError, match="Longformer reads the hidden states of its keys, which a cache does not"):
+        with pytest.raises(ValueError, match="Longformer mixes values in its own way, which a cache does not know"):
             lm.read(x, lm.cache(1))
 
     def test_only_a_window_goes_into_a_mixture(self):
         self.make("1 longformer:6 + 1 adaptive_span")
         with pytest.raises(ValueError, match=r"Longformer mixes in its own way here \(.*positions=.*give it all"):
             self.make("1 longformer:6:2 + 1 adaptive_span")
+
+
+class TestInAnEncoder:
+    def make(self, *stack: str) -> Encoder:
+        torch.manual_seed(4)
+        attention = AttentionConfig(stack=stack, max_span=20)
+        layers = len(stack)
+        return Encoder(ModelConfig(kind="encoder", vocab=11, dim=DIM, layers=layers, heads=HEADS, attention=attention))
+
+    def test_windows_grow_from_layer_to_layer(self):
+        encoder = self.make(*(f"longformer:{size}" for size in growing_windows(3, 4, 16)))
+        assert encoder.lookback() == [[2, 2], [4, 4], [8, 8]]
+
+    def test_the_first_tokens_are_global_unless_a_text_chooses_others(self):
+        encoder, x = self.make("longformer:4:2").eval(), torch.randint(10, (2, 60))
+        first = torch.arange(60).expand(2, 60) < 2
+        said = encoder(x).logits
+        assert torch.allclose(encoder(x, chosen=first).logits, said, atol=1e-6)
+        changed = x.clone()
+        changed[:, 40] = 10
+        for chosen, heard in ((first, [0, 1]), (first.roll(30, 1), [30, 31])):  # and what stands near it
+            moved = encoder(changed, chosen=chosen).logits - encoder(x, chosen=chosen).logits
+            assert (moved.abs().amax((0, 2)) > 1e-6).nonzero().flatten().tolist() == [*heard, *range(38, 43)]
+
+    def test_masked_tokens_move_every_projection(self):
+        encoder, x = self.make("longformer:4:2"), torch.randint(10, (2, 30))
+        encoder(x, targets=x).nll.mean().backward()
+        own = [p for mechanism in encoder.mechanisms() for p in mechanism.parameters()]
+        assert len(own) == 3 and all(p.grad is not None and p.grad.abs().sum() > 0 for p in own)

@@ -229,7 +229,8 @@ def search_slowly(lm, prompt, beams, count, ends):
         ended += [one for one in best if ends(one[0])]
         ended = sorted(ended, key=lambda one: -one[1] / len(one[0]))[:beams]
         live = [one for one in best if not ends(one[0])][:beams]
-        if not live or len(ended) == beams:
+        means = [[score / len(made) for made, score in group] for group in (live, ended)]
+        if not live or (len(ended) == beams and max(means[0]) <= min(means[1])):
             break
     return list(max([*ended, *live], key=lambda one: one[1] / len(one[0]))[0])
 

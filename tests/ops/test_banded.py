@@ -19,7 +19,7 @@ from spanformer.ops.call import make_call
 
 TERMS = (
     "span", "dynamic", "distance_bias", "distance_vec", "head_vec", "key_bias", "padding", "documents", "sinks",
-    "blocks",
+    "blocks", "key_span", "head_key_span",
 )  # fmt: skip
 EVERY = ("distance_bias", "documents", "sinks")  # go with anything
 SIZES = (1, 15, 16, 17, 63, 111, 129)
@@ -67,6 +67,10 @@ def test_each_term_with_grouped_heads_fewer_queries_and_positions(term: str, pos
         Case(b=2, tq=111, tk=129, h=4, terms=("span", *EVERY, "distance_vec", "key_bias", "blocks")),
         Case(b=2, tq=111, tk=129, terms=("dynamic", *EVERY, "head_vec", "padding"), reach=(40, 9)),
         Case(b=2, tq=63, tk=111, terms=("span", *EVERY, "head_vec", "key_bias"), causal=False, positions="shuffled"),
+        Case(tq=500, tk=500, h=3, hkv=3, terms=("head_key_span", "sinks"), spans=(400.0,)),
+        Case(b=2, tq=300, tk=500, terms=("key_span", "span", "blocks"), spans=(400.0,), positions="rows"),
+        Case(b=2, tq=200, tk=300, terms=("key_span", "distance_vec"), spans=(90.0,), causal=False),
+        Case(b=2, tq=200, tk=300, terms=("key_span", "sinks", "key_bias"), spans=(90.0,), kept=3, dropout=0.2),
         Case(tq=129, tk=129, terms=("span",), ramp=1.0),
         Case(tq=129, tk=129, terms=("span",), spans=(0.0, 20.0)),
         Case(tq=129, tk=129, terms=("span",), spans=(0.25, 63.5)),

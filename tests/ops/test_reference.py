@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cases import LEARNED, TABLE_TERMS, TERMS, Case, Made, make
+from cases import KEYS, LEARNED, TABLE_TERMS, TERMS, Case, Made, make
 from spanformer import Attended, BlockIndex, Rule, attend, merge
 
 F64 = torch.float64
@@ -82,6 +82,9 @@ def by_loops(made: Made, seed: int | None = None) -> tuple[list, list]:
             if "span" in t:
                 z = t["span"][b][h][i] if made.inputs["span"].ndim == 3 else t["span"][h]
                 m = min(max((c.ramp + z - d) / c.ramp, 0.0), 1.0)
+            if "key_span" in t:
+                e = t["key_span"][b][h % len(t["key_span"][b])][j]
+                m *= min(max((c.ramp + e - d) / c.ramp, 0.0), 1.0)
             if "documents" in fixed:
                 ids = fixed["documents"]
                 if int(ids[b, i + c.tk - c.tq]) != int(ids[b, j]):
@@ -101,6 +104,9 @@ def by_loops(made: Made, seed: int | None = None) -> tuple[list, list]:
             if "key_bias" in t:
                 per_head = len(t["key_bias"][0])
                 s += t["key_bias"][b][h // (c.h // per_head)][j]
+            if "forget" in t:
+                gates = t["forget"][b][h % len(t["forget"][b])]
+                s += gates[c.tk - c.tq + i] - gates[j]
             weight = m * math.exp(s)
             if weight > 0:
                 stays = 1.0 if not c.dropout else kept(seed, c.dropout, b * c.h + h, i, j) / (1 - c.dropout)
@@ -152,7 +158,7 @@ def test_signed_tables_equal_scalar_loops(term, positions):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["causal", "both ways", "original"])
-@pytest.mark.parametrize("term", (None, *TERMS, *TABLE_TERMS))
+@pytest.mark.parametrize("term", (None, *TERMS, *TABLE_TERMS, *KEYS))
 def test_every_term_equals_scalar_loops(term, kind):
     for positions, reach in itertools.product(("implicit", "shuffled", "rows"), (None, (3, 0, 20, 1))):
         terms = () if term is None else (term,)
@@ -171,7 +177,11 @@ def test_combinations_of_terms_equal_scalar_loops():
             choose("distance_vec", "head_vec", ""),
             choose("key_bias", "padding", ""),
         )
-        terms += tuple(term for term in ("distance_bias", "documents", "sinks", "blocks") if draw.random() < 0.5)
+        terms += tuple(
+            term
+            for term in ("distance_bias", "documents", "sinks", "blocks", "key_span", "forget")
+            if draw.random() < 0.5
+        )
         check_by_loops(
             Case(
                 **SMALL,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from spanformer.report.terminal import SHADES, half_blocks, shades
+from spanformer.report.terminal import SHADES, beside, half_blocks, shades
 
 
 def test_half_blocks_are_two_rows_a_line():
@@ -27,3 +27,9 @@ def test_keys_that_do_not_fit_are_taken_together():
     shown = shades(np.eye(n), ["x"] * n, 30).splitlines()
     assert len(shown) == n + 1 and max(map(len, shown)) <= 30
     assert all(SHADES[-1] in line for line in shown[1:])
+
+
+def test_pictures_stand_beside_each_other_where_they_have_room():
+    pictures = {"a": "██\n██", "b": "▀▀\n  "}
+    assert beside(pictures, 20) == "a    b\n██   ▀▀\n██\n"
+    assert beside(pictures, 6) == "a\n██\n██\n\nb\n▀▀\n\n"

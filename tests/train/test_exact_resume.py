@@ -8,16 +8,13 @@ import random
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from killing import start
+from same_runs import assert_same_checkpoint, assert_same_events, final
 from spanformer.data import Batch, Lanes
-from spanformer.report.events import Run, read_run
-from spanformer.train.checkpoint import Checkpoints
+from spanformer.report.events import read_run
 from spanformer.train.run import Result, train
 from tiny_runs import options, tiny
 
@@ -30,49 +27,6 @@ MODERN = {
     "model.heads": 4, "model.kv_heads": 2, "model.attention.tied": True, "optim.schedule": "cosine",
     "optim.span_lr": 0.05, "train.log_every": 4, "train.eval_every": 2, "train.save_every": 5, "train.threads": 2,
 }  # fmt: skip
-PASSING = {"seconds", "time", "tokens_per_second", "resident_bytes", "path", "logged_seconds"}
-
-
-def never(sentence: str) -> None:
-    raise AssertionError(sentence)
-
-
-def final(out: Path) -> tuple[dict, dict[str, dict[str, torch.Tensor]]]:
-    checkpoints = Checkpoints(out / "checkpoints")
-    path = checkpoints.newest(never)
-    assert path is not None
-    return checkpoints.load(path)
-
-
-def lasting(value: Any) -> Any:
-    """Without what differs between two runs of the same: clocks and places."""
-    if isinstance(value, dict):
-        return {key: lasting(entry) for key, entry in value.items() if key not in PASSING}
-    return [lasting(entry) for entry in value] if isinstance(value, list) else value
-
-
-def assert_same_checkpoint(a: Path, b: Path) -> None:
-    (meta, parts), (other_meta, other_parts) = final(a), final(b)
-    for key in ("progress", "guard", "lanes", "seen", "optimizer", "diagnosis", "step", "score"):
-        assert lasting(meta[key]) == lasting(other_meta[key]), key
-    assert {name: list(tensors) for name, tensors in parts.items()} == {n: list(t) for n, t in other_parts.items()}
-    assert parts["memory"], "the memory is carried"
-    for part, tensors in parts.items():
-        for name, tensor in tensors.items():
-            other = other_parts[part][name]
-            assert tensor.dtype == other.dtype and torch.equal(tensor, other), (part, name)
-
-
-def assert_same_events(a: Run, b: Run) -> None:
-    assert [row.step for row in a.steps] == [row.step for row in b.steps]
-    for one, other in zip(a.steps, b.steps, strict=True):
-        for name in ("loss", "penalty", "lr", "grad_norm", "tokens", "memory"):
-            assert getattr(one, name) == getattr(other, name), (one.step, name)
-        assert np.array_equal(one.spans, other.spans, equal_nan=True) and np.array_equal(one.reach, other.reach)
-    assert [(e.step, e.loss, e.bits) for e in a.evals] == [(e.step, e.loss, e.bits) for e in b.evals]
-    # at step 0 stands what a run that begins anew says of the one before
-    assert [n for n in a.notes if n.step] == [n for n in b.notes if n.step] and a.skips == b.skips
-    assert a.stop and b.stop and a.stop.reason == b.stop.reason
 
 
 def rows(out: Path) -> int:

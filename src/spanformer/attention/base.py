@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spanformer.ops import Attended, Rule, attend
@@ -61,14 +63,19 @@ class Attention(nn.Module):
     """which backend `mix` runs on, see `spanformer.attend`"""
     dropout: float = 0.0
     """of attention weights, while training"""
+    turnable: bool = True
+    """False if its scores would feel where turned queries and keys stand, and not only how far from each other"""
     heads: int
+    kept: int = 0
+    """how many first tokens of the text all heads go on seeing, see `Rule.kept`"""
     placed: bool = False
     """whether the rule depends on which keys there are: where they stand (view.start, view.length), or what they are
     (view.keys). It is then asked for with every stretch of keys, and holds for that one only."""
     reads_keys: bool = False
     """whether the rule is made of the keys' hidden states, view.keys; such a mechanism is `placed` too"""
     alone: bool = False
-    """whether its rule does not say all that its heads see, so that they cannot share a layer with other kinds"""
+    """whether its rule does not say all that its heads see, or `mix` is no masked softmax over it, so that they cannot
+    share a layer with other kinds, and a cache does not know them"""
 
     def rule(self, view: View) -> Rule:
         """What each head may see. A layer adds its position encoding's rule to this one before mixing."""
@@ -81,6 +88,11 @@ class Attention(nn.Module):
     def learned(self) -> list[float | None]:
         """[heads] the span in tokens that each head has learned; None for one that learns none."""
         return [None] * self.heads
+
+    def map_queries(self, q: Tensor) -> Tensor:
+        """q [B, H, Tq, D] → what is multiplied with the keys in their place. A layer does this with its queries before
+        a position encoding turns them; `mix` is given what comes of it."""
+        return q
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View) -> Attended:
         """q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] → out [B, H, Tq, Dv] and lse [B, H, Tq].
@@ -103,3 +115,21 @@ class Attention(nn.Module):
 
     def after_step(self) -> None:
         """Called after every optimiser step, e.g. to put parameters back into their range."""
+
+
+def key_states(view: View, dim: int) -> Tensor:
+    """[B, Tk, dim], for a mechanism that reads its keys' hidden states; by themselves, queries are the keys."""
+    keys = view.x if view.keys is None else view.keys
+    if keys is None:
+        raise ValueError("view.keys is missing; expected the hidden states [B, Tk, dim] that the keys were made of")
+    if keys.ndim != 3 or keys.shape[2] != dim:
+        raise ValueError(f"view.keys has shape {list(keys.shape)}; expected [B, Tk, {dim}]")
+    return keys
+
+
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """F.linear in float32 or wider, autocast or not: what is counted in tokens or summed over them needs the bits."""
+    wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+    at = x.device.type
+    with torch.autocast(at, enabled=False) if torch.amp.is_autocast_available(at) else nullcontext():
+        return F.linear(x.to(wide), weight.to(wide), bias.to(wide))

@@ -9,14 +9,12 @@ Every token chooses, per head, how far back it looks. Shapes: B batch, H heads, 
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spanformer.attention.adaptive_span import check_options
-from spanformer.attention.base import Attention, View
+from spanformer.attention.base import Attention, View, wide_linear
 from spanformer.ops import Rule
 
 
@@ -71,11 +69,8 @@ class DynamicSpan(Attention):
         return [None] * self.heads if self._recent is None else self._recent.tolist()
 
     def _spans(self, x: Tensor) -> Tensor:
-        """[B, H, Tq] in tokens. Never in half precision, autocast or not: bfloat16 has 8 bits for S tokens."""
-        wide = torch.promote_types(torch.promote_types(x.dtype, self.weight.dtype), torch.float32)
-        at = x.device.type
-        with torch.autocast(at, enabled=False) if torch.amp.is_autocast_available(at) else nullcontext():
-            z = self.max_span * F.linear(x.to(wide), self.weight.to(wide), self.bias.to(wide)).sigmoid()
+        """[B, H, Tq] in tokens."""
+        z = self.max_span * wide_linear(x, self.weight, self.bias).sigmoid()
         return z.transpose(1, 2).repeat_interleave(self.heads // self.kv_heads, 1)
 
     def extra_repr(self) -> str:

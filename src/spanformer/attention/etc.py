@@ -19,12 +19,11 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spanformer.ops import Attended, Rule, attend, merge
 
-KeysValues = tuple[Tensor, Tensor]
+Two = tuple[Tensor, Tensor]
 
 
 class Projected(NamedTuple):
@@ -34,12 +33,12 @@ class Projected(NamedTuple):
     """[B, H, n, D]"""
     q_global: Tensor
     """[B, H, m, D]"""
-    l2l: KeysValues
+    l2l: Two
     """[B, H, n, D] each, as of g2l"""
-    l2g: KeysValues
+    l2g: Two
     """[B, H, m, D] each, as of g2g"""
-    g2g: KeysValues
-    g2l: KeysValues
+    g2g: Two
+    g2l: Two
 
 
 class Structure(NamedTuple):
@@ -57,7 +56,7 @@ class GlobalLocal(nn.Module):
     """ETC's attention. Labels' vectors start at zero: at first no pair is told apart."""
 
     backend: str = "auto"
-    """of l2l; the other parts have m rows or columns and are computed densely"""
+    """see `spanformer.attend`"""
 
     def __init__(
         self, heads: int, head_dim: int, radius: int, *, clip: int = 12, hard_g2l: bool = False, dropout: float = 0.0
@@ -79,64 +78,67 @@ class GlobalLocal(nn.Module):
 
     def forward(self, given: Projected, structure: Structure) -> tuple[Attended, Attended]:
         """What the long tokens attend to, out [B, H, n, D] and lse [B, H, n], and the global ones, [B, H, m, ·]."""
-        m = given.q_global.shape[2]
         _check(given, structure)
-        own = structure.segments[..., None] == torch.arange(m, device=structure.segments.device)  # [B, n, m]
-        no_token = None if structure.long_padding is None else structure.long_padding[:, None]  # [B, 1, n]
-        no_global = None if structure.global_padding is None else structure.global_padding[:, None]
-        far = ~own.mT if self.hard_g2l else None  # [B, m, n]
-        if far is not None:
-            no_token = far if no_token is None else far | no_token
-        place = torch.arange(m, device=own.device)
-        distance = (place[:, None] - place).clamp(-self.clip, self.clip) + self.clip
+        m = given.q_global.shape[2]
+        # A long token stands where its segment's global token does: distance 0 says that the two belong together.
+        at, places = structure.segments, torch.arange(m, device=structure.segments.device)
+        no_token, no_global = _hide(structure.long_padding), _hide(structure.global_padding)
         long = merge(
-            [self._local(given, structure), self._part(given.q_long, given.l2g, self.l2g, own.long(), no_global)]
+            [
+                self._by_distance(given.q_long, given.l2l, self.l2l, self.radius, no_token),
+                *self._by_segment(given.q_long, given.l2g, self.l2g, (at, places), m, no_global),
+            ]
         )
         top = merge(
             [
-                self._part(given.q_global, given.g2g, self.g2g, distance[None], no_global),
-                self._part(given.q_global, given.g2l, self.g2l, own.mT.long(), no_token),
+                self._by_distance(given.q_global, given.g2g, self.g2g, max(m - 1, 0), no_global),
+                *self._by_segment(given.q_global, given.g2l, self.g2l, (places, at), m, no_token, self.hard_g2l),
             ]
         )
         return long, top
 
-    def _local(self, given: Projected, structure: Structure) -> Attended:
-        """l2l, by windows."""
-        r = self.radius
-        row = torch.arange(-r, r + 1, device=self.l2l.device).clamp(-self.clip, self.clip) + self.clip
-        hidden = structure.long_padding
-        bias = None if hidden is None else torch.zeros(hidden.shape, device=hidden.device)
-        if bias is not None and hidden is not None:
-            bias = bias.masked_fill(hidden, -math.inf)[:, None]
+    def _by_distance(self, q: Tensor, kv: Two, table: Tensor, radius: int, bias: Tensor | None) -> Attended:
+        """l2l and g2g: every key up to `radius` away, labelled by the clipped distance."""
+        row = torch.arange(-radius, radius + 1, device=table.device).clamp(-self.clip, self.clip) + self.clip
+        vectors = table.index_select(1, row)
         rule = Rule(
-            self.heads, causal=False, reach=r + 1, ahead=r, distance_vec=self.l2l.index_select(1, row), key_bias=bias
-        )
-        dropout = self.dropout if self.training else 0.0
-        return attend(given.q_long, *given.l2l, rule, backend=self.backend, dropout=dropout)
+            self.heads, causal=False, reach=radius + 1, ahead=radius, distance_vec=vectors, key_bias=bias
+        )  # fmt: skip
+        return self._attend(q, kv, rule, None)
 
-    def _part(self, q: Tensor, kv: KeysValues, table: Tensor, labels: Tensor, hidden: Tensor | None) -> Attended:
-        return labelled(q, *kv, table, labels, hidden, self.dropout if self.training else 0.0)
+    def _by_segment(
+        self, q: Tensor, kv: Two, table: Tensor, positions: Two, m: int, bias: Tensor | None,
+        hard: bool = False,
+    ) -> list[Attended]:  # fmt: skip
+        """l2g and g2l: the pairs of one segment, whose keys have one label, and all others, whose keys have the other.
+        So no tensor of n × m pairs is made."""
+        (k, v), vectors = kv, table.to(q.dtype)
+        own = Rule(self.heads, causal=False, reach=1, key_bias=bias)
+        found = [self._attend(q, (k + vectors[:, 1:], v), own, positions)]
+        if not hard:
+            apart = torch.zeros(self.heads, m + 1, device=q.device)
+            apart[:, 0] = -math.inf
+            others = Rule(self.heads, causal=False, distance_bias=apart, key_bias=bias)
+            found.append(self._attend(q, (k + vectors[:, :1], v), others, positions))
+        return found
+
+    def _attend(self, q: Tensor, kv: Two, rule: Rule, positions: Two | None) -> Attended:
+        q_positions, k_positions = positions or (None, None)
+        dropout = self.dropout if self.training else 0.0
+        return attend(
+            q, *kv, rule, backend=self.backend, dropout=dropout, q_positions=q_positions, k_positions=k_positions
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         hard = ", hard_g2l=True" if self.hard_g2l else ""
         return f"heads={self.heads}, radius={self.radius}, clip={self.clip}{hard}"
 
 
-def labelled(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, labels: Tensor, hidden: Tensor | None, dropout: float = 0.0
-) -> Attended:
-    """Dense attention whose every pair has a label: for a few queries, or a few keys.
-
-    q [B, H, Tq, D], k and v [B, H, Tk, D], table [H, N, D], labels [1 or B, Tq, Tk] integers, hidden
-    [B, 1 or Tq, Tk] bool. A row that sees nothing gives zeros and −inf.
-    """
-    told = (q @ table.to(q.dtype).mT).gather(3, labels[:, None].expand(*q.shape[:3], -1))
-    score = (q @ k.mT + told) / math.sqrt(q.shape[3])
-    if hidden is not None:
-        score = score.masked_fill(hidden[:, None], -math.inf)
-    lse = score.logsumexp(-1)
-    weight = (score - torch.where(lse == -math.inf, 0, lse)[..., None]).exp()
-    return Attended(F.dropout(weight, dropout) @ v, lse)
+def _hide(padding: Tensor | None) -> Tensor | None:
+    """[B, 1, T], −inf where there is no token."""
+    if padding is None:
+        return None
+    return torch.zeros(padding.shape, device=padding.device).masked_fill(padding, -math.inf)[:, None]
 
 
 def _check(given: Projected, structure: Structure) -> None:

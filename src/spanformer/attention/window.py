@@ -1,7 +1,11 @@
 """A fixed window: every head sees the same number of tokens, itself included, and none is learned.
 
-a_ij ∝ exp(s_ij)   for 0 ≤ i − j < w        (w = the longest memory: full causal attention)
-                   for |i − j| < w          with causal=False
+Local attention, as in Longformer (Beltagy et al., 2020), https://arxiv.org/abs/2004.05150
+
+    a_ij ∝ exp(s_ij)   for 0 ≤ i − j < w        (w = the longest memory: full causal attention)      O(n·w) pairs
+                       for |i − j| < w          with causal=False
+
+Another number of tokens before than after: Patterned(heads, pattern.Window(before, after), causal=False).
 """
 
 from __future__ import annotations

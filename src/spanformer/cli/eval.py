@@ -62,12 +62,10 @@ def run(options: EvalOptions) -> None:
                     f"the model is of kind {lm.config.kind!r}; --protocol and --lanes are for language models"
                 )
             trained = replace(run_config(meta, options.checkpoint), data=config)
-            pairs = isinstance(lm, Seq2Seq)
-            print(
-                eval_pairs(lm, data, trained, options, tell)
-                if pairs
-                else eval_encoder(lm, data, trained, options, tell)
-            )
+            if isinstance(lm, Seq2Seq):
+                print(eval_pairs(lm, data, trained, options, tell))
+            else:
+                print(eval_encoder(lm, data, trained, options, tell))
             return
         split = data.splits[options.split]
         ids = split.ids[: options.limit] if options.limit else split.ids

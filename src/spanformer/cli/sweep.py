@@ -9,7 +9,7 @@ from pathlib import Path
 
 from spanformer.cli.leaf import Leaf
 from spanformer.cli.runfile import read_run
-from spanformer.cli.screen import Screen
+from spanformer.cli.several import train_each
 from spanformer.train.config import RunConfig
 
 
@@ -32,15 +32,9 @@ def parse(program: str, arguments: list[str]) -> SweepConfig:
 
 def run(config: SweepConfig) -> None:
     from spanformer.report.page import write_report
-    from spanformer.train.run import train
 
     runs = [one_run(config, kind, limit) for limit in config.limits for kind in config.kinds]
-    for number, each in enumerate(runs, 1):
-        print(f"{number} of {len(runs)}: {Path(each.out).name}")
-        with Screen(each) as screen:
-            result = train(each, watch=screen.show)
-        if result.signal:
-            raise KeyboardInterrupt(f"stopped in {each.out}; go on with the same command and --resume")
+    train_each(runs)
     print(f"report: {write_report([Path(each.out) for each in runs], Path(config.out) / 'report')}")
 
 

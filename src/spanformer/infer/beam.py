@@ -1,8 +1,8 @@
 """Beam search: the likeliest text that a search of this width finds.
 
 Kept are the `beams` likeliest beginnings; each step tries every token after each of them. A beginning may end, by a
-stop string; the search is over when as many as `beams` have ended or the text is long enough, and the winner is the one
-of the highest log-probability per token.
+stop string or by the model's own end. The search is over when `beams` have ended and no other is likelier per
+token than the worst of these, or when the text is long enough; the winner has the highest log-probability per token.
 Shapes: B beams, V vocabulary.
 """
 
@@ -53,7 +53,9 @@ def beam_search(
         while len({beam.tail[:1] for beam in [*live, *ended]}) == 1 and (live or ended)[0].tail:
             yield (live or ended)[0].tail[0]
             live, ended = ([_settled(beam) for beam in group] for group in (live, ended))
-        if made == max_tokens or not live or len(ended) == beams:
+        if made == max_tokens or not live:
+            break
+        if len(ended) == beams and max(map(Beam.mean, live)) <= ended[-1].mean():
             break
         cache.reorder(torch.tensor(parents))
         newest = torch.tensor([beam.last[-1] for beam in live], device=logits.device)

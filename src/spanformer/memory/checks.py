@@ -45,12 +45,14 @@ def check_call(
             raise ValueError(f"{name} has shape {list(t.shape)}; expected {[batch, len(reach), q.shape[2], size]}")
         if t.dtype != q.dtype or t.device != q.device:
             raise ValueError(f"{name} has dtype {t.dtype} on {t.device}; expected {q.dtype} on {q.device}, as q has")
-    if rule.kept != kept:
-        raise ValueError(f"the rule keeps {rule.kept} first tokens and the cache {kept}; expected one number")
-    if rule.blocks is not None or rule.key_bias is not None or rule.documents is not None or not rule.causal:
-        raise ValueError("a cache takes causal rules without blocks, key_bias and documents")
-    if rule.stride != 1 or rule.skip != 0 or rule.also is not None:
-        raise ValueError("a cache takes rules without stride, skip and also")
+    for _, part in rule.parts():
+        if part.kept != kept:
+            raise ValueError(f"the rule keeps {part.kept} first tokens and the cache {kept}; expected one number")
+        unknown = ("blocks", "key_bias", "key_span", "forget", "documents", "also")
+        if any(getattr(part, name) is not None for name in unknown) or not part.causal:
+            raise ValueError(f"a cache takes causal rules without {', '.join(unknown)}")
+        if part.stride != 1 or part.skip != 0:
+            raise ValueError("a cache takes rules without stride and skip")
     shared, shift = rule.heads // len(reach), 1 if rule.original else 0
     for head, limit in enumerate(rule.limits()):
         if limit + shift > reach[head // shared] and limit:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from spanformer.memory.checks import check_call, check_lengths, check_reach
 from spanformer.memory.groups import group_heads
-from spanformer.memory.slots import Store, move, read_slots, write_slots
+from spanformer.memory.notes import take_notes, with_notes
+from spanformer.memory.slots import Store, move, read_notes, read_slots, write_slots
 from spanformer.ops import Attended, Rule, attend
 from spanformer.ops.rings import Decoder
 
@@ -44,12 +45,14 @@ class HeadCache:
         device: torch.device | str = "cpu",
         zeros: int = 0,
         place: Tensor | None = None,
+        notes: int = 0,
     ) -> None:
         """reach [Hkv]: how many positions each key/value head sees, its newest included; for grouped heads the longest
         of the group. value_dim: Dv, 0 for head_dim. kept: so many first tokens stay beside each ring. slack: how many
         tokens `crop` can take back after a ring has wrapped. bits: 8 stores keys and values in 8 bits, 0 in dtype.
         zeros: so many tokens of zero keys and values stand before the first, and are seen. place [B]: shared by several
-        layers, that are then moved on together."""
+        layers, that are then moved on together. notes: 1 for each query head of a key/value head if rules are made of
+        the keys (`read_placed`), else 0."""
         if bits not in (0, 8):
             raise ValueError(f"bits is {bits}; expected 0, for the model's own dtype, or 8")
         for name, number in (("batch", batch), ("slack", slack), ("kept", kept), ("zeros", zeros)):
@@ -57,7 +60,7 @@ class HeadCache:
                 raise ValueError(f"{name} is {number}; expected 0 or more")
         if not dtype.is_floating_point:
             raise ValueError(f"dtype is {dtype}; expected a floating-point dtype")
-        self.kept, self.slack, self.zeros = kept, slack, zeros
+        self.kept, self.slack, self.zeros, self.notes = kept, slack, zeros, notes
         self.bits: Literal[0, 8] = bits
         self.dtype, self.device = dtype, torch.device(device)
         self.dims = (head_dim, value_dim or head_dim)
@@ -114,7 +117,7 @@ class HeadCache:
         scale: float | None = None,
     ) -> Attended:  # fmt: skip
         """`attend` without moving on: layers that share their places are moved on once, by their owner."""
-        if q.shape[2] == 1 and lengths is None:
+        if q.shape[2] == 1 and lengths is None and not rule.apart:
             return self._decode(q, k, v, rule, backend, scale)
         check_call(q, k, v, rule, self.batch, self.reach, self.dims, self.kept)
         lengths = check_lengths(lengths, self.batch, q.shape[2])
@@ -128,36 +131,46 @@ class HeadCache:
         backend: str = "auto", scale: float | None = None,
     ) -> Attended:  # fmt: skip
         """`read` under a rule that depends on which keys there are. rule_for(rows, start, length) gives it for some
-        rows [n] of the batch whose keys stand at start … start + length − 1, the new tokens last. Rows that stand at
-        different places are served one place after the other."""
+        rows [n] of the batch whose keys stand at start … start + length − 1, the new tokens last; its key_span and
+        forget are those of the new tokens, and are noted. Rows that stand at different places are served one place
+        after the other."""
         lengths = check_lengths(lengths, self.batch, q.shape[2])
-        parts, order = [], []
+        parts, order, notes = [], [], []
         for place in sorted(set(self.place.tolist())):
             rows = (self.place == place).nonzero()[:, 0]
             qs, ks, vs = (t if len(rows) == self.batch else t[rows.to(t.device)] for t in (q, k, v))
-            parts.append(self._look_back_placed(qs, ks, vs, rule_for, rows, place, backend, scale))
+            found, noted = self._look_back_placed(qs, ks, vs, rule_for, rows, place, backend, scale)
+            parts.append(found)
+            notes += [] if noted is None else [noted]
             order += rows.tolist()
-        self._write(k, v, lengths)
+        turn = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=q.device)
+        self._write(k, v, lengths, torch.cat(notes).index_select(0, turn) if notes else None)
         if len(parts) == 1:
             return parts[0]
-        turn = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=q.device)
         return Attended(*(torch.cat(t).index_select(0, turn) for t in zip(*parts, strict=True)))
 
-    def _look_back_placed(self, q, k, v, rule_for: RuleFor, rows: Tensor, place: int, backend, scale) -> Attended:
-        """Rows that all stand at `place`."""
+    def _look_back_placed(
+        self, q, k, v, rule_for: RuleFor, rows: Tensor, place: int, backend, scale
+    ) -> tuple[Attended, Tensor | None]:
+        """Rows that all stand at `place`, and what is to be noted of their new tokens, [n, H, T]."""
         shared, t = q.shape[1] // len(self.reach), q.shape[2]
         groups = group_heads([n - 1 for n in self.reach], place)
         mine = self if len(rows) == self.batch else self.rows(rows)
-        parts, order = [], []
+        parts, order, noted = [], [], None
+        every = list(range(len(self.reach)))
+        last = read_notes(mine.store, mine.place, every, min(place, 1)).sum(-1) if self.notes else None
         for kv_heads, past in groups:
             heads = [g * shared + n for g in kv_heads for n in range(shared)]
             held = [n for n in self.reach for _ in range(shared)]  # of a shorter ring, older slots hold other tokens
             rule = rule_for(rows, place - past, past + t) + Rule(q.shape[1], causal=False, reach=held)
+            if last is not None and noted is None:
+                noted = take_notes(rule, len(rows), t, last)
             some = q[:, heads], k[:, kv_heads], v[:, kv_heads], rule.for_heads(heads, kv_heads)
-            parts.append(mine._attend_group(*some, kv_heads, past, backend, scale))
+            of_heads = None if noted is None else noted[:, heads]
+            parts.append(mine._attend_group(*some, kv_heads, past, backend, scale, of_heads))
             order += heads
         turn = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=q.device)
-        return Attended(*(torch.cat(p, 1).index_select(1, turn) for p in zip(*parts, strict=True)))
+        return Attended(*(torch.cat(p, 1).index_select(1, turn) for p in zip(*parts, strict=True))), noted
 
     @torch.no_grad()
     def append(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> None:
@@ -203,11 +216,15 @@ class HeadCache:
 
     def _attend_group(
         self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, kv_heads: list[int], past: int, backend: str,
-        scale: float | None,
+        scale: float | None, notes: Tensor | None = None,
     ) -> Attended:  # fmt: skip
         """Heads that get `past` earlier tokens each. Only distances matter to them, so that rows at different places
-        stand side by side, each row's newest tokens last."""
+        stand side by side, each row's newest tokens last. notes [B, heads, T]: of the new tokens, if any are taken."""
         t = k.shape[2]
+        if notes is not None:
+            held = [read_notes(self.store, None, kv_heads, self.kept)] if self.kept else []
+            held += [read_notes(self.store, self.place, kv_heads, past)] if past else []
+            rule = with_notes(rule, torch.cat([*held, notes], 2), torch.promote_types(q.dtype, torch.float32))
         if past:
             old = read_slots(self.store, self.place, kv_heads, past, self.dtype)
             k, v = (torch.cat([held.to(new.dtype), new], 2) for held, new in zip(old, (k, v), strict=True))
@@ -250,8 +267,8 @@ class HeadCache:
         at = places + torch.arange(t, device=q.device)
         return attend(q, k, v, rule, backend=backend, scale=scale, q_positions=at, k_positions=where)
 
-    def _write(self, k: Tensor, v: Tensor, lengths: Tensor | None) -> None:
-        write_slots(self.store, self.place, k.detach(), v.detach(), lengths)
+    def _write(self, k: Tensor, v: Tensor, lengths: Tensor | None, notes: Tensor | None = None) -> None:
+        write_slots(self.store, self.place, k.detach(), v.detach(), lengths, notes)
 
     # ---- changing it
 
@@ -323,4 +340,4 @@ class HeadCache:
 
     def _allocate(self, batch: int) -> Store:
         capacity = [n + self.slack for n in self.reach]
-        return Store(batch, capacity, self.kept, self.dims, self.bits, self.dtype, self.device)
+        return Store(batch, capacity, self.kept, self.dims, self.bits, self.dtype, self.device, self.notes)

@@ -16,7 +16,8 @@ from spanformer.ops.rings import quantise
 
 
 class Store:
-    """Views into `memory`, all of it: keys [B, N, D], values [B, N, Dv], and with 8 bits their scales [B, N]."""
+    """Views into `memory`, all of it: keys [B, N, D], values [B, N, Dv], with 8 bits their scales [B, N], and what is
+    noted of each key, [B, N, notes] in float64 (it may be a sum over the whole text)."""
 
     def __init__(
         self,
@@ -27,6 +28,7 @@ class Store:
         bits: int,
         dtype: torch.dtype,
         device: torch.device,
+        notes: int = 0,
     ) -> None:
         self.batch, self.kept, self.bits, self.dtype = batch, kept, bits, dtype
         self.capacities = list(capacity)
@@ -36,10 +38,11 @@ class Store:
         kind = torch.int8 if bits else dtype
         shapes = [((batch, slots, dims[0]), kind), ((batch, slots, dims[1]), kind)]
         shapes = [((batch, slots), torch.float32)] * 2 + shapes if bits else shapes  # the wider first: aligned
+        shapes = [((batch, slots, notes), torch.float64), *shapes]
         sizes = [torch.Size(shape).numel() * each.itemsize for shape, each in shapes]
         with torch.inference_mode(False):  # to be written to in or out of it
             self.memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
-            *scales, self.keys, self.values = (
+            self.notes, *scales, self.keys, self.values = (
                 part.view(each).view(shape)
                 for part, (shape, each) in zip(self.memory.split(sizes), shapes, strict=True)
             )
@@ -49,7 +52,10 @@ class Store:
         return Rings(self.keys, self.values, torch.tensor(self.capacities), newest, kept, oldest, self.scales)
 
     def rows(self, index: Tensor) -> Store:
-        other = Store(len(index), self.capacities, self.kept, self.dims, self.bits, self.dtype, self.memory.device)
+        notes = self.notes.shape[2]
+        other = Store(
+            len(index), self.capacities, self.kept, self.dims, self.bits, self.dtype, self.memory.device, notes
+        )  # fmt: skip
         at = index.to(self.memory.device)
         for mine, theirs in zip(self.tensors().values(), other.tensors().values(), strict=True):
             torch.index_select(mine, 0, at, out=theirs)
@@ -58,6 +64,7 @@ class Store:
     def tensors(self) -> dict[str, Tensor]:
         """All that it holds, by name; each has a row for each slot."""
         named: dict[str, Tensor] = {"keys": self.keys, "values": self.values}
+        named |= {"notes": self.notes} if self.notes.shape[2] else {}
         return named | ({"key_scales": self.scales[0], "value_scales": self.scales[1]} if self.scales else {})
 
 
@@ -67,13 +74,23 @@ def read_slots(
     """Keys [B, heads, count, D] and values of the `count` positions before place [B], or of the kept ones (None)."""
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
     for g in kv_heads:
-        if place is None:
-            pieces = [(store.first[g] - store.kept, store.kept)]
-        else:
-            pieces = _stretches(store, g, place - count, count)
-        for kind in (0, 1):
-            found[kind].append(_pick(store, kind, pieces, dtype))
+        pieces = _pieces(store, g, place, count)
+        for kind, rows in enumerate((store.keys, store.values)):
+            scale = store.scales[kind] if store.scales else None
+            found[kind].append(_pick(rows, scale, pieces, dtype))
     return torch.stack(found[0], 1), torch.stack(found[1], 1)
+
+
+def read_notes(store: Store, place: Tensor | None, kv_heads: list[int], count: int) -> Tensor:
+    """[B, query heads, count] what was noted of the same keys, for each query head of these key/value heads."""
+    found = [_pick(store.notes, None, _pieces(store, g, place, count), torch.float64) for g in kv_heads]
+    return torch.cat([each.transpose(1, 2) for each in found], 1)
+
+
+def _pieces(store: Store, g: int, place: Tensor | None, count: int) -> list[tuple[int, int]] | Tensor:
+    if place is None:
+        return [(store.first[g] - store.kept, store.kept)]
+    return _stretches(store, g, place - count, count)
 
 
 def _stretches(store: Store, g: int, start: Tensor, count: int) -> list[tuple[int, int]] | Tensor:
@@ -87,9 +104,9 @@ def _stretches(store: Store, g: int, start: Tensor, count: int) -> list[tuple[in
     return first + (start[:, None] + torch.arange(count)) % capacity
 
 
-def _pick(store: Store, kind: int, pieces: list[tuple[int, int]] | Tensor, dtype: torch.dtype) -> Tensor:
-    rows = (store.keys, store.values)[kind]
-    scale = store.scales[kind] if store.scales else None
+def _pick(
+    rows: Tensor, scale: Tensor | None, pieces: list[tuple[int, int]] | Tensor, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
     if isinstance(pieces, Tensor):
         at = pieces.to(rows.device)
         found = rows.gather(1, at[..., None].expand(-1, -1, rows.shape[2]))
@@ -100,14 +117,19 @@ def _pick(store: Store, kind: int, pieces: list[tuple[int, int]] | Tensor, dtype
     return found.to(dtype) if scale is None else (found.float() * scale[..., None]).to(dtype)
 
 
-def write_slots(store: Store, place: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None) -> None:
-    """k [B, Hkv, T, D] and v at positions place [B] and on; of row b only the first lengths[b]."""
+def write_slots(
+    store: Store, place: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, notes: Tensor | None = None
+) -> None:
+    """k [B, Hkv, T, D] and v at positions place [B] and on, notes [B, H, T] beside them; of row b only the first
+    lengths[b]."""
     t = k.shape[2]
     new: dict[str, Tensor] = {"keys": k, "values": v}
     if store.bits:
         coded = [quantise(x) for x in (k, v)]
         new = {"keys": coded[0][0], "values": coded[1][0], "key_scales": coded[0][1], "value_scales": coded[1][1]}
-    held = store.tensors()
+    if notes is not None:
+        new["notes"] = notes.unflatten(1, (len(store.capacities), -1)).transpose(2, 3)
+    held = {name: rows for name, rows in store.tensors().items() if name in new}
     together = lengths is None and len(place) and bool((place == place[0]).all())
     for g, capacity in enumerate(store.capacities):
         if together:

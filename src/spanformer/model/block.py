@@ -18,6 +18,9 @@ from spanformer.model.cross_attention import CrossAttention
 from spanformer.model.layer import SelfAttention
 from spanformer.position import Position
 
+Heard = tuple[Tensor, Tensor | None]
+"""states of an encoder [B, S, dim], and their padding [B, S] bool"""
+
 
 class Block(nn.Module):
     """What a layer remembers is what its attention projects: with pre-norm the normed states, which then need no norm
@@ -40,13 +43,15 @@ class Block(nn.Module):
         self.pre = order == "pre"
 
     def forward(
-        self, x: Tensor, past: Tensor, view: View, position: Position, source: Source | None = None
+        self, x: Tensor, past: Tensor, view: View, position: Position, heard: Heard | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """x [B, T, dim], past [B, M, dim] → new x, what of it is remembered [B, T, dim], what to add to the loss.
-        source: what `cross` made of the encoder's states."""
+        heard: of a decoder's layer, the encoder's states."""
         h = self.norm1(x) if self.pre else x
         found, penalty = self.attention(h, past, view, position)
         x = x + found if self.pre else self.norm1(x + found)
+        # here and not before: where weights are sharded, a block's are whole only while it runs
+        source = None if heard is None or self.cross is None else self.cross.source(*heard)
         x, auxiliary = self.feed(self.listen(x, source))
         return x, h, _plus(penalty, auxiliary)
 

@@ -31,17 +31,24 @@ class Encoder(Layered):
         return self.config.vocab - 1
 
     def forward(
-        self, x: Tensor, *, at: Tensor | None = None, targets: Tensor | None = None, padding: Tensor | None = None
+        self,
+        x: Tensor,
+        *,
+        at: Tensor | None = None,
+        targets: Tensor | None = None,
+        padding: Tensor | None = None,
+        chosen: Tensor | None = None,
     ) -> Output:
         """x [B, T] ids; padding [B, T] bool: True where x is no token, nothing sees it. at [B, N]: only these places of
-        each row are predicted. targets [B, N], or [B, T] without at: then only their losses are computed."""
+        each row are predicted. targets [B, N], or [B, T] without at: then only their losses are computed. chosen [B, T]
+        bool: each text's global tokens, for layers that have such (Longformer)."""
         check_ids("x", x)
         asked = x if at is None else at
         if asked.ndim != 2 or len(asked) != len(x) or asked.is_floating_point():
             raise ValueError(f"at has shape {list(asked.shape)} and dtype {asked.dtype}; expected places [{len(x)}, N]")
         if targets is not None and targets.shape != asked.shape:
             raise ValueError(f"targets has shape {list(targets.shape)}; expected {list(asked.shape)}")
-        h, penalty = self.states(self.embedding(x), padding)
+        h, penalty = self.states(self.embedding(x), padding, chosen)
         if at is not None:
             h = h.gather(1, at[..., None].expand(-1, -1, h.shape[2]))
         h = self.dropout(h)
@@ -49,14 +56,17 @@ class Encoder(Layered):
             return Output(self.head.logits(h), None, penalty)
         return Output(None, self.head.nll(h, targets), penalty)
 
-    def states(self, embedded: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
-        """embedded [B, T, dim] tokens, padding [B, T] → hidden states [B, T, dim] (of padding, they mean nothing), and
-        what to add to the loss."""
+    def states(
+        self, embedded: Tensor, padding: Tensor | None, chosen: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """embedded [B, T, dim] tokens, padding and chosen [B, T] → hidden states [B, T, dim] (of padding, they mean
+        nothing), and what to add to the loss."""
         check_padding("padding", padding, embedded)
-        h = self.embed(embedded, 0)
+        h = self.dropout(self.place(0, embedded, 0))
         penalty = h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
-        for n, block in enumerate(self.blocks):
-            h, _, added = self.through(n, block, h, h[:, :0], View(padding=padding), 0)
+        for n, (block, position) in enumerate(zip(self.blocks, self.positions(), strict=True)):
+            h = self.place(n, h, 0) if n else h
+            h, _, added = self.through(block, h, h[:, :0], View(padding=padding, chosen=chosen), position)
             penalty = penalty if added is None else penalty + added
         return self.norm(h), penalty
 

@@ -116,7 +116,7 @@ class ETC(nn.Module):
         )
         self.norm = make_norm("layer", dim)
         self.head = Head(vocab, dim, bias=True, tied_to=self.embedding)
-        """the masked-token head: `head.logits(long)` and `head.nll(long, targets)`"""
+        """the masked-token head, see `guess`"""
 
     def forward(
         self,
@@ -140,6 +140,15 @@ class ETC(nn.Module):
         for layer in self.layers:
             h = layer(h, structure)
         return Encoded(self.norm(h.long), self.norm(h.top))
+
+    def guess(self, long: Tensor, at: Tensor, targets: Tensor) -> Tensor:
+        """The masked-token objective: long [B, n, dim] of a text in which some tokens were masked, at [B, N] where, and
+        what stood there → [B, N], −log p of each."""
+        if at.ndim != 2 or at.shape != targets.shape or len(at) != len(long):
+            raise ValueError(
+                f"at has shape {list(at.shape)} and targets {list(targets.shape)}; expected [{len(long)}, N] both"
+            )
+        return self.head.nll(long.gather(1, at[..., None].expand(-1, -1, long.shape[2])), targets)
 
 
 def _products(dim: int, names: tuple[str, ...]) -> nn.ModuleDict:

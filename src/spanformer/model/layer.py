@@ -45,9 +45,21 @@ class SelfAttention(nn.Module):
         else:
             rule = self.mechanism.rule(view)
             lookback = self._lookback(rule)
-        q = split_heads(self.query(x), self.heads)
+        if not self.mechanism.turnable and type(position).turn is not Position.turn:
+            raise ValueError(
+                f"{type(self.mechanism).__name__} is no product of queries and keys, so that {type(position).__name__} "
+                "would not tell it their distance; use positions that are added to scores, or none"
+            )
+        q = self.mechanism.map_queries(split_heads(self.query(x), self.heads))
         fresh = split_heads(self.key(x), self.kv_heads), split_heads(self.value(x), self.kv_heads)
         groups = group_heads(self._shared(lookback), past.shape[1])
+        if self.mechanism.kept:  # the first tokens must be there, at their own places
+            if view.start > 0:
+                raise ValueError(
+                    f"heads here keep the text's first {self.mechanism.kept} tokens in sight, and the memory has "
+                    "forgotten them; read the text with a cache (LM.read), or use learned sinks"
+                )
+            groups = [(list(range(self.kv_heads)), past.shape[1])]
         length = min(max(lookback), past.shape[1] + x.shape[1] - 1) + 1
         added = position.rule(view, length)
 
@@ -69,9 +81,12 @@ class SelfAttention(nn.Module):
 
     def _lookback(self, rule: Rule) -> list[int]:
         """[H] how many earlier tokens each head looks back at in this segment."""
-        if rule.dynamic and rule.span is not None and rule.span.device.type == "cpu":
-            return [max(n - 1, 0) for n in rule.limits()]  # elsewhere, reading them would make the host wait
-        return self.mechanism.lookback()
+        lookback = self.mechanism.lookback()
+        for heads, part in rule.parts():
+            if part.dynamic and part.span is not None and part.span.device.type == "cpu":
+                for head, limit in zip(heads, part.limits(), strict=True):
+                    lookback[head] = max(limit - 1, 0)  # elsewhere, reading them would make the host wait
+        return lookback
 
     def _shared(self, lookback: list[int]) -> list[int]:
         """[Hkv] the longest lookback among the query heads of each key/value head."""

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spanformer.attention import AdaptiveSpan, Attention, DynamicSpan, View, read_spans
-from spanformer.memory import Source
-from spanformer.model.block import Block
+from spanformer.model.block import Block, Heard
 from spanformer.model.build import make_block, make_embedding, make_position
 from spanformer.model.config import ModelConfig
 from spanformer.model.embedding import AdaptiveEmbedding, AdaptiveHead, Embedding, Head
@@ -44,9 +43,9 @@ class Layered(nn.Module):
         self.config = config
         if tokens:
             self.embedding, self.head = make_embedding(config)
-        each = config.position.per_layer
-        own = [make_position(config) for _ in range(config.layers if each else 1)]
-        self.position = nn.ModuleList(own) if each else own[0]
+        one_each = range(config.layers if config.position.per_layer else 0)
+        made = [make_position(config) for _ in one_each]
+        self.position = nn.ModuleList(made) if made else make_position(config)
         self.blocks = nn.ModuleList(make_block(config, parts) for parts in config.stack())
         self.norm = make_norm(config.norm, config.dim) if config.order == "pre" else nn.Identity()
         self.dropout = nn.Dropout(config.embedding.dropout)
@@ -58,25 +57,22 @@ class Layered(nn.Module):
         return [block for block in self.blocks if isinstance(block, Block)]
 
     def positions(self) -> list[Position]:
-        """The position encoding of each of `blocks`: the same for all, or one for each."""
+        """The position encoding of each layer: the same for all, or one for each."""
         if isinstance(self.position, Position):
-            return [self.position] * len(self.blocks)
+            return [self.position] * self.config.layers
         return [position for position in self.position if isinstance(position, Position)]
 
-    def embed(self, embedded: Tensor, start: int) -> Tensor:
-        """What goes into the first block: embedded tokens [B, T, dim] that stand at start, start + 1, …"""
-        return self.dropout(self.positions()[0].embed(embedded, start))
+    def place(self, n: int, h: Tensor, start: int) -> Tensor:
+        """What goes into layer n, h [B, T, dim] at positions start, start + 1, …, made to know where it stands."""
+        return self.positions()[n].embed(h, start) if not n or self.config.position.per_layer else h
 
     def through(
-        self, n: int, block: nn.Module, h: Tensor, past: Tensor, view: View, start: int, source: Source | None = None
+        self, block: nn.Module, h: Tensor, past: Tensor, view: View, position: Position, heard: Heard | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Block n of tokens that stand at start, start + 1, …; see `Block.forward`."""
-        position = self.positions()[n]
-        if n and self.config.position.per_layer:
-            h = position.embed(h, start)
+        """One block; see `Block.forward`."""
         if self.checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, h, past, view, position, source, use_reentrant=False)  # pyright: ignore
-        return block(h, past, view, position, source)
+            return checkpoint(block, h, past, view, position, heard, use_reentrant=False)  # pyright: ignore
+        return block(h, past, view, position, heard)
 
     def mechanisms(self) -> list[Attention]:
         """The attention mechanism of each layer."""

@@ -60,18 +60,20 @@ class LM(Decoder):
         past = max(h.shape[1] for h in state.hidden)
         documents = _beside("documents", state.documents, documents, x, past, NO_DOCUMENT)
         padding = _beside("padding", state.padding, padding, x, past, False)
-        h = self.embed(self.embedding(x), state.seen)
+        h = self.dropout(self.place(0, self.embedding(x), state.seen))
         lengths = self.memory_lengths()
         memories, penalty = [], h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
         tapes = state.tapes or (None,) * len(lengths)
-        for n, (block, past, keep, tape) in enumerate(zip(self.blocks, state.hidden, lengths, tapes, strict=True)):
+        layers = zip(self.blocks, self.positions(), state.hidden, lengths, tapes, strict=True)
+        for n, (block, position, past, keep, tape) in enumerate(layers):
+            h = self.place(n, h, state.seen) if n else h
             if self.config.original and past.shape[1] < keep:  # a span outgrew its memory: zeros, as at the start
                 past = F.pad(past, (0, 0, keep - past.shape[1], 0))
             keys = past.shape[1] + x.shape[1]
             start = state.seen - past.shape[1]  # below 0 where zeros stand before the text
             view = View(documents=_last(documents, keys), padding=_last(padding, keys), start=start)
             past = past.to(h.dtype)
-            h, new, added = self.through(n, block, h, past, view, state.seen)
+            h, new, added = self.through(block, h, past, view, position)
             memories.append(remember(past, new, keep, tape, n))
             penalty = penalty if added is None else penalty + added
         h = self.dropout(self.norm(h))

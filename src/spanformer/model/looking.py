@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spanformer.attention import Attention, View
 from spanformer.memory.groups import group_heads
@@ -46,6 +46,18 @@ def attention_maps(lm: LM, ids: Tensor) -> list[Tensor]:
     return [watch.map(number, len(ids)) for number, watch in enumerate(watches, 1)]
 
 
+class _OneHot(nn.Module):
+    """In the place of a mechanism's own projection of values: the token's place, for each key/value head."""
+
+    def __init__(self, kv_heads: int) -> None:
+        super().__init__()
+        self.kv_heads = kv_heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+        return places.repeat(1, self.kv_heads).expand(x.shape[0], -1, -1)
+
+
 class _Watch:
     """Keeps what a layer's mechanism gives when it is asked for one-hot values beside the real ones."""
 
@@ -70,10 +82,20 @@ class _Watch:
             plain, relative = rule, getattr(rule, "distance_value", None)
             if relative is not None:  # values of distances come on top of the weights; they are none of the keys'
                 plain = replace(rule, distance_value=None)
-            weights = mix(q, k, one_hot, plain, view)
-            again = weights.out @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-            off = 0.0 if relative is not None else float((again - real.out).abs().max())
-            self.found.append((weights, off / (1e-12 + float(real.out.abs().max()))))
+            own = [part for part in self.mechanism.modules() if isinstance(getattr(part, "value", None), nn.Linear)]
+            values = [part.value for part in own]
+            for part in own:  # values that a mechanism makes itself, as Longformer does for its global tokens
+                part.value = _OneHot(self.attention.kv_heads)
+            try:
+                weights = mix(q, k, one_hot, plain, view)
+            finally:
+                for part, value in zip(own, values, strict=True):
+                    part.value = value
+            off = 0.0
+            if relative is None and not own:
+                again = weights.out @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+                off = float((again - real.out).abs().max()) / (1e-12 + float(real.out.abs().max()))
+            self.found.append((weights, off))
             self.past = max(self.past, k.shape[2] - q.shape[2])
             return real
 

@@ -16,6 +16,7 @@ from spanformer.attention import View
 from spanformer.memory import Cache, HeadCache, Source
 from spanformer.memory.checks import check_lengths
 from spanformer.memory.head_cache import RuleFor
+from spanformer.memory.notes import noteworthy
 from spanformer.model.block import Block
 from spanformer.model.layer import SelfAttention, split_heads
 from spanformer.ops import Rule, merge
@@ -33,6 +34,13 @@ Logits = Literal["all", "last", "none"]
 def make_cache(
     lm: Decoder, batch: int, slack: int, bits: Literal[0, 8], sources: Sequence[Source] = ()
 ) -> Cache:  # fmt: skip
+    mechanisms = [block.attention.mechanism for block in lm.reader.blocks]  # without an encoder's
+    for mechanism in mechanisms:
+        if mechanism.alone:
+            raise ValueError(
+                f"{type(mechanism).__name__} mixes values in its own way, which a cache does not know; read the text "
+                "by segments, lm(x, state)"
+            )
     weight = next(lm.blocks.parameters())
     zeros = ZEROS if lm.config.original else 0
     with torch.inference_mode(False):  # to be written to in or out of it
@@ -40,9 +48,10 @@ def make_cache(
     layers = [
         HeadCache(
             batch, reach, lm.config.head_dim, slack=slack, bits=bits, dtype=weight.dtype, device=weight.device,
-            zeros=zeros, place=place,
+            zeros=zeros, place=place, kept=mechanism.kept,
+            notes=lm.config.heads // lm.config.groups if mechanism.reads_keys else 0,
         )
-        for reach in reaches(lm)
+        for reach, mechanism in zip(reaches(lm), mechanisms, strict=True)
     ]  # fmt: skip
     return Cache(lm, layers, sources)
 
@@ -103,14 +112,18 @@ class Reader:
     def rule_for(self, n: int, x: Tensor) -> RuleFor:
         """The rule of a layer whose rules depend on which keys there are."""
         mechanism, added = self.blocks[n].attention.mechanism, self.added[n]
-        if mechanism.reads_keys:
-            raise ValueError(
-                f"{type(mechanism).__name__} reads the hidden states of its keys, which a cache does not hold; read "
-                "the text by segments, lm(x, state)"
-            )
 
         def make(rows: Tensor, start: int, length: int) -> Rule:
-            rule = mechanism.rule(View(x=x[rows.to(x.device)], start=start, length=length))
+            some = x[rows.to(x.device)]
+            # A cache holds no hidden states: terms made of keys are those of the new ones, and the cache has noted the
+            # earlier ones'.
+            keys = some if mechanism.reads_keys else None
+            rule = mechanism.rule(View(x=some, start=start, length=length, keys=keys))
+            if mechanism.reads_keys and not noteworthy(rule):
+                raise ValueError(
+                    f"{type(mechanism).__name__} reads the hidden states of its keys, which a cache does not hold; "
+                    "read the text by segments, lm(x, state)"
+                )
             return rule if added is None else rule + added
 
         return make
@@ -158,10 +171,10 @@ def _last_real(h: Tensor, real: Tensor, last: Tensor | None) -> Tensor:
 def _read_piece(lm: Decoder, x: Tensor, cache: Cache, real: Tensor | None) -> Tensor:
     """x [B, T] → the last block's output [B, T, dim]; the cache is moved on."""
     seen, reader = cache.seen, lm.reader
-    sources = cache.sources or [None] * len(reader.blocks)
     h, turn = lm.embedding(x), None
-    layers = zip(reader.blocks, cache.layers, sources, lm.positions(), strict=True)
-    for n, (block, layer, source, position) in enumerate(layers):
+    sources = cache.sources or [None] * len(reader.blocks)
+    layers = zip(reader.blocks, cache.layers, lm.positions(), sources, strict=True)
+    for n, (block, layer, position, source) in enumerate(layers):
         if not n or lm.config.position.per_layer:
             h = _embed(position, h, seen, real)
             turn = position.turner(lambda: _positions(seen, x), h.dtype)
@@ -177,7 +190,7 @@ def _attend(
     turn: Turner | None, real: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """[B, T, dim] of the layer's attention to what it still holds and to x [B, T, dim]."""
-    q = split_heads(attention.query(x), attention.heads)
+    q = attention.mechanism.map_queries(split_heads(attention.query(x), attention.heads))
     k, v = (split_heads(project(x), attention.kv_heads) for project in (attention.key, attention.value))
     turned, k = (q, k) if turn is None else turn(q, k)
     backend = attention.mechanism.backend

@@ -69,11 +69,11 @@ class Seq2Seq(Decoder):
             raise ValueError(f"targets has shape {list(targets.shape)}; expected that of x, {list(x.shape)}")
         check_padding("padding", padding, x)
         states, penalty = self.encode(source, source_padding)
-        h = self.embed(self.embedding(x), 0)
-        for n, block in enumerate(super().layers()):
-            assert block.cross is not None
-            heard = block.cross.source(states, source_padding)
-            h, _, added = self.through(n, block, h, h[:, :0], View(padding=padding), 0, heard)
+        h = self.dropout(self.place(0, self.embedding(x), 0))
+        heard = states, source_padding
+        for n, (block, position) in enumerate(zip(super().layers(), self.positions(), strict=True)):
+            h = self.place(n, h, 0) if n else h
+            h, _, added = self.through(block, h, h[:, :0], View(padding=padding), position, heard)
             penalty = penalty if added is None else penalty + added
         h = self.dropout(self.norm(h))
         if targets is None:

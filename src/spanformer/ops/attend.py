@@ -8,6 +8,7 @@ import logging
 import torch
 from torch import Tensor
 
+from spanformer.ops.apart import by_parts
 from spanformer.ops.backend import Backend
 from spanformer.ops.call import Attended, Call, make_call
 from spanformer.ops.dropout import draw_seed
@@ -45,6 +46,15 @@ def attend(
 
     Returns out [B, H, Tq, Dv] and lse [B, H, Tq]; a row that sees no key gives zeros and −inf.
     """
+    if isinstance(rule, Rule) and rule.apart:
+        each = [
+            attend(
+                *some, backend=backend, dropout=dropout, generator=generator, scale=scale, q_positions=q_positions,
+                k_positions=k_positions,
+            )
+            for some in by_parts(q, k, v, rule)
+        ]  # fmt: skip
+        return Attended(torch.cat([found.out for found in each], 1), torch.cat([found.lse for found in each], 1))
     seed = draw_seed(generator, q.device) if dropout else None
     call = make_call(
         q, k, v, rule, scale=scale, dropout=dropout, seed=seed, q_positions=q_positions, k_positions=k_positions
@@ -69,7 +79,9 @@ def choose_backend(
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
 ) -> str:
-    """The backend that backend="auto" takes for this call."""
+    """The backend that backend="auto" takes for this call (where heads stand apart, for the first of them)."""
+    if rule.apart:
+        q, k, v, rule = by_parts(q, k, v, rule)[0]
     call = make_call(q, k, v, rule, dropout=dropout, q_positions=q_positions, k_positions=k_positions)
     return _pick(plain(call), "auto").name
 

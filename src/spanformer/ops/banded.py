@@ -1,6 +1,6 @@
 """Attention in plain PyTorch whose time and memory follow each head's own reach, on any device and in any float dtype.
 
-    s_ij = scale · (q_i·k_j + q_i·r[d]) + b[d] + c_j + log m(d)     P_ij = exp(s_ij − lse_i)
+    s_ij = scale · (q_i·k_j + q_i·r[d]) + b[d] + c_j + log m_ij     P_ij = exp(s_ij − lse_i)
     dS_ij = P_ij · (dP_ij − δ_i + dlse_i)        δ_i = Σ_j P_ij·dP_ij       dz = Σ over the ramp of (dS_ij / m) / R
     with distance_scale, scale · (…) = x becomes relu(x)·f[d]:   dx = dS·f[d] where x > 0, df[d] = Σ dS·relu(x)
 
@@ -35,6 +35,7 @@ def attend_banded(call: Call) -> Attended:
     rule = call.rule
     x = Learned(
         call.q, call.k, call.v, rule.span, rule.distance_bias, rule.distance_vec, rule.distance_scale, rule.key_bias,
+        rule.key_span,
         rule.sinks,
     )  # fmt: skip
     if not x.k.shape[2]:  # no keys at all
@@ -106,8 +107,9 @@ def _backward(
     for name in ("k", "v", "span", "distance_bias", "distance_vec", "distance_scale", "sinks"):
         if getattr(needed, name):
             grads[name] = torch.zeros_like(getattr(x, name), dtype=work)
-    if needed.key_bias:  # gathered per batch row and head, and summed to its own shape at the end
-        grads["key_bias"] = x.q.new_zeros(x.q.shape[0], heads, x.k.shape[2], 1, dtype=work)
+    by_key = [name for name in ("key_bias", "key_span") if getattr(needed, name)]
+    for name in by_key:  # gathered per batch row and head, and summed to its own shape at the end
+        grads[name] = x.q.new_zeros(x.q.shape[0], heads, x.k.shape[2], 1, dtype=work)
 
     for step in plan.steps:
         seen, kv_heads = look(plan, x, step, work), _kv_heads(x, step)
@@ -162,9 +164,10 @@ def _backward(
         if dq is not None:
             put_q(grads["q"], step, dq.mul_(plan.scale))
 
-    if needed.key_bias and x.key_bias is not None:
-        total = grads["key_bias"][..., 0].unflatten(1, (x.key_bias.shape[1], -1)).sum(2)
-        grads["key_bias"] = total.sum(0, keepdim=True) if x.key_bias.shape[0] == 1 else total
+    for name in by_key:
+        rows, shared, _ = getattr(x, name).shape
+        total = grads[name][..., 0].unflatten(1, (shared, -1)).sum(2)
+        grads[name] = total.sum(0, keepdim=True) if rows == 1 else total
     return [grads.get(name) for name in Learned._fields]
 
 
@@ -187,9 +190,16 @@ def _scores(seen: Sight, scores: Tensor) -> Tensor:
 
 
 def _term_gradients(step: Step, x: Learned, seen: Sight, ds: Tensor, grads: dict[str, Tensor]) -> None:
-    """Span, distance bias and key bias: sums of ds."""
+    """Spans, distance bias and key bias: sums of ds."""
     if "key_bias" in grads:
         add_k(grads["key_bias"], step, step.heads, ds.sum(-2)[..., None])
+    if "key_span" in grads and seen.key_slope is not None:
+        add_k(
+            grads["key_span"],
+            step,
+            step.heads,
+            torch.where(seen.key_slope == 0, 0, ds * seen.key_slope).sum(-2)[..., None],
+        )
     slope, dynamic = seen.slope if "span" in grads else None, x.span is not None and x.span.ndim == 3
     if slope is not None and dynamic:
         put_q(grads["span"][..., None], step, torch.where(slope == 0, 0, ds * slope).sum(-1, keepdim=True))
@@ -273,5 +283,5 @@ def _full_precision(t: Tensor) -> contextlib.AbstractContextManager:
 
 # The plan is made of numbers read from the spans: nothing to trace.
 _untraced = cast(Callable[[Call], Attended], torch.compiler.disable(attend_banded))
-_unserved = unserved_terms("banded", "ahead", "distance_scale")
+_unserved = unserved_terms("banded", "ahead", "distance_scale", "key_span")
 BACKEND = Backend("banded", unusable=lambda: [], refuses=lambda call: _unserved(call.rule), run=_untraced)

@@ -54,6 +54,8 @@ class Plan:
     reach: list[int]
     least_span: list[float] | None
     """per head the shortest span, where reading it is free (on a CPU)"""
+    least_key_span: float | None
+    """the shortest span of a key, likewise"""
     causal: bool
     ahead: int
     shift: int
@@ -83,12 +85,16 @@ def make_plan(call: Call) -> Plan:
             some = tuple(heads[i : i + together])
             cut = _plain_steps(call, some, size, limit, windows, room // max(1, batch * len(some)))
             steps += cut if blocks is None else (_narrowed(s, blocks, *call.positions()) for s in cut)
-    least = None
+    if rule.key_span is not None:
+        steps = [_alive(step, rule.key_span.detach(), call) for step in steps]
+    least = least_key = None
+    if rule.key_span is not None and rule.key_span.device.type == "cpu" and rule.key_span.numel():
+        least_key = float(rule.key_span.detach().min())
     if rule.span is not None and rule.span.device.type == "cpu" and rule.span.numel():
         z = rule.span.detach().double()
         least = (z.amin((0, 2)) if rule.dynamic else z).tolist()
     return Plan(
-        steps, offset, rule.reach_list(), least, rule.causal, rule.ahead, call.shift, rule.ramp, call.scale,
+        steps, offset, rule.reach_list(), least, least_key, rule.causal, rule.ahead, call.shift, rule.ramp, call.scale,
         call.dropout, call.seed, *call.positions(), call.q_documents, call.k_documents, blocks,
     )  # fmt: skip
 
@@ -159,6 +165,7 @@ def _plain_steps(
             step = now
         elif (
             call.rule.blocks is None
+            and call.rule.key_span is None
             and (now.size, now.width, now.lo) == (step.size, step.width, step.lo + step.chunks * size)
             and (step.chunks + 1) * size * width <= room
         ):
@@ -180,6 +187,29 @@ def _narrowed(step: Step, blocks: BlockIndex, q_positions: Tensor, k_positions: 
         return step
     if not wanted.numel():
         return dataclasses.replace(step, width=1)
+    return dataclasses.replace(step, columns=wanted, width=wanted.numel())
+
+
+def _alive(step: Step, key_span: Tensor, call: Call) -> Step:
+    """The step without the keys that have expired for all its queries, if they are many."""
+    q_positions, k_positions = call.positions()
+    queries = q_positions[:, step.start : step.start + step.size] - call.shift
+    numbers = step.columns
+    if numbers is None:
+        numbers = torch.arange(step.lo, step.lo + step.width, device=key_span.device)
+    keys, last = k_positions[:, numbers], queries.amax(1, keepdim=True)
+    nearest = torch.maximum(queries.amin(1, keepdim=True) - keys, keys - last).clamp(min=0)  # [1 or B, W]
+    spans = key_span[..., numbers]
+    if spans.shape[1] > 1:
+        spans = spans[:, list(step.heads)]
+    seen = spans.amax(1) + call.rule.ramp > nearest
+    if call.rule.causal:
+        seen = seen & (keys <= last)
+    wanted = numbers[seen.any(0)]
+    if wanted.numel() > WORTH_GATHERING * step.width:
+        return step
+    if not wanted.numel():
+        return dataclasses.replace(step, columns=None, width=1)
     return dataclasses.replace(step, columns=wanted, width=wanted.numel())
 
 

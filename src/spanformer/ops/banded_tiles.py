@@ -31,6 +31,7 @@ class Learned(NamedTuple):
     distance_vec: Tensor | None
     distance_scale: Tensor | None
     key_bias: Tensor | None
+    key_span: Tensor | None
     sinks: Tensor | None
 
 
@@ -191,6 +192,8 @@ class Sight:
     """tiles to add to the scores"""
     slope: Tensor | None = None
     """d log m / d z on the ramp, 0 elsewhere: a tile, or spread from diagonals"""
+    key_slope: Tensor | None = None
+    """the same for the keys' own spans, a tile"""
     factor: Tensor | None = None
     """a tile that relu(scores) are multiplied with"""
 
@@ -213,10 +216,9 @@ def look(plan: Plan, x: Learned, step: Step, work: torch.dtype) -> Sight:
         hidden.append(d >= torch.tensor(reach, device=device).view(1, -1, 1, 1, 1))
     if x.span is not None and (plan.least_span is None or min(plan.least_span[h] for h in heads) < far):
         z = take_q(x.span[..., None], step) if dynamic else pick(x.span[None], heads).view(1, -1, 1, 1, 1)
-        m = (z.to(work) - d + plan.ramp) / plan.ramp  # z − d first: they are close on the ramp, so it is exact
-        hidden.append(~(m > 0))
-        biases.append(m.clamp(0, 1).log())
-        seen.slope = torch.where((m > 0) & (m < 1), 1 / (m * plan.ramp), 0)
+        gone, bias, seen.slope = _soft(z.to(work), d, plan.ramp)
+        hidden.append(gone)
+        biases.append(bias)
     if x.distance_bias is not None and x.distance_bias.shape[1]:
         biases.append(_read(x.distance_bias, distances, heads, work))
     if x.distance_scale is not None:
@@ -230,6 +232,11 @@ def look(plan: Plan, x: Learned, step: Step, work: torch.dtype) -> Sight:
         bias = take_k(x.key_bias[..., None], step, own).transpose(-1, -2).to(work)  # [1 or B, 1 or h, n, 1, W]
         seen.biases.append(bias)
         seen.hidden.append(bias == -math.inf)
+    if x.key_span is not None and (plan.least_key_span is None or plan.least_key_span < far):
+        e = take_k(x.key_span[..., None], step, heads).transpose(-1, -2).to(work)  # [1 or B, 1 or h, n, 1, W]
+        gone, bias, seen.key_slope = _soft(e, distances.spread(d), plan.ramp)
+        seen.hidden.append(gone)
+        seen.biases.append(bias)
     if plan.q_documents is not None and plan.k_documents is not None:
         q_ids = take_q(plan.q_documents[:, None, :, None], step)
         seen.hidden.append(q_ids != take_k(plan.k_documents[:, None, :, None], step, (0,)).transpose(-1, -2))
@@ -238,6 +245,12 @@ def look(plan: Plan, x: Learned, step: Step, work: torch.dtype) -> Sight:
         k_pos = plan.k_positions[:, key_numbers(step, device)[0]]
         seen.hidden.append(~block_visible(plan.blocks, heads[0], q_pos, k_pos)[:, None, None])
     return seen
+
+
+def _soft(z: Tensor, d: Tensor, ramp: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Where m = clip((ramp + z − d) / ramp, 0, 1) is 0, its log, and d log m / d z on the ramp, 0 elsewhere."""
+    m = (z - d + ramp) / ramp  # z − d first: they are close on the ramp, so it is exact
+    return ~(m > 0), m.clamp(0, 1).log(), torch.where((m > 0) & (m < 1), 1 / (m * ramp), 0)
 
 
 def _read(table: Tensor, distances: Diagonals | Pairs, heads: tuple[int, ...], work: torch.dtype) -> Tensor:

@@ -84,6 +84,27 @@ class BlockIndex:
         return BlockIndex(self.size, *parts)
 
     @staticmethod
+    def side_by_side(each: Sequence[tuple[BlockIndex, int]]) -> BlockIndex:
+        """The patterns of several groups of heads, [(pattern, how many heads)], of one size and number of rows."""
+        first, offsets, columns, masks = each[0][0], [], 0, 0
+        if all(blocks is first for blocks, _ in each) and first.offsets.shape[0] == 1:
+            return first
+        ids = []
+        for blocks, heads in each:
+            if (blocks.size, blocks.rows) != (first.size, first.rows):
+                raise ValueError(
+                    f"patterns of {first.rows} rows of {first.size} and {blocks.rows} of {blocks.size} cannot stand "
+                    "side by side; expected one size and number"
+                )
+            offsets.append((blocks.offsets + columns).expand(heads, -1))
+            ids.append(torch.where(blocks.mask_ids == FULL, FULL, blocks.mask_ids + masks))
+            columns, masks = columns + blocks.columns.numel(), masks + blocks.masks.shape[0]
+        return BlockIndex(
+            first.size, torch.cat(offsets), torch.cat([blocks.columns for blocks, _ in each]), torch.cat(ids),
+            torch.cat([blocks.masks for blocks, _ in each]),
+        )  # fmt: skip
+
+    @staticmethod
     def from_dense(mask: Tensor, size: int) -> BlockIndex:
         """From a boolean [L, L] or [Hb, L, L] mask (query position, key position); for small L and for tests."""
         if size < 1:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spanformer.ops.blocks import BlockIndex
-from spanformer.ops.rule import Rule
+from spanformer.ops.rule import KEY_TERMS, Rule
 from spanformer.ops.tables import ENDING, TABLES
 
 
@@ -164,7 +164,7 @@ def _documents(rule: Rule, q: Tensor, b: int, tq: int, tk: int) -> tuple[Tensor 
 
 def _check_rule(call: Call) -> None:
     rule, (b, h, tq, d), (_, hkv, tk, _) = call.rule, call.q.shape, call.k.shape
-    for name in ("span", *TABLES, "key_bias", "sinks"):
+    for name in ("span", *TABLES, *KEY_TERMS, "sinks"):
         t = getattr(rule, name)
         if t is not None and t.device != call.q.device:
             raise ValueError(f"{name} is on {t.device}; expected {call.q.device}, where q is")
@@ -174,6 +174,11 @@ def _check_rule(call: Call) -> None:
         t = rule.key_bias
         if t.shape[0] not in (1, b) or t.shape[1] not in (1, hkv, h) or t.shape[2] != tk:
             raise ValueError(f"key_bias has shape {list(t.shape)}; expected [1 or {b}, 1 or {hkv} or {h}, {tk}]")
+    for name, t in (("key_span", rule.key_span), ("forget", rule.forget)):
+        if t is not None and (t.shape[0] not in (1, b) or t.shape[2] != tk):
+            raise ValueError(f"{name} has shape {list(t.shape)}; expected [1 or {b}, 1 or {h}, {tk}]")
+    if rule.forget is not None and tk < tq:
+        raise ValueError(f"forget is given for {tk} keys and {tq} queries; queries are the last of the keys")
     for name, size in (("distance_vec", d), ("distance_value", call.v.shape[3])):
         if (t := getattr(rule, name)) is not None and t.shape[2] != size:
             raise ValueError(f"{name} has shape {list(t.shape)}; expected head size {size} as its last axis")

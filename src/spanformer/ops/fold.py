@@ -185,6 +185,7 @@ def _shorter(rule: Rule, stride: int, queries: Callable, keys: Callable) -> Rule
         span=span,
         ramp=rule.ramp / stride,
         key_bias=None if rule.key_bias is None else keys(rule.key_bias, 2, -math.inf),
+        key_span=None if rule.key_span is None else keys(rule.key_span, 2) / stride,
         documents=None,  # the call has them
         ahead=rule.ahead // stride,
         **{name: t[:, rule.ahead % stride :: stride] for name in ENDING if (t := getattr(rule, name)) is not None},

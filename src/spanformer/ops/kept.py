@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 
 from spanformer.ops.call import Call
+from spanformer.ops.pieces import piece
 from spanformer.ops.rule import Rule
 
 
 def split(call: Call) -> tuple[Call, Call]:
     """(over the other keys, over the kept ones)."""
     rule = replace(call.rule, kept=0)
-    free = replace(rule, reach=None, span=None, sinks=None, stride=1, skip=0)  # one of the two has the learned sink
+    free = replace(
+        rule, reach=None, span=None, key_span=None, sinks=None, stride=1, skip=0
+    )  # fmt: skip
     if call.k_positions is None:
         return _first_keys(call, rule, free)
     kept = (call.k_positions >= 0) & (call.k_positions < call.rule.kept)  # [1 or B, Tk]
@@ -46,26 +49,13 @@ def split(call: Call) -> tuple[Call, Call]:
 
 def _first_keys(call: Call, rule: Rule, free: Rule) -> tuple[Call, Call]:
     """Positions are 0 … Tk − 1: the kept keys are the first ones."""
-    q_positions, k_positions = call.positions()
     n = min(call.rule.kept, call.k.shape[2])
-    few = _some_keys(call, free, slice(0, n), q_positions, k_positions)
+    every = slice(None)
+    few = piece(replace(call, rule=free), every, slice(0, n))
     if call.dropout:  # which weights are dropped depends on the number of a key, so the keys stay where they are
         hidden = torch.arange(call.k.shape[2], device=call.k.device)[None] < n
         return replace(call, rule=hide(rule, hidden)), few
-    return _some_keys(call, rule, slice(n, None), q_positions, k_positions), few
-
-
-def _some_keys(call: Call, rule: Rule, some: slice, q_positions: Tensor, k_positions: Tensor) -> Call:
-    bias = rule.key_bias
-    return replace(
-        call,
-        k=call.k[:, :, some],
-        v=call.v[:, :, some],
-        rule=rule if bias is None else replace(rule, key_bias=bias[..., some]),
-        q_positions=q_positions,
-        k_positions=k_positions[:, some],
-        k_documents=None if call.k_documents is None else call.k_documents[:, some],
-    )
+    return piece(replace(call, rule=rule), every, slice(n, None)), few
 
 
 def hide(rule: Rule, hidden: Tensor) -> Rule:

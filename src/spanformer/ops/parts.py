@@ -1,5 +1,6 @@
 """A call whose rule says more than a backend takes becomes several calls: values by distance, a rule's `also` and kept
-keys (merged by lse), strides and skips. Backends see plain calls only; the reference sees the dense equation."""
+keys (merged by lse), forget gates, strides and skips. Backends see plain calls only; the reference sees the dense
+equation."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from dataclasses import replace
 from spanformer.ops import kept
 from spanformer.ops.call import Attended, Call, make_call
 from spanformer.ops.fold import attend_folded
+from spanformer.ops.forget import with_forget, without_forget
 from spanformer.ops.merge import merge
 from spanformer.ops.values import attend_values, without_values
 
@@ -19,6 +21,8 @@ def attend_parts(call: Call, run: Callable[[Call], Attended]) -> Attended:
         return attend_values(call, lambda part: attend_parts(part, run))
     if rule.also is not None:
         return merge([attend_parts(part, run) for part in union(call)])
+    if rule.forget is not None:
+        return with_forget(attend_parts(without_forget(call), run), call)
     if rule.kept:
         return merge([attend_parts(part, run) for part in kept.split(call)])
     if rule.stride != 1 or rule.skip != 0:
@@ -42,8 +46,9 @@ def union(call: Call) -> tuple[Call, Call]:
 
 def plain(call: Call) -> Call:
     """What a backend would be asked of such a call, for choosing one: the first of its parts."""
-    call = without_values(call)
+    call = without_values(replace(call, rule=replace(call.rule, also=None)))
+    call = call if call.rule.forget is None else without_forget(call)
     rule = call.rule
     if rule.kept:
-        call = kept.split(replace(call, rule=replace(rule, also=None)))[0]
-    return replace(call, rule=replace(call.rule, also=None, stride=1, skip=0))
+        call = kept.split(call)[0]
+    return replace(call, rule=replace(call.rule, stride=1, skip=0))

@@ -1,9 +1,9 @@
 """The dense oracle: every pair of query and key, written from the equations, in any dtype.
 
-    s_ij = scale · (q_i·k_j + q_i·r[d]) + b[d] + c_j          d = i − j
-    a_ij = m(d)·exp(s_ij) / (exp(sink) + Σ_r m(i − r)·exp(s_ir))       m(d) = clip((R + z − d)/R, 0, 1)
+    s_ij = scale · (q_i·k_j + q_i·r[d]) + b[d] + c_j + f_i − f_j          d = i − j
+    a_ij = m_ij·exp(s_ij) / (exp(sink) + Σ_r m_ir·exp(s_ir))       m_ij = clip((R + z − d)/R, 0, 1), z of i or j
     out_i = Σ_j a_ij · (v_j + w[d])
-    with distance_scale   s_ij = relu(scale · (q_i·k_j + q_i·r[d])) · f[d] + b[d] + c_j
+    with distance_scale   s_ij = relu(scale · (q_i·k_j + q_i·r[d])) · f[d] + b[d] + c_j + f_i − f_j
 
 It builds Tq × Tk tensors on purpose. Differentiable (twice, where torch is) in every term.
 """
@@ -11,6 +11,7 @@ It builds Tq × Tk tensors on purpose. Differentiable (twice, where torch is) in
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -22,16 +23,22 @@ from spanformer.ops.parts import union
 from spanformer.ops.tables import ahead_of, entry
 
 
-def attend_reference(call: Call) -> Attended:
+def products(q: Tensor, k: Tensor) -> Tensor:
+    """[B, H, Tq, Tk]"""
+    return q @ k.transpose(-1, -2)
+
+
+def attend_reference(call: Call, content: Callable[[Tensor, Tensor], Tensor] = products) -> Attended:
+    """content: what the score of q [B, H, Tq, D] and k [B, H, Tk, D] begins with, before `scale`."""
     q, rule = call.q, call.rule
     group = q.shape[1] // call.k.shape[1]
     k, v = call.k.repeat_interleave(group, 1), call.v.repeat_interleave(group, 1)  # [B, H, Tk, ·]
     finite = bool(q.isfinite().all() and k.isfinite().all() and v.isfinite().all())
-    score, visible = _scores(call, k, finite)
+    score, visible = _scores(call, k, finite, content)
     part = call
     while part.rule.also is not None:  # one softmax over the pairs of all
         part = union(part)[1]
-        more, seen = _scores(part, k, finite)
+        more, seen = _scores(part, k, finite, content)
         if bool((seen & visible).any()):
             raise ValueError(
                 "also sees pairs that the rule itself sees; they would be counted twice, so leave them out"
@@ -65,13 +72,13 @@ def attend_reference(call: Call) -> Attended:
     return Attended(out, lse)
 
 
-def _scores(call: Call, k: Tensor, finite: bool) -> tuple[Tensor, Tensor]:
+def _scores(call: Call, k: Tensor, finite: bool, content: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """Scores by the call's rule, its `also` aside, −inf where it sees nothing, and where it sees: [B, H, Tq, Tk]."""
     q, rule = call.q, call.rule
     distance = distances(call)  # [1 or B, 1, Tq, Tk]
     visible = visible_pairs(call, distance)
-    if finite:
-        score = q @ k.transpose(-1, -2)
+    if finite or content is not products:
+        score = content(q, k)
     else:  # 0 · NaN is NaN: what is not visible must not even be multiplied
         k = torch.where(visible[..., None], k[:, :, None], 0)
         score = (q[:, :, :, None] * k).sum(-1)
@@ -88,8 +95,10 @@ def _scores(call: Call, k: Tensor, finite: bool) -> tuple[Tensor, Tensor]:
     if rule.key_bias is not None:
         bias = rule.key_bias.to(q.dtype)
         score = score + bias.repeat_interleave(q.shape[1] // bias.shape[1], 1)[:, :, None]
-    if rule.span is not None:
-        m = span_mask(call, distance)
+    if rule.forget is not None:
+        gate = rule.forget.to(torch.promote_types(rule.forget.dtype, q.dtype))
+        score = score + (gate[..., gate.shape[2] - q.shape[2] :, None] - gate[..., None, :]).to(q.dtype)
+    for m in span_masks(call, distance):
         score = score + torch.where(visible, m, 1).log().to(q.dtype)
     return torch.where(visible, score, -math.inf), visible
 
@@ -114,8 +123,8 @@ def visible_pairs(call: Call, distance: Tensor) -> Tensor:
     if rule.reach is not None:
         reach = torch.as_tensor(rule.reach_list(), device=distance.device)
         seen = seen & (distance < reach[None, :, None, None])
-    if rule.span is not None:
-        seen = seen & (span_mask(call, distance).detach() > 0)
+    for m in span_masks(call, distance):
+        seen = seen & (m.detach() > 0)
     if rule.stride != 1 or rule.skip != 0:
         stride, skip = torch.tensor(rule.strides(), device=distance.device).T[:, None, :, None, None]
         seen = seen & (distance % stride == 0) & (distance >= skip)
@@ -133,16 +142,21 @@ def visible_pairs(call: Call, distance: Tensor) -> Tensor:
     return seen
 
 
-def span_mask(call: Call, distance: Tensor) -> Tensor:
-    """m, [1 or B, H, Tq or 1, Tk]; its gradient lives strictly on the ramp: a whole-number span sits on no kink."""
-    rule = call.rule
-    assert rule.span is not None
+def span_masks(call: Call, distance: Tensor) -> list[Tensor]:
+    """m of the queries' spans [1 or B, H, Tq or 1, Tk] and of the keys' [1 or B, 1 or H, Tq, Tk], those that there are.
+    Their gradients live strictly on the ramp: a whole-number span sits on no kink."""
+    rule, found = call.rule, []
     wide = torch.promote_types(call.q.dtype, torch.float32)  # bfloat16 cannot tell distance 1001 from 1000
-    z = rule.span.to(wide)
-    z = z[..., None] if rule.dynamic else z[None, :, None, None]
-    m = (z - distance.to(wide) + rule.ramp) / rule.ramp  # z − d first: they are close on the ramp, so it is exact
-    m = torch.where(m >= 1, 1, torch.where(m <= 0, 0, m))
-    return torch.where(kept_keys(call)[:, None, None], 1, m) if rule.kept else m
+    if rule.span is not None:
+        found.append(rule.span[..., None] if rule.dynamic else rule.span[None, :, None, None])
+    if rule.key_span is not None:
+        found.append(rule.key_span[:, :, None])
+    masks = []
+    for z in found:
+        m = (z.to(wide) - distance.to(wide) + rule.ramp) / rule.ramp  # z − d first: close on the ramp, so it is exact
+        m = torch.where(m >= 1, 1, torch.where(m <= 0, 0, m))
+        masks.append(torch.where(kept_keys(call)[:, None, None], 1, m) if rule.kept else m)
+    return masks
 
 
 def kept_keys(call: Call) -> Tensor:
@@ -167,5 +181,7 @@ def _index(call: Call, table: Tensor, ahead: int | None = None) -> Tensor:
     return at.clamp(0, table.shape[1] - 1).expand(*call.q.shape[:3], call.k.shape[2])
 
 
-_unserved = unserved_terms("reference", "ahead", "distance_scale", "distance_value", "kept", "stride", "skip", "also")
+_unserved = unserved_terms(
+    "reference", "ahead", "distance_scale", "distance_value", "key_span", "forget", "kept", "stride", "skip", "also"
+)
 BACKEND = Backend("reference", unusable=lambda: [], refuses=lambda call: _unserved(call.rule), run=attend_reference)

@@ -13,11 +13,16 @@ from dataclasses import KW_ONLY, dataclass, replace
 import torch
 from torch import Tensor
 
+from spanformer.ops.apart import add_apart, check_apart, pick_apart
 from spanformer.ops.blocks import BlockIndex
 from spanformer.ops.tables import TABLES, add_tables, add_values, check_ahead, counted, multiply_tables, shared_ahead
 
 UNLIMITED = 1 << 40  # a reach beyond any sequence
 ONCE = {"kept": 0, "sinks": None, "penalty": None, "distance_value": None}  # of a rule and its `also` together
+HEAD_AXIS = {name: 0 for name in (*TABLES, "sinks")} | {"key_bias": 1, "key_span": 1, "forget": 1}
+"""which axis of a term counts heads; its size may be 1 there, for all of them. (A span has [H] or [B, H, Tq].)"""
+KEY_TERMS = ("key_bias", "key_span", "forget")
+"""terms with a number for each key, on their last axis"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +60,12 @@ class Rule:
     Only without `causal`; a sum with a causal rule drops what lies ahead."""
     key_bias: Tensor | None = None
     """[1 or B, 1 or Hkv or H, Tk] added to every score of a key; −inf hides the key (padding)."""
+    key_span: Tensor | None = None
+    """[1 or B, 1 or H, Tk]: e in m = clip((ramp + e − d) / ramp, 0, 1), as `span`, but it is the key that says for how
+    long it is seen (Expire-Span). Beside a span, both multiply the weight."""
+    forget: Tensor | None = None
+    """[1 or B, 1 or H, Tk]: c, to which every key adds the logarithm of its forget gate, so that it never grows; the
+    score of a pair gets c_i − c_j (Forgetting Transformer). Queries are the last Tq of the keys."""
     documents: Tensor | tuple[Tensor, Tensor] | None = None
     """[Tk] or [B, Tk] integer ids: only pairs of one document see each other. Queries are the last Tq of them;
     a pair (queries' ids [.., Tq], keys' ids [.., Tk]) gives both."""
@@ -74,6 +85,9 @@ class Rule:
     original: bool = False
     """The conventions of Sukhbaatar et al.'s code: a token does not see itself, and every distance (in reach,
     span and tables alike) counts from the previous token, d − 1. A reach is then its hard cap at the maximum span."""
+    apart: tuple[Rule, ...] = ()
+    """Rules of heads that differ in more than numbers (a ramp, kept keys, a pattern …), one after the other. Every term
+    but causal, original and penalty then stands in them. `join` makes it, and attend runs each of them."""
     also: Rule | None = None
     """Pairs that are seen too, under the same softmax: another rule, with terms of its own, none of whose pairs this
     one sees. What is added with `+` is added to both."""
@@ -100,19 +114,22 @@ class Rule:
             if self.original and getattr(self, name) != least:
                 raise ValueError(f"original=True counts from the previous token; beside {name} that says two things")
         self._check_also()
+        if self.apart:
+            check_apart(self)
         self._check_shapes()
         check_ahead(self)
-        if self.span is not None and self.span.device.type == "cpu" and not torch.compiler.is_compiling():
-            lowest = float(self.span.detach().min()) if self.span.numel() else 0.0
-            if not lowest >= 0:  # NaN fails too
-                raise ValueError(
-                    f"span of shape {list(self.span.shape)} holds {lowest}; expected numbers of tokens, 0 or more"
-                )
+        for name, span in (("span", self.span), ("key_span", self.key_span)):
+            if span is not None and span.device.type == "cpu" and not torch.compiler.is_compiling():
+                lowest = float(span.detach().min()) if span.numel() else 0.0
+                if not lowest >= 0:  # NaN fails too
+                    raise ValueError(
+                        f"{name} of shape {list(span.shape)} holds {lowest}; expected numbers of tokens, 0 or more"
+                    )
 
     def _check_also(self) -> None:
         if self.also is None:
             return
-        if not isinstance(self.also, Rule) or self.also.heads != self.heads:
+        if not isinstance(self.also, Rule) or self.also.heads != self.heads or self.also.apart:
             raise ValueError(f"also is not a Rule of {self.heads} heads, as the rule it belongs to")
         carried = {
             "kept": self.also.kept > 0,
@@ -126,7 +143,7 @@ class Rule:
 
     def _check_shapes(self) -> None:
         h = self.heads
-        for name in ("span", *TABLES, "key_bias", "sinks", "penalty"):
+        for name in ("span", *TABLES, *KEY_TERMS, "sinks", "penalty"):
             t = getattr(self, name)
             if t is not None and not isinstance(t, Tensor):
                 raise ValueError(f"{name} is a {type(t).__name__}; expected a tensor")
@@ -148,6 +165,10 @@ class Rule:
             fits = t.ndim == 3 and t.shape[1] > 0 and h % t.shape[1] == 0
             _expect(fits, "key_bias", t, "[1 or B, 1 or Hkv or H, Tk]")
             _expect(t.is_floating_point(), "key_bias", t, "a floating-point dtype (−inf hides a key)")
+        for name, t in (("key_span", self.key_span), ("forget", self.forget)):
+            if t is not None:
+                _expect(t.ndim == 3 and t.shape[1] in (1, h), name, t, f"[1 or B, 1 or {h}, Tk]")
+                _expect(t.is_floating_point(), name, t, "a floating-point dtype")
         if self.sinks is not None:
             _expect(self.sinks.shape == (h,), "sinks", self.sinks, f"[{h}]")
             _expect(self.sinks.is_floating_point(), "sinks", self.sinks, "a floating-point dtype")
@@ -170,18 +191,23 @@ class Rule:
     @property
     def dynamic(self) -> bool:
         """True if every query has a span of its own."""
+        if self.apart:
+            return any(part.dynamic for part in self.apart)
         return self.span is not None and self.span.ndim == 3
 
     def limits(self) -> list[int]:
-        """Per head, how many distances can have weight, kept keys aside: min(reach, ⌈span + ramp⌉). Reads the span (a
-        sync on a GPU)."""
+        """Per head, how many distances can have weight, kept keys aside: min(reach, ⌈span + ramp⌉). Reads spans, the
+        keys' too (a sync on a GPU)."""
+        if self.apart:
+            return [n for part in self.apart for n in part.limits()]
         limits = self.reach_list()
-        if self.span is not None and not self.span.numel():  # no queries
-            limits = [0] * self.heads
-        elif self.span is not None:
-            longest = self.span.detach() if not self.dynamic else self.span.detach().amax((0, 2))
-            seen = [_seen(z, self.ramp) for z in longest.double().tolist()]
-            limits = [min(a, b) for a, b in zip(limits, seen, strict=True)]
+        for span, soft in ((self.span, self.dynamic), (self.key_span, True)):
+            if span is not None and not span.numel():  # no queries, or no keys
+                limits = [0] * self.heads
+            elif span is not None:
+                longest = span.detach().amax((0, 2)) if soft else span.detach()
+                seen = [_seen(z, self.ramp) for z in longest.double().expand(self.heads).tolist()]
+                limits = [min(a, b) for a, b in zip(limits, seen, strict=True)]
         return limits if self.also is None else [max(a, b) for a, b in zip(limits, self.also.limits(), strict=True)]
 
     def strides(self) -> list[tuple[int, int]]:
@@ -191,35 +217,47 @@ class Rule:
 
     def reach_list(self) -> list[int]:
         """The reach as plain integers; unlimited heads hold a number beyond any sequence."""
+        if self.apart:
+            return [n for part in self.apart for n in part.reach_list()]
         if self.reach is None:
             return [UNLIMITED] * self.heads
         assert isinstance(self.reach, Tensor)  # __post_init__ made it one
         return self.reach.tolist()
 
-    def for_heads(self, heads: Sequence[int], kv_heads: Sequence[int]) -> Rule:
-        """The rule of some of the heads alone, in the order given, with the key/value heads they use."""
+    def parts(self) -> list[tuple[list[int], Rule]]:
+        """[(heads, their rule)]: heads that stand apart, or all of them with this rule."""
+        found, first = [], 0
+        for part in self.apart or (self,):
+            found.append((list(range(first, first + part.heads)), part))
+            first += part.heads
+        return found
 
-        def pick(t: Tensor | None, axis: int) -> Tensor | None:
+    def for_heads(self, heads: Sequence[int], kv_heads: Sequence[int] | None = None) -> Rule:
+        """The rule of some of the heads alone, in the order given, with the key/value heads they use. kv_heads None:
+        each head with a key/value head of its own."""
+        if self.apart:
+            return pick_apart(self, heads)
+
+        def pick(name: str, axis: int) -> Tensor | None:
+            t = getattr(self, name)
             if t is None or t.shape[axis] == 1:
                 return t
-            chosen = heads if t.shape[axis] == self.heads else kv_heads
+            rows = t.shape[axis]
+            chosen = heads if rows == self.heads else kv_heads
+            if chosen is None:
+                chosen = [h * rows // self.heads for h in heads]
             return t.index_select(axis, torch.tensor(chosen, device=t.device))
 
         return replace(
             self,
             heads=len(heads),
             reach=None if self.reach is None else [self.reach_list()[h] for h in heads],
-            span=pick(self.span, 1 if self.dynamic else 0),
-            distance_bias=pick(self.distance_bias, 0),
-            distance_vec=pick(self.distance_vec, 0),
-            distance_value=pick(self.distance_value, 0),
-            distance_scale=pick(self.distance_scale, 0),
-            key_bias=pick(self.key_bias, 1),
-            sinks=pick(self.sinks, 0),
+            span=pick("span", 1 if self.dynamic else 0),
             stride=[self.strides()[h][0] for h in heads],
             skip=[self.strides()[h][1] for h in heads],
             blocks=None if self.blocks is None else self.blocks.for_heads(heads),
             also=None if self.also is None else self.also.for_heads(heads, kv_heads),
+            **{name: pick(name, axis) for name, axis in HEAD_AXIS.items()},
         )
 
     def __add__(self, other: Rule) -> Rule:
@@ -227,8 +265,8 @@ class Rule:
             return NotImplemented
         if self.heads != other.heads:
             raise ValueError(f"rules of {self.heads} and {other.heads} heads cannot be added")
-        if self.span is not None and other.span is not None:
-            raise ValueError("both rules carry a span; a head has one span, so drop one of them")
+        if self.apart or other.apart:
+            return add_apart(self, other)
         causal = self.causal or other.causal
         ahead = 0 if causal else shared_ahead(self, other)
 
@@ -240,14 +278,16 @@ class Rule:
             self.heads,
             causal=causal,
             reach=_either(self.reach, other.reach, lambda a, b: torch.minimum(a, b)),
-            span=_either(self.span, other.span, _never),
-            ramp=self.ramp if self.span is not None or other.span is None else other.ramp,
+            span=_either(self.span, other.span, _no_two("span")),
+            ramp=_one_ramp(self, other),
             distance_bias=both("distance_bias", add_tables),
             distance_vec=both("distance_vec", add_tables),
             distance_value=both("distance_value", lambda a, b: add_values(a, b, ahead > 0)),
             distance_scale=both("distance_scale", multiply_tables),
             ahead=ahead,
             key_bias=_either(self.key_bias, other.key_bias, _add_key_biases),
+            key_span=_either(self.key_span, other.key_span, _no_two("key_span")),
+            forget=_either(self.forget, other.forget, lambda a, b: a + b),
             documents=_either(self.documents, other.documents, _same_documents),
             sinks=_either(self.sinks, other.sinks, torch.logaddexp),  # two sinks weigh as much as their sum
             kept=max(self.kept, other.kept),
@@ -317,8 +357,22 @@ def _either(a, b, both):
     return both(a, b)
 
 
-def _never(_a: Tensor, _b: Tensor) -> Tensor:
-    raise AssertionError("two spans were refused above")
+def _no_two(name: str):
+    def refuse(_a: Tensor, _b: Tensor) -> Tensor:
+        raise ValueError(f"both rules carry a {name}; a head has one {name}, so drop one of them")
+
+    return refuse
+
+
+def soft(rule: Rule) -> bool:
+    """Whether the rule's ramp means anything."""
+    return rule.span is not None or rule.key_span is not None
+
+
+def _one_ramp(a: Rule, b: Rule) -> float:
+    if soft(a) and soft(b) and a.ramp != b.ramp:
+        raise ValueError(f"rules with ramps {a.ramp:g} and {b.ramp:g} cannot be added; span and key_span share one")
+    return a.ramp if soft(a) or not soft(b) else b.ramp
 
 
 def _add_key_biases(a: Tensor, b: Tensor) -> Tensor:

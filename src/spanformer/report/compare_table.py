@@ -31,13 +31,38 @@ HEADER = ["run", "bits per unit", "test bits", "parameters", "tokens", "time", "
 def side_by_side(runs: Sequence[Run], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """A header and a row for each run. FLOPs are those of a training step; of full: the same model with full attention.
     Best by: the costs for which no other run is both better and cheaper."""
+    best = best_by(runs, names)
+    return HEADER, [_row(run, name, best.get(name, [])) for run, name in zip(runs, names, strict=True)]
+
+
+def best_by(runs: Sequence[Run], names: Sequence[str]) -> dict[str, list[str]]:
+    """By run, the costs (FLOPs, time, memory) for which no other is both better and cheaper."""
     judged = {name: run for name, run in zip(names, runs, strict=True) if len(quality(run).bits)}
     best: dict[str, list[str]] = {}
     if len(judged) > 1 and len({run.start.unit for run in runs}) == 1:
         for label, front in fronts(judged).items():
             for name in front:
                 best.setdefault(name, []).append(_short(label))
-    return HEADER, [_row(run, name, best.get(name, [])) for run, name in zip(runs, names, strict=True)]
+    return best
+
+
+def numbers(runs: Sequence[Run], names: Sequence[str]) -> list[dict]:
+    """The same as plain numbers; null where a run does not say."""
+    best, found = best_by(runs, names), []
+    for run, name in zip(runs, names, strict=True):
+        curve, last = quality(run), run.steps[-1] if run.steps else None
+        values = {
+            "bits": float(curve.bits[-1]) if len(curve.bits) else math.nan,
+            "seconds": last.seconds if last else math.nan,
+            "seconds_per_step": seconds_per_step(run),
+            "flops_per_token": counted_per_token(run),
+            "peak_bytes": peak_bytes(run),
+        }
+        row: dict = {"run": name, "unit": run.start.unit, "parameters": run.start.parameters}
+        row |= {"steps": last.step if last else 0, "tokens": last.tokens if last else 0}
+        row |= {key: value if math.isfinite(value) else None for key, value in values.items()}
+        found.append(row | {"best_by": best.get(name, [])})
+    return found
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

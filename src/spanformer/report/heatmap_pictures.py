@@ -22,7 +22,7 @@ def maps_picture(maps: Sequence[np.ndarray], labels: Sequence[str], name: str) -
     )
     for layer, (row, found) in enumerate(zip(axes, maps, strict=True), 1):
         for head, (axis, weights) in enumerate(zip(row, found, strict=True), 1):
-            _draw(axis, weights)
+            draw_weights(axis, weights)
             if layer == 1:
                 axis.set_title(f"head {head}", fontsize=8, pad=3)
             if head == 1:
@@ -42,7 +42,7 @@ def head_picture(weights: np.ndarray, labels: Sequence[str], layer: int, head: i
     count = len(labels)
     size = min(12.0, max(4.6, 1.6 + 0.17 * count))
     figure, ((axis,),) = subplots(1, 1, width=size + 0.9, height=size + 0.55)
-    mesh = _draw(axis, weights)
+    mesh = draw_weights(axis, weights)
     if count <= NAMED:
         _name_tokens(axis, labels, 8 if count <= 50 else 6)
     axis.set_ylabel("query")
@@ -66,7 +66,8 @@ def farthest(maps: Sequence[np.ndarray], layer: int = 0, head: int = 0) -> tuple
     return max(fitting, key=lambda place: _distance(maps[place[0] - 1][place[1] - 1]))
 
 
-def _draw(axis, weights: np.ndarray):
+def draw_weights(axis, weights: np.ndarray):
+    """weights [n, n] in 0 … 1 on an axis."""
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
     colours = LinearSegmentedColormap.from_list("weights", ["#ffffff", "#bfe3d3", GREEN, "#052e21"])

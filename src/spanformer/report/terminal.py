@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -14,6 +14,17 @@ def half_blocks(seen: np.ndarray) -> str:
     """seen [rows, columns] bool: one character for two rows, so that the picture is about as high as wide."""
     rows = seen if len(seen) % 2 == 0 else np.vstack([seen, np.zeros_like(seen[:1])])
     lines = ("".join(HALVES[bool(a), bool(b)] for a, b in zip(*pair, strict=True)) for pair in _pairs(rows))
+    return "\n".join(lines)
+
+
+def beside(pictures: Mapping[str, str], width: int = 80) -> str:
+    """Pictures of the same size with their titles above, as many in a line as have room."""
+    blocks = [[title, *text.split("\n")] for title, text in pictures.items()]
+    wide = max(len(line) for block in blocks for line in block) + 3
+    fit, lines = max(1, (width + 3) // wide), []
+    for at in range(0, len(blocks), fit):
+        some = blocks[at : at + fit]
+        lines += ["".join(line.ljust(wide) for line in row).rstrip() for row in zip(*some, strict=True)] + [""]
     return "\n".join(lines)
 
 

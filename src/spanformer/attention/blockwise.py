@@ -1,0 +1,45 @@
+"""Blockwise attention: each block of queries sees one block of keys, which a permutation of the head's own names.
+
+Blockwise Self-Attention for Long Document Understanding (BlockBERT; Qiu et al., 2019), https://arxiv.org/abs/1911.02972
+
+    a_ij ∝ exp(s_ij)   for π_h(⌊i·n/N⌋) = ⌊j·n/N⌋                                        O(N²/n) pairs
+
+The paper's permutations are shifts: the identity sees the near, the others carry what is far. By default half of the
+heads are the identity and the others the shifts by one, two, … blocks in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spanformer.attention.pattern import Blockwise as Permuted
+from spanformer.attention.patterned import Patterned
+
+
+class Blockwise(Patterned):
+    """blocks: n, how many the text is cut into. permutations: π of each head. size: tokens of a block instead, where
+    the length of the text is not known beforehand; the permutation is then applied to every n blocks.
+
+    A causal head sees nothing from a block that its permutation sends ahead; its rows there are zero."""
+
+    def __init__(
+        self,
+        heads: int,
+        blocks: int,
+        *,
+        permutations: Sequence[Sequence[int]] | None = None,
+        size: int | None = None,
+        causal: bool = False,
+    ) -> None:
+        if blocks < 1:
+            raise ValueError(f"blocks is {blocks}; expected at least 1")
+        if permutations is None:
+            permutations = [
+                shifted(blocks, 0 if h < (heads + 1) // 2 else h - (heads + 1) // 2 + 1) for h in range(heads)
+            ]
+        super().__init__(heads, [Permuted(tuple(p), size) for p in permutations], causal=causal)
+
+
+def shifted(blocks: int, by: int) -> list[int]:
+    """The permutation that sends block b to b − by, around the end."""
+    return [(b - by) % blocks for b in range(blocks)]

@@ -1,0 +1,50 @@
+"""Attention of a decoder's queries over an encoder's states (Attention Is All You Need, Vaswani et al., 2017, §3.2.3).
+https://arxiv.org/abs/1706.03762
+
+    a_ij = softmax_j(q_i·k_j / √D) over the encoder's tokens that are no padding
+
+The two texts have no common positions, so there is no distance: every query sees every key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from torch import Tensor
+
+from spanformer.attention.base import Attention, View
+from spanformer.ops import Attended, Rule
+
+TERMS = ("heads", "causal", "ramp", "key_bias", "sinks", "penalty")  # that need no distance, and the ramp of none
+
+
+class Cross(Attention):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        if heads < 1:
+            raise ValueError(f"heads is {heads}; expected at least 1")
+        self.heads = heads
+
+    def rule(self, view: View | None = None) -> Rule:
+        return Rule(self.heads, causal=False)
+
+    def lookback(self) -> list[int]:
+        raise ValueError("cross-attention looks at another text, not back; its keys are the encoder's states")
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View) -> Attended:
+        """view: the encoder's padding [B, Tk], and no positions."""
+        distant = [f.name for f in fields(rule) if f.name not in TERMS and _given(rule, f.name, f.default)]
+        distant += ["causal=True"] if rule.causal else []
+        distant += ["positions"] if view.q_positions is not None or view.k_positions is not None else []
+        distant += ["documents"] if view.documents is not None else []
+        if distant:
+            raise ValueError(
+                f"{', '.join(distant)} goes by distances, and a decoder's and an encoder's tokens have none; give it "
+                "to the self-attentions"
+            )
+        return super().mix(q, k, v, rule, view)
+
+
+def _given(rule: Rule, name: str, default: object) -> bool:
+    value = getattr(rule, name)
+    return value is not None and (isinstance(value, Tensor) or value != default)

@@ -1,0 +1,24 @@
+"""A dilated window: w tokens, every step-th of them, so that a head sees step times as far at the same cost.
+
+Longformer (Beltagy et al., 2020), https://arxiv.org/abs/2004.05150, section 3.1
+
+    a_ij ∝ exp(s_ij)   for i − j = 0, s, 2s, …, (w − 1)·s where causal, else also ahead        O(n·w) pairs
+
+Tokens are folded into s classes that do not see each other, and each is an ordinary window: what lies between is never
+computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spanformer.attention.pattern import Dilated
+from spanformer.attention.patterned import Patterned
+
+
+class DilatedWindow(Patterned):
+    """window: tokens seen on a side, itself included. step: one, or one for each head (1: an ordinary window)."""
+
+    def __init__(self, heads: int, window: int, step: int | Sequence[int], *, causal: bool = True) -> None:
+        steps = [step] * heads if isinstance(step, int) else list(step)
+        super().__init__(heads, [Dilated(window, s) for s in steps], causal=causal)

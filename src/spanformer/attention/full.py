@@ -1,0 +1,18 @@
+"""Full attention: every token sees every other, or every earlier one.
+
+Attention Is All You Need (Vaswani et al., 2017), https://arxiv.org/abs/1706.03762
+
+    a_ij ∝ exp(q_i·k_j / √D)   for j ≤ i where causal, else for all j            O(n²) pairs
+"""
+
+from __future__ import annotations
+
+from spanformer.attention.pattern import Full as Everything
+from spanformer.attention.patterned import Patterned
+
+
+class Full(Patterned):
+    """longest: how many tokens a head sees at most, itself included, where memory must end somewhere."""
+
+    def __init__(self, heads: int, *, causal: bool = True, longest: int | None = None) -> None:
+        super().__init__(heads, Everything(), causal=causal, longest=longest)

@@ -1,0 +1,158 @@
+"""Patterns: which pairs of positions may see each other, as plain data that composes as sets.
+
+Each pattern is one equation, `sees`, over a query's position i and a key's j, and says which stretches of keys hold all
+that a stretch of queries sees, `areas`, so that nothing of length × length is ever built. A causal pattern is what
+of it lies at j ≤ i; only a random draw and a permutation of the whole text look at more than the pair (see `Where`).
+Shapes: i and j are integer tensors that broadcast; R stretches of queries.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spanformer.ops import BlockIndex, Rule
+from spanformer.ops.rule import UNLIMITED
+
+Areas = list[tuple[Tensor, Tensor, Tensor]]
+"""(which stretch of queries [N], first key [N], key after the last [N]), as often as needed"""
+Bands = list[tuple[int, int, int]]
+"""(stride, least, limit): the distances d ≥ least that are multiples of the stride and below the limit"""
+
+
+@dataclass(frozen=True)
+class Where:
+    """Positions start … stop − 1 are looked at, of a text of `length` tokens (stop, unless more are known of)."""
+
+    causal: bool = True
+    start: int = 0
+    stop: int = 0
+    length: int | None = None
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A set of pairs. `a | b` is either, `a & b` both."""
+
+    def sees(self, i: Tensor, j: Tensor, where: Where) -> Tensor:
+        """The equation, causality aside."""
+        raise NotImplementedError(f"{type(self).__name__} has no equation; override sees")
+
+    def areas(self, lo: Tensor, hi: Tensor, where: Where) -> Areas:
+        """Where the queries lo … hi − 1 ([R] each) can see anything; more is allowed, less is not."""
+        raise NotImplementedError(f"{type(self).__name__} does not say where it sees; override areas")
+
+    def bands(self, causal: bool) -> Bands | None:
+        """As distances alone, |d| where not causal; None for what is no such set."""
+        return None
+
+    def lookback(self) -> int:
+        """How many tokens back it sees at most."""
+        return UNLIMITED
+
+    def visible(self, i: Tensor, j: Tensor, *, causal: bool = True, length: int | None = None) -> Tensor:
+        """Whether the query at position i sees the key at j. length: of the text, where the pattern asks for it."""
+        seen = self.sees(i, j, Where(causal, length=length))
+        return seen & (j <= i) if causal else seen & torch.ones_like(i + j, dtype=torch.bool)
+
+    def blocks(self, length: int, size: int = 64, *, start: int = 0, causal: bool = True) -> BlockIndex:
+        """As a block pattern over `length` positions, the first of which is `start` of the text."""
+        from spanformer.attention.pattern.rule import build_blocks
+
+        return build_blocks(self, length, size, start, causal)
+
+    def rule(self, heads: int, length: int, *, start: int = 0, causal: bool = True, size: int = 64) -> Rule:
+        """As the cheapest rule for `length` keys from position `start` on: reaches and strides where that says it,
+        else blocks."""
+        from spanformer.attention.pattern.rule import make_rule
+
+        return make_rule((self,) * heads, length, start, causal, size)
+
+    def __or__(self, other: Pattern) -> Pattern:
+        return Either((*_parts(self, Either), *_parts(other, Either)))
+
+    def __and__(self, other: Pattern) -> Pattern:
+        return Both((*_parts(self, Both), *_parts(other, Both)))
+
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        shown = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            text = str(list(value) if isinstance(value, tuple) else value)
+            if field.default is dataclasses.MISSING:
+                shown.append(text)
+            elif value != field.default:
+                shown.append(f"{field.name}={text}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _parts(pattern: Pattern, kind: type) -> tuple[Pattern, ...]:
+    return getattr(pattern, "parts", ()) if isinstance(pattern, kind) else (pattern,)
+
+
+@dataclass(frozen=True)
+class Either(Pattern):
+    parts: tuple[Pattern, ...]
+
+    def sees(self, i, j, where):
+        seen = self.parts[0].sees(i, j, where)
+        for part in self.parts[1:]:
+            seen = seen | part.sees(i, j, where)
+        return seen
+
+    def areas(self, lo, hi, where):
+        return [area for part in self.parts for area in part.areas(lo, hi, where)]
+
+    def bands(self, causal):
+        found = [part.bands(causal) for part in self.parts]
+        return None if None in found else [band for bands in found for band in bands or ()]
+
+    def lookback(self):
+        return max(part.lookback() for part in self.parts)
+
+    def __str__(self) -> str:
+        return " | ".join(map(str, self.parts))
+
+
+@dataclass(frozen=True)
+class Both(Pattern):
+    parts: tuple[Pattern, ...]
+
+    def sees(self, i, j, where):
+        seen = self.parts[0].sees(i, j, where)
+        for part in self.parts[1:]:
+            seen = seen & part.sees(i, j, where)
+        return seen
+
+    def areas(self, lo, hi, where):
+        """Those of the part that looks at least."""
+        return min((part.areas(lo, hi, where) for part in self.parts), key=_extent)
+
+    def bands(self, causal):
+        from spanformer.attention.pattern.rule import intersect
+
+        found = [part.bands(causal) for part in self.parts]
+        return None if None in found else intersect([bands for bands in found if bands is not None])
+
+    def lookback(self):
+        return min(part.lookback() for part in self.parts)
+
+    def __str__(self) -> str:
+        return " & ".join(f"({p})" if isinstance(p, Either) else str(p) for p in self.parts)
+
+
+def _extent(areas: Areas) -> int:
+    return sum(int((to - at).clamp(min=0).sum()) for _, at, to in areas)
+
+
+def every_row(lo: Tensor) -> Tensor:
+    return torch.arange(lo.numel())
+
+
+def at_least(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}; expected a whole number from {least} on")

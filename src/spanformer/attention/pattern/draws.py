@@ -1,0 +1,120 @@
+"""Patterns of whole blocks: drawn at random, or by a permutation.
+
+Shapes: r [N] block rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spanformer.attention.pattern.base import Areas, Pattern, Where, at_least
+from spanformer.ops.dropout import mix
+from spanformer.ops.rule import UNLIMITED
+
+
+@dataclass(frozen=True)
+class Random(Pattern):
+    """Queries in block r of `size` tokens see `count` key blocks drawn for r, all different, none closer than `near`
+    blocks and none of the `first`.
+
+    A causal draw is from the blocks before r, by a hash of (seed, r) alone: what a token sees never changes as the text
+    grows, so streaming and training agree. A draw in both directions is from the blocks of the whole text, so it
+    depends on the text's length."""
+
+    count: int
+    seed: int = 0
+    size: int = 64
+    near: int = 0
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        at_least("count", self.count, 0)
+        at_least("size", self.size, 1)
+        for name in ("seed", "near", "first"):
+            at_least(name, getattr(self, name), 0)
+
+    def _draw(self, r: Tensor, where: Where) -> list[Tensor]:
+        """For block rows r, the key blocks one after the other; −1 where there are not so many to draw from.
+        Floyd's way to draw without repeating: the n-th is uniform over one more than those before could be."""
+        low = torch.clamp(r - self.near, min=self.first)  # what is near is left out, if it is there at all
+        if where.causal:
+            pool, gap = low - self.first, torch.zeros_like(r)
+        else:
+            if where.length is None:
+                raise ValueError(f"{self} draws from the whole text in both directions; say its length")
+            n = -(-where.length // self.size)
+            gap = torch.clamp(torch.clamp(r + self.near + 1, max=n) - low, min=0)
+            pool = torch.clamp(n - self.first - gap, min=0)
+        drawn: list[Tensor] = []
+        for k in range(self.count):
+            top = pool - self.count + k
+            hashed = mix(mix(mix(torch.full_like(r, self.seed & 0xFFFFFFFF)) ^ (r & 0xFFFFFFFF)) ^ k)
+            t = hashed % torch.clamp(top + 1, min=1)
+            for other in drawn:
+                t = torch.where(other == t, top, t)
+            drawn.append(torch.where(top >= 0, t, torch.where(pool > k, k, -1)))
+        columns = [torch.where(t >= 0, t + self.first, -1) for t in drawn]
+        columns = [torch.where((c >= low) & (c >= 0), c + gap, c) for c in columns]
+        return [torch.where(r >= 0, c, -1) for c in columns]
+
+    def sees(self, i, j, where):
+        column, seen = torch.where(j >= 0, j // self.size, -2), (i != i) & (j != j)
+        for drawn in self._draw(i // self.size, where):
+            seen = seen | (column == drawn)
+        return seen
+
+    def areas(self, lo, hi, where):
+        areas: Areas = []
+        first, last = lo // self.size, (hi - 1) // self.size
+        for step in range(int((last - first).max()) + 1 if lo.numel() else 0):  # block rows that a stretch touches
+            row = (first + step <= last).nonzero()[:, 0]
+            for drawn in self._draw((first + step)[row], where):
+                found = drawn >= 0
+                areas.append((row[found], drawn[found] * self.size, (drawn[found] + 1) * self.size))
+        return areas
+
+
+@dataclass(frozen=True)
+class Blockwise(Pattern):
+    """Queries of block b see the keys of block π(b) alone. A text is cut in as many blocks as the permutation is long,
+    or, with `size`, in blocks of so many tokens to which the permutation is applied over and over."""
+
+    permutation: tuple[int, ...]
+    size: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "permutation", tuple(self.permutation))
+        if sorted(self.permutation) != list(range(len(self.permutation))) or not self.permutation:
+            raise ValueError(
+                f"permutation is {list(self.permutation)}; expected each of 0 … {len(self.permutation) - 1} once"
+            )
+        if self.size is not None:
+            at_least("size", self.size, 1)
+
+    def _size(self, where: Where) -> int:
+        if self.size is None and where.length is None:
+            raise ValueError(f"{self} cuts the whole text in blocks; say its length, or give the blocks a size")
+        return self.size or max(1, -(-(where.length or 0) // len(self.permutation)))
+
+    def _target(self, block: Tensor) -> Tensor:
+        n = len(self.permutation)
+        return torch.tensor(self.permutation)[block % n] + block // n * n
+
+    def sees(self, i, j, where):
+        size = self._size(where)
+        return self._target(i // size) == j // size
+
+    def areas(self, lo, hi, where):
+        size, areas = self._size(where), []
+        first, last = lo // size, (hi - 1) // size
+        for step in range(int((last - first).max()) + 1 if lo.numel() else 0):
+            row = (first + step <= last).nonzero()[:, 0]
+            target = self._target((first + step)[row])
+            areas.append((row, target * size, (target + 1) * size))
+        return areas
+
+    def lookback(self):
+        return UNLIMITED if self.size is None else len(self.permutation) * self.size - 1

@@ -1,0 +1,61 @@
+"""Attention along any pattern, one for all heads or one for each.
+
+    a_ij ∝ exp(s_ij)   for (i, j) in the head's pattern, and j ≤ i where causal
+
+Patterns are sets of pairs: see spanformer.attention.pattern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spanformer.attention.base import Attention, View
+from spanformer.attention.pattern import Pattern, make_rule
+from spanformer.attention.pattern.rule import disjoint
+from spanformer.ops import Rule
+
+
+class Patterned(Attention):
+    """pattern: one, or one for each head. longest: no head looks back further than this many tokens, itself included;
+    without it a pattern that sees everything remembers everything. size: positions per block, where blocks serve it."""
+
+    def __init__(
+        self,
+        heads: int,
+        pattern: Pattern | Sequence[Pattern],
+        *,
+        causal: bool = True,
+        longest: int | None = None,
+        size: int = 64,
+    ) -> None:
+        super().__init__()
+        patterns = (pattern,) * heads if isinstance(pattern, Pattern) else tuple(pattern)
+        if len(patterns) != heads or not all(isinstance(p, Pattern) for p in patterns):
+            raise ValueError(f"{len(patterns)} patterns for {heads} heads; expected one, or one for each head")
+        if longest is not None and longest < 1:
+            raise ValueError(f"longest is {longest}; expected at least 1 token")
+        self.heads, self.patterns, self.causal, self.longest, self.size = heads, patterns, causal, longest, size
+        bands = [disjoint(p.bands(causal)) for p in patterns]
+        self.by_blocks = None in bands  # else distances say it all
+        self.placed = self.by_blocks or any(band[:2] != (1, 0) for some in bands for band in some or ())
+
+    def rule(self, view: View | None = None) -> Rule:
+        """Of the keys that view.start and view.length name; a pattern of distances alone needs no view."""
+        length, start, device, queries = 0, 0, "cpu", None
+        if self.by_blocks:
+            if view is None or (view.length is None and view.x is None):
+                raise ValueError(f"{self.patterns[0]} depends on where the keys stand; pass a view with length or x")
+            if view.x is not None:
+                length, device, queries = view.x.shape[1], str(view.x.device), view.x.shape[1]
+            length, start = length if view.length is None else view.length, view.start
+        rule = make_rule(self.patterns, length, start, self.causal, self.size, device, queries)
+        return rule if self.longest is None else rule + Rule(self.heads, causal=self.causal, reach=self.longest)
+
+    def lookback(self) -> list[int]:
+        far = [p.lookback() for p in self.patterns]
+        return far if self.longest is None else [min(n, self.longest - 1) for n in far]
+
+    def extra_repr(self) -> str:
+        same = len(set(self.patterns)) == 1
+        shown = str(self.patterns[0]) if same else "; ".join(map(str, self.patterns))
+        return f"heads={self.heads}, {shown}" + ("" if self.causal else ", causal=False")

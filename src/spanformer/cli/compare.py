@@ -1,0 +1,164 @@
+"""`spanformer compare runs/compare/enwik8.toml`: several mechanisms trained on the same data for as long, and one
+report of what each brings and costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from spanformer.cli.leaf import Leaf
+from spanformer.cli.runfile import read_run
+from spanformer.cli.several import differing, train_each
+from spanformer.model.config import PositionConfig
+from spanformer.model.fields import as_dict, build
+from spanformer.train.config import RunConfig
+
+SHARE = 0.02
+"""by how much the number of parameters may differ"""
+BUDGET = ("train.steps", "train.minutes", "train.batch", "train.block")
+
+
+@dataclass(frozen=True)
+class CompareConfig(RunConfig):
+    """Train several runs on the same data, with as many parameters and for as long, and report them together.
+
+        spanformer compare runs/compare/enwik8.toml --train.minutes 5
+        spanformer compare runs/cpu/enwik8.toml runs/cpu/modern.toml --different
+
+    A comparison file is a run file that also lists `kinds` (as in model.attention.kind) or `positions`: every kind with
+    every position is a run. Several run files are compared as they are. Options hold for all runs. What was trained
+    already is not trained again, so the same command goes on after an interruption, and may get more kinds later.
+    """
+
+    kinds: tuple[str, ...] = ()
+    """what attention to train with, as window:128 or "Window(64) | Global([0])"; none: as the run file says"""
+    positions: tuple[str, ...] = ()
+    """position encodings to train each kind with; none: as the run file says"""
+    different: bool = False
+    """compare although data, training time or (by more than 2 %) parameters differ"""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    out: Path
+    runs: list[RunConfig]
+    different: bool
+
+
+def parse(program: str, arguments: list[str]) -> Comparison:
+    files = []
+    while arguments and not arguments[0].startswith("-"):
+        file, *arguments = arguments
+        files.append(file)
+    known = sorted(map(str, [*Path("runs").glob("*.toml"), *Path("runs/compare").glob("*.toml")]))
+    if not files and not arguments:
+        raise ValueError(f"no run was named; expected a comparison file or several run files (see {program} --help)")
+    if len(files) <= 1:
+        config = read_run(CompareConfig, program, [*files, *arguments], known)
+        out = Path(config.out or Path("out") / f"compare-{Path(files[0]).stem if files else 'run'}")
+        if not config.kinds and not config.positions:
+            raise ValueError(
+                f"{files[0] if files else 'the run'} lists neither kinds nor positions; expected at least one of them "
+                "(--kinds full window:128), or several run files"
+            )
+        return Comparison(out, _product(config, out), config.different)
+    read = [read_run(CompareConfig, program, [file, *arguments], known) for file in files]
+    if listed := [file for file, config in zip(files, read, strict=True) if config.kinds or config.positions]:
+        raise ValueError(f"{listed[0]} lists kinds or positions; compare it by itself, or name run files only")
+    names = [Path(file).stem for file in files]
+    names = [name if names.count(name) == 1 else _name(str(Path(file).with_suffix("")))
+             for name, file in zip(names, files, strict=True)]  # fmt: skip
+    if len(set(names)) < len(names):
+        raise ValueError(f"{', '.join(files)} names a run file twice; expected each once")
+    out = Path(read[0].out or Path("out") / f"compare-{'-'.join(names)}"[:80])
+    runs = [_run(config, out / name, config.model) for config, name in zip(read, names, strict=True)]
+    return Comparison(out, runs, read[0].different)
+
+
+def run(comparison: Comparison) -> None:
+    runs = comparison.runs
+    if not comparison.different:
+        check_alike(runs)
+    train_each(runs)
+    for line in write_comparison(runs, comparison.out):
+        print(line)
+
+
+def write_comparison(runs: list[RunConfig], out: Path) -> list[str]:
+    """The report, and its table by itself as Markdown and JSON; returns what to print."""
+    from spanformer.report.compare_table import markdown, numbers, side_by_side
+    from spanformer.report.events import read_run as read_events
+    from spanformer.report.page import write_report
+
+    read = [read_events(Path(each.out)) for each in runs]
+    names = [Path(each.out).name for each in runs]
+    table = markdown(*side_by_side(read, names))
+    (out / "compare.md").write_text(table + "\n", encoding="utf-8")
+    found = json.dumps(numbers(read, names), ensure_ascii=False, indent=1)
+    (out / "compare.json").write_text(found + "\n", encoding="utf-8")
+    page = write_report([Path(each.out) for each in runs], out / "report")
+    return ["", table, "", f"table: {out / 'compare.md'}, {out / 'compare.json'}", f"report: {page}"]
+
+
+def check_alike(runs: list[RunConfig]) -> None:
+    """Refuse runs that are no comparison: other data, another training time, another number of parameters."""
+    first = runs[0]
+    for each in runs[1:]:
+        for key, now, then in differing(as_dict(each), as_dict(first)):
+            if key.startswith("data.") or key in BUDGET:
+                raise ValueError(
+                    f"{Path(each.out).name} has {key} = {now!r} and {Path(first.out).name} {then!r}; give all runs the "
+                    f"same (--{key.replace('_', '-')}), or compare them all the same with --different"
+                )
+    counts = {Path(each.out).name: parameters(each) for each in runs}
+    least, most = (by(counts, key=lambda name: counts[name]) for by in (min, max))
+    if counts[most] > (1 + SHARE) * counts[least]:
+        raise ValueError(
+            f"{most} has {counts[most]:,} parameters and {least} {counts[least]:,}; make them as large to within "
+            f"{SHARE:.0%}, or compare them all the same with --different"
+        )
+
+
+def parameters(config: RunConfig) -> int:
+    """How many numbers the run learns. Where the vocabulary is not known before the data is read, one of bytes."""
+    import torch
+
+    from spanformer.model.lm import LM
+
+    model = dataclasses.replace(config.model, vocab=config.model.vocab or 256)
+    with torch.random.fork_rng(devices=[]):
+        return sum(p.numel() for p in LM(model).parameters())
+
+
+def _product(config: CompareConfig, out: Path) -> list[RunConfig]:
+    attention, position = config.model.attention, config.model.position
+    runs: dict[str, RunConfig] = {}
+    for kind in config.kinds or (None,):
+        for place in config.positions or (None,):
+            named = [each for each in (kind, place) if each is not None]
+            model = config.model
+            if kind is not None:
+                model = dataclasses.replace(model, attention=dataclasses.replace(attention, kind=kind, stack=()))
+            if place is not None:
+                chosen = build(PositionConfig, as_dict(position) | {"kind": place}, "positions")
+                model = dataclasses.replace(model, position=chosen)
+            name = "-".join(map(_name, named))
+            if name in runs:
+                raise ValueError(f"{' and '.join(named)} is listed twice; expected each once")
+            runs[name] = _run(config, out / name, model)
+    return list(runs.values())
+
+
+def _run(config: CompareConfig, out: Path, model) -> RunConfig:
+    return RunConfig(str(out), resume=True, data=config.data, model=model, optim=config.optim, train=config.train)
+
+
+def _name(kind: str) -> str:
+    """A folder's name: window:128 → window-128."""
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", kind).strip("-")
+
+
+COMPARE = Leaf(CompareConfig, run, parse)

@@ -1,0 +1,162 @@
+"""`spanformer show PATTERN --length 64`: what heads see as a picture, with its density, cost and longest path."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import tyro
+
+from spanformer.cli.leaf import Leaf
+
+if TYPE_CHECKING:
+    from spanformer.model.lm import LM
+
+LONGEST = 1024
+WIDE = 160  # tokens: more do not fit beside each other on a terminal
+
+
+@dataclass(frozen=True)
+class ShowOptions:
+    """Show which keys each query sees, how much that costs, and over how many layers everything reaches everything.
+
+        spanformer show "Window(8) | Global([0])"
+        spanformer show "Strided(8) & Window(32)" --length 96 --no-causal
+        spanformer show strided:8                          a kind, as in a run file
+        spanformer show "2 window:8 + 2 dilated:4:4"       a mixture by head
+
+    Patterns are sets of pairs, put together by | (either) and & (both); docs/patterns.md lists them. A row of the
+    picture is a query, a column a key.
+    """
+
+    pattern: tyro.conf.Positional[str]
+    """a pattern such as "Window(8) | Global([0])", or what model.attention.kind takes"""
+    length: int = 64
+    """tokens of the picture"""
+    causal: bool = True
+    """no token sees the future; --no-causal: a pattern in both directions"""
+    dim: int = 64
+    """size of a head, for its operations"""
+    out: str = ""
+    """file of the picture, .png or .svg; by default the pattern's name with .png in the folder out"""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.length <= LONGEST:
+            raise ValueError(f"length is {self.length}; expected 1 … {LONGEST}, what a picture can show")
+        if self.dim < 1:
+            raise ValueError(f"dim is {self.dim}; expected at least 1")
+        if self.out and Path(self.out).suffix not in (".png", ".svg"):
+            raise ValueError(f"out is {self.out!r}; expected a file that ends in .png or .svg")
+
+
+def run(options: ShowOptions) -> None:
+    from spanformer.report.pattern_pictures import pattern_picture
+    from spanformer.report.terminal import beside, half_blocks
+
+    seen = visible(options.pattern, options.length, causal=options.causal)
+    by_title = _alike(seen)
+    if options.length <= WIDE:
+        pictures = {title if len(by_title) > 1 else "": half_blocks(matrix) for title, matrix in by_title.items()}
+        print(beside(pictures, shutil.get_terminal_size().columns))
+    sentences = facts(seen, causal=options.causal, dim=options.dim)
+    print("\n".join(sentences))
+    name = re.sub(r"[^A-Za-z0-9_]+", "-", options.pattern).strip("-")[:60]
+    path = Path(options.out or Path("out") / f"show-{name}.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture = pattern_picture(options.pattern, by_title, " ".join(sentences[:1] + sentences[2:]), causal=options.causal)
+    print(f"picture: {picture.save(path)}")
+
+
+def visible(pattern: str, length: int, *, causal: bool = True) -> np.ndarray:
+    """[H, n, n] which keys each query sees: of a pattern, or of a layer, written as in a run file."""
+    if re.match(r"\s*\(*[A-Z]", pattern):
+        import torch
+
+        from spanformer.attention.pattern import parse
+
+        at = torch.arange(length)
+        found = parse(pattern).visible(at[:, None], at[None], causal=causal, length=length)
+        return found.expand(length, length)[None].numpy()
+    if not causal:
+        raise ValueError(f"{pattern!r} is a kind of a language model, which is causal; expected a pattern such as "
+                         "'Window(8) | Global([0])', or no --no-causal")  # fmt: skip
+    return _of_a_layer(pattern, length)
+
+
+def facts(seen: np.ndarray, *, causal: bool, dim: int) -> list[str]:
+    """Density, cost and longest path, a sentence each."""
+    from spanformer.cost.attention import FORWARD
+    from spanformer.cost.paths import longest_path
+    from spanformer.report.measures import amount, percent
+
+    heads, n, _ = seen.shape
+    pairs, allowed = int(seen.sum()), heads * (n * (n + 1) // 2 if causal else n * n)
+    rows = seen.sum(-1)
+    said = [
+        f"{pairs:,} of {allowed:,} pairs are seen, {percent(pairs / allowed)}; a query sees {rows.mean():.1f} keys on "
+        f"average, {rows.max():,} at most.",
+        f"{amount(FORWARD * dim * pairs)} FLOPs forward in {_heads(heads)} of {dim}; full attention takes "
+        f"{amount(FORWARD * dim * allowed)}.",
+    ]
+    paths = longest_path(np.any(seen, axis=0).tolist(), causal=causal)
+    if paths.whole:
+        layers = "1 layer" if paths.layers == 1 else f"{paths.layers} layers"
+        said.append(f"Longest path: after {layers} every token has reached every other that it may.")
+    else:
+        share = percent(1 - paths.reached / paths.allowed)
+        said.append(f"Longest path: none; {share} of the pairs are never connected, through however many layers.")
+    return said
+
+
+def _heads(count: int) -> str:
+    return "a head" if count == 1 else f"{count} heads"
+
+
+def _of_a_layer(kind: str, length: int) -> np.ndarray:
+    """[H, n, n] of a language model's layer."""
+    import torch
+
+    from spanformer.model.config import AttentionConfig, ModelConfig, PositionConfig
+    from spanformer.model.lm import LM
+
+    counts = [int(found[1]) for found in re.finditer(r"(?:^|\+)\s*(\d+)\s+[A-Za-z]", kind)]
+    heads = sum(counts) or 1
+    attention = AttentionConfig(kind=kind, max_span=length, ramp=max(1.0, length / 16), init=0.25)
+    place = PositionConfig(kind="none")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        lm = LM(ModelConfig(vocab=16, dim=16 * heads, layers=1, heads=heads, attention=attention, position=place))
+        return seen_in(lm, length)
+
+
+def seen_in(lm: LM, length: int) -> np.ndarray:
+    """[H, n, n] what the heads of a model's first layer really see: the pairs that get weight, with random weights."""
+    import torch
+
+    from spanformer.model.looking import attention_maps
+
+    with torch.no_grad():  # spans and gates start alike, where training would have told them apart
+        for p in lm.mechanisms()[0].parameters():
+            p.add_(torch.randn_like(p), alpha=0.3)
+    lm.after_step()
+    maps = attention_maps(lm.double(), torch.randint(0, lm.config.vocab, (length,)))
+    return (maps[0] > 0).numpy()
+
+
+def _alike(seen: np.ndarray) -> dict[str, np.ndarray]:
+    """The different matrices, by the heads that have them."""
+    groups: dict[bytes, list[int]] = {}
+    for head, matrix in enumerate(seen):
+        groups.setdefault(matrix.tobytes(), []).append(head)
+    titles = {}
+    for heads in groups.values():
+        listed = ", ".join(str(head + 1) for head in heads)
+        titles[f"head{'s' if len(heads) > 1 else ''} {listed}"] = seen[heads[0]]
+    return titles
+
+
+SHOW = Leaf(ShowOptions, run)

@@ -1,0 +1,149 @@
+"""`spanformer compare`: what is trained, what is not trained again, what is refused, what is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from spanformer.cli.compare import COMPARE, parameters, parse
+from spanformer.cli.main import main
+from spanformer.model.fields import as_dict
+from spanformer.report.events import read_run
+from tiny_runs import options, values, write_text
+
+ROOT = Path(__file__).resolve().parents[2]
+SHORT = {"train.steps": 4, "train.eval_every": 2, "train.save_every": 2, "train.log_every": 1, "train.eval_tokens": 200}
+
+
+def toml(table: dict, above: str = "") -> str:
+    """A run's values as a file, the plain ones of a section before those in it."""
+    plain = [f"{key} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, dict)]
+    parts = ["\n".join(plain)]
+    for key, value in table.items():
+        if isinstance(value, dict):
+            parts += [f"[{above}{key}]", toml(value, f"{above}{key}.")]
+    return "\n".join(parts)
+
+
+def run_file(folder: Path, name: str, changes: dict | None = None, more: str = "") -> str:
+    found = values(folder, SHORT | (changes or {}))
+    found.pop("out")
+    path = folder / f"{name}.toml"
+    path.write_text(more + toml(found), encoding="utf-8")
+    return str(path)
+
+
+def refused(capsys, *arguments) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(["compare", *map(str, arguments)])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.count("\n") == 1
+    return error
+
+
+def test_kinds_are_trained_once_and_reported_together(tmp_path, capsys):
+    file = run_file(tmp_path, "both", {"train.measure": True}, 'kinds = ["window:8", "full"]\n')
+    out = tmp_path / "out"
+    main(["compare", file, "--out", str(out)])
+    shown = capsys.readouterr().out
+    assert "1 of 2: window-8\n" in shown and "2 of 2: full\n" in shown and "| run | bits per unit |" in shown
+    runs = [read_run(out / name) for name in ("window-8", "full")]
+    assert [run.start.config["model"]["attention"]["kind"] for run in runs] == ["window:8", "full"]
+    assert runs[0].start.parameters == runs[1].start.parameters
+    for name in ("report.html", "compare-cost.png", "compare-bits.png"):
+        assert (out / "report" / name).stat().st_size > 1000
+    found = json.loads((out / "compare.json").read_text())
+    assert [row["run"] for row in found] == ["window-8", "full"]
+    assert all(row["bits"] > 0 and row["steps"] == 4 and row["flops_per_token"] > 0 for row in found)
+    assert found[0]["flops_per_token"] < found[1]["flops_per_token"]
+
+    written = {name: (out / name / "events.jsonl").read_bytes() for name in ("window-8", "full")}
+    main(["compare", file, "--out", str(out), "--kinds", "window:8", "full", "window:4"])
+    shown = capsys.readouterr().out
+    assert shown.count("trained already") == 2 and "3 of 3: window-4\n" in shown
+    assert all((out / name / "events.jsonl").read_bytes() == text for name, text in written.items())
+    assert (out / "compare.md").read_text().count("\n") == 5
+
+    said = refused(capsys, file, "--out", out, "--optim.lr", "0.5")
+    assert "window-8 holds a run that was trained with optim.lr = 0.01, and this one has 0.5" in said
+
+
+def test_positions_multiply_and_names_tell_them_apart(tmp_path):
+    file = run_file(tmp_path, "all", more='kinds = ["full", "window:8"]\npositions = ["alibi", "rotary"]\n')
+    comparison = parse("spanformer compare", [file, "--out", str(tmp_path / "x")])
+    assert [Path(run.out).name for run in comparison.runs] == [
+        "full-alibi", "full-rotary", "window-8-alibi", "window-8-rotary"
+    ]  # fmt: skip
+    assert comparison.runs[2].model.position.kind == "alibi" and all(run.resume for run in comparison.runs)
+
+
+def test_run_files_are_compared_as_they_are(tmp_path, capsys):
+    a, b = run_file(tmp_path, "a"), run_file(tmp_path, "b", {"model.attention.kind": "full"})
+    main(["compare", a, b, "--out", str(tmp_path / "out"), "--train.steps", "2"])
+    assert [read_run(tmp_path / "out" / name).stop.step for name in ("a", "b")] == [2, 2]
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"model.feedforward.dim": 64}, "parameters and a"),
+        ({"train.steps": 5}, "b has train.steps = 5 and a 4; give all runs the same (--train.steps)"),
+        ({"data.valid": 0.2}, "b has data.valid = 0.2 and a 0.1; give all runs the same (--data.valid)"),
+    ],
+)
+def test_what_is_no_comparison_is_refused_before_anything_is_trained(tmp_path, capsys, changes, said):
+    a, b = run_file(tmp_path, "a"), run_file(tmp_path, "b", changes)
+    error = refused(capsys, a, b, "--out", tmp_path / "out")
+    assert said in error and "--different" in error and not (tmp_path / "out").exists()
+    assert parse("spanformer compare", [a, b, "--different"]).different
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda folder: [], "no run was named; expected a comparison file or several run files"),
+        (lambda folder: [run_file(folder, "a")], "a.toml lists neither kinds nor positions"),
+        (lambda folder: [run_file(folder, "a"), run_file(folder, "k", more='kinds = ["full"]\n')],
+         "k.toml lists kinds or positions; compare it by itself"),
+        (lambda folder: [run_file(folder, "a"), "--kinds", "full", "full"], "full is listed twice"),
+        (lambda folder: [run_file(folder, "a")] * 2, "names a run file twice"),
+        (lambda folder: [run_file(folder, "a"), "--kinds", "fool"], "fool"),
+        (lambda folder: [run_file(folder, "a"), "--positions", "fool"], "positions"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_sentence(tmp_path, capsys, make, said):
+    assert said in refused(capsys, *make(tmp_path))
+
+
+def test_an_interrupted_run_is_continued(tmp_path, capsys):
+    write_text(tmp_path / "text.txt")
+    out = tmp_path / "out" / "full"
+    words = [word for word in options(tmp_path, SHORT) if word]
+    words[words.index("--out") + 1] = str(out)
+    main(["train", *words, "--train.steps", "2", "--model.attention.kind", "full"])
+    file = run_file(tmp_path, "c", more='kinds = ["full"]\n')
+    events = out / "events.jsonl"
+    kept = [line for line in events.read_text().splitlines() if '"stop"' not in line]
+    events.write_text("\n".join(kept) + "\n")  # as if it had been killed
+    capsys.readouterr()
+    main(["compare", file, "--out", str(tmp_path / "out")])
+    found = read_run(out)
+    assert found.resumes[0].step == 2 and found.stop is not None and found.stop.step == 4
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("runs/compare/*.toml")), ids=lambda path: path.stem)
+def test_shipped_comparisons_can_be_read_and_are_alike(file):
+    comparison = parse("spanformer compare", [str(file)])
+    counts = {parameters(run) for run in comparison.runs}
+    assert len(comparison.runs) > 1 and max(counts) <= 1.02 * min(counts)
+    assert len({json.dumps(as_dict(run.data)) for run in comparison.runs}) == 1
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "A comparison file is a run file that also lists" in shown and "--kinds" in shown and COMPARE.parse is parse

@@ -1,0 +1,77 @@
+"""`spanformer show`: what is seen, what it costs, how far it reaches; as a picture and on the terminal."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+from definitions import sees
+from spanformer.cli.main import main
+from spanformer.cli.show import facts, visible
+
+PATTERNS = importlib.util.find_spec("spanformer.attention.pattern") is not None
+
+
+def defined(name, n, *numbers, causal=True):
+    return np.array([[sees(name, causal)(n, i, j, *numbers) for j in range(n)] for i in range(n)])
+
+
+def test_kinds_show_what_a_models_heads_see():
+    n = 40
+    found = visible("2 window:7 + 1 full", n)
+    assert found.shape == (3, n, n)
+    assert (found[:2] == defined("window", n, 7)).all() and (found[2] == defined("full", n)).all()
+    assert (visible("longformer:6:2", n)[0] == defined("longformer", n, 6, 2)).all()
+
+
+@pytest.mark.skipif(not PATTERNS, reason="there are no patterns")
+@pytest.mark.parametrize("causal", [True, False])
+def test_patterns_show_their_definitions(causal):
+    n = 33
+    for text, name, numbers in (
+        ("Window(5)", "window", (5,)), ("Strided(6)", "strided", (6,)), ("Dilated(3, 4)", "dilated", (3, 4)),
+        ("Fixed(6, 2)", "fixed", (6, 2)), (" Full()", "full", ()),
+    ):  # fmt: skip
+        assert (visible(text, n, causal=causal)[0] == defined(name, n, *numbers, causal=causal)).all(), text
+    both = visible("(Window(4) | Strided(8)) & Window(20)", n, causal=causal)[0]
+    either = defined("window", n, 4, causal=causal) | defined("strided", n, 8, causal=causal)
+    assert (both == either & defined("window", n, 20, causal=causal)).all()
+
+
+def test_facts_are_counted():
+    seen = np.stack([defined("window", 9, 3), defined("full", 9)])
+    density, cost, path = facts(seen, causal=True, dim=10)
+    pairs = int(seen.sum())
+    assert density.startswith(f"{pairs} of 90 pairs are seen") and f"{seen.sum(-1).mean():.1f} keys" in density
+    assert "in 2 heads of 10" in cost and "1 layer every token" in path
+    blocks = defined("image_1d", 9, 3, 0)[None]
+    assert "never connected" in facts(blocks, causal=True, dim=1)[2]
+    assert "after 4 layers" in facts(defined("window", 9, 3)[None], causal=True, dim=1)[2]
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_a_picture_is_drawn_and_shown(tmp_path, capsys, ending):
+    path = tmp_path / "deep" / f"x.{ending}"
+    main(["show", "1 window:3 + 2 full", "--length", "20", "--out", str(path)])
+    shown = capsys.readouterr().out
+    assert path.stat().st_size > 3000 and str(path) in shown and "heads 2, 3" in shown
+    assert "▀" in shown and "Longest path: after 1 layer" in shown
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("window:8", "--no-causal"), "'window:8' is a kind of a language model, which is causal"),
+        (("window:8", "--length", "0"), "length is 0; expected 1 … 1024"),
+        (("window:8", "--out", "x.jpg"), "out is 'x.jpg'; expected a file that ends in .png or .svg"),
+        (("windo:8",), "holds 'windo:8'; expected kinds such as"),
+        ((), "PATTERN is missing"),
+    ],
+)
+def test_mistakes_are_one_sentence(capsys, arguments, said):
+    with pytest.raises(SystemExit) as end:
+        main(["show", *arguments])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and said in error and error.count("\n") == 1
