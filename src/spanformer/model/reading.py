@@ -34,7 +34,7 @@ Logits = Literal["all", "last", "none"]
 def make_cache(
     lm: Decoder, batch: int, slack: int, bits: Literal[0, 8], sources: Sequence[Source] = ()
 ) -> Cache:  # fmt: skip
-    mechanisms = [block.attention.mechanism for block in lm.blocks if isinstance(block, Block)]
+    mechanisms = [block.attention.mechanism for block in lm.reader.blocks]  # without an encoder's
     for mechanism in mechanisms:
         if mechanism.alone:
             raise ValueError(
