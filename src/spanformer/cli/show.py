@@ -102,7 +102,7 @@ def facts(seen: np.ndarray, *, causal: bool, dim: int) -> list[str]:
         f"{amount(FORWARD * dim * pairs)} FLOPs forward in {_heads(heads)} of {dim}; full attention takes "
         f"{amount(FORWARD * dim * allowed)}.",
     ]
-    paths = longest_path(seen.any(0).tolist(), causal=causal)
+    paths = longest_path(np.any(seen, axis=0).tolist(), causal=causal)
     if paths.whole:
         layers = "1 layer" if paths.layers == 1 else f"{paths.layers} layers"
         said.append(f"Longest path: after {layers} every token has reached every other that it may.")
