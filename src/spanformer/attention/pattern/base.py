@@ -91,7 +91,7 @@ class Pattern:
 
 
 def _parts(pattern: Pattern, kind: type) -> tuple[Pattern, ...]:
-    return pattern.parts if isinstance(pattern, kind) else (pattern,)
+    return getattr(pattern, "parts", ()) if isinstance(pattern, kind) else (pattern,)
 
 
 @dataclass(frozen=True)
