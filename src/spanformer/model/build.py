@@ -152,7 +152,7 @@ def _longformer(config: ModelConfig, part: HeadKind) -> Attention:
     most = part.numbers["globals"] or 0
     return Longformer(
         part.heads * config.head_dim, part.heads, window, positions=range(most), most=most, dilation=dilation,
-        farthest=max(config.attention.max_span, window * dilation) if config.causal else None,  # memory has an end
+        farthest=max(config.attention.max_span, window * dilation),
         causal=config.causal, kv_heads=part.heads * config.groups // config.heads,
     )  # fmt: skip
 
