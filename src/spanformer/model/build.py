@@ -18,6 +18,7 @@ from spanformer.model.feedforward import FeedForward
 from spanformer.model.kinds import HeadKind
 from spanformer.model.layer import SelfAttention
 from spanformer.model.norm import make_norm
+from spanformer.model.sparse import SPARSE_MAKERS
 from spanformer.position import (
     T5,
     Alibi,
@@ -127,9 +128,10 @@ MAKERS: dict[str, Callable[[ModelConfig, HeadKind], Attention]] = {
     "dynamic_span": _dynamic_span,
     "window": _window,
     "full": _full,
+    **SPARSE_MAKERS,
     "longformer": _longformer,
 }
-"""one for each of kinds.KINDS"""
+"""one for each of kinds.KINDS, and for patterns"""
 
 
 def make_position(config: ModelConfig, *, causal: bool = True) -> Position:
