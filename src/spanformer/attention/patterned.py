@@ -35,17 +35,20 @@ class Patterned(Attention):
         if longest is not None and longest < 1:
             raise ValueError(f"longest is {longest}; expected at least 1 token")
         self.heads, self.patterns, self.causal, self.longest, self.size = heads, patterns, causal, longest, size
-        self.placed = any(disjoint(p.bands(causal)) is None for p in patterns)  # else distances say it all
+        bands = [disjoint(p.bands(causal)) for p in patterns]
+        self.by_blocks = None in bands  # else distances say it all
+        self.placed = self.by_blocks or any(band[:2] != (1, 0) for some in bands for band in some or ())
 
     def rule(self, view: View | None = None) -> Rule:
         """Of the keys that view.start and view.length name; a pattern of distances alone needs no view."""
-        length, start, device = 0, 0, "cpu"
-        if self.placed:
+        length, start, device, queries = 0, 0, "cpu", None
+        if self.by_blocks:
             if view is None or (view.length is None and view.x is None):
                 raise ValueError(f"{self.patterns[0]} depends on where the keys stand; pass a view with length or x")
-            length = view.length if view.length is not None or view.x is None else view.x.shape[1]
-            start, device = view.start, "cpu" if view.x is None else str(view.x.device)
-        rule = make_rule(self.patterns, length or 0, start, self.causal, self.size, device)
+            if view.x is not None:
+                length, device, queries = view.x.shape[1], str(view.x.device), view.x.shape[1]
+            length, start = length if view.length is None else view.length, view.start
+        rule = make_rule(self.patterns, length, start, self.causal, self.size, device, queries)
         return rule if self.longest is None else rule + Rule(self.heads, causal=self.causal, reach=self.longest)
 
     def lookback(self) -> list[int]:

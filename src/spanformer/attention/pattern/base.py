@@ -90,7 +90,7 @@ class Pattern:
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-def _parts(pattern: Pattern, kind: type) -> tuple[Pattern, ...]:
+def _parts(pattern: Pattern, kind: type[Either] | type[Both]) -> tuple[Pattern, ...]:
     return pattern.parts if isinstance(pattern, kind) else (pattern,)
 
 

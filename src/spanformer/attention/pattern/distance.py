@@ -38,7 +38,7 @@ class Window(Pattern):
             at_least("after", self.after, 0)
 
     def _sides(self) -> tuple[int, int]:
-        return (self.width - 1,) * 2 if self.after is None else (self.width, self.after)
+        return (self.width - 1, self.width - 1) if self.after is None else (self.width, self.after)
 
     def sees(self, i, j, where):
         before, after = self._sides()

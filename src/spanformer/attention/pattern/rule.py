@@ -23,11 +23,17 @@ AT_ONCE = 1 << 22  # pairs looked at together
 
 @functools.lru_cache(maxsize=64)
 def make_rule(
-    patterns: tuple[Pattern, ...], length: int, start: int, causal: bool, size: int, device: str = "cpu"
+    patterns: tuple[Pattern, ...],
+    length: int,
+    start: int,
+    causal: bool,
+    size: int,
+    device: str = "cpu",
+    queries: int | None = None,
 ) -> Rule:
-    """The rule of a layer whose heads see these patterns, over `length` keys from position `start` on. Heads that
-    distances describe are served so, the others by blocks; with both kinds one is the other's `also`. Kept, because a
-    layer asks at every step."""
+    """The rule of a layer whose heads see these patterns, over `length` keys from position `start` on, for the last
+    `queries` of them. Heads that distances describe are served so, the others by blocks; with both kinds one is the
+    other's `also`. Kept, because a layer asks at every step."""
     heads = len(patterns)
     bands = [disjoint(p.bands(causal)) for p in patterns]
     by_distance = _distances(bands, causal)
@@ -35,7 +41,7 @@ def make_rule(
         return by_distance
     nothing, by_pattern = _empty(length, size), {}
     for p, found in zip(patterns, bands, strict=True):
-        by_pattern[p] = nothing if found is not None else p.blocks(length, size, start=start, causal=causal)
+        by_pattern[p] = nothing if found is not None else build_blocks(p, length, size, start, causal, queries)
     each = [by_pattern[p] for p in patterns]
     blocks = each[0] if all(x is each[0] for x in each) else BlockIndex.stack(each)
     blocks = blocks.to(device)
@@ -92,15 +98,18 @@ def _empty(length: int, size: int) -> BlockIndex:
 
 
 @functools.lru_cache(maxsize=64)
-def build_blocks(pattern: Pattern, length: int, size: int, start: int, causal: bool) -> BlockIndex:
-    """Only blocks in which the pattern may see something are looked at. Kept, because a layer asks at every step."""
+def build_blocks(
+    pattern: Pattern, length: int, size: int, start: int, causal: bool, queries: int | None = None
+) -> BlockIndex:
+    """Only blocks in which the pattern may see something are looked at, and only the rows of the last `queries`."""
     if size < 1 or length < 0:
         raise ValueError(f"size is {size} and length {length}; expected at least 1 position per block, and 0 or more")
     where = Where(causal, start, start + length, start + length)
     side = max(1, -(-length // size))
-    lo = start + size * torch.arange(side)
+    above = 0 if queries is None else max(0, length - queries) // size
+    lo = start + size * torch.arange(above, side)
     areas = pattern.areas(lo, (lo + size).clamp(max=where.stop), where) if length else []
-    cells = [_cells(*area, lo, size, side, where) for area in areas]
+    cells = [_cells(*area, lo, size, side, where) + above * side for area in areas]
     cell = torch.cat(cells).unique() if cells else torch.zeros(0, dtype=torch.int64)
     ids, known, masks = torch.full_like(cell, HIDDEN), {}, []
     for at in torch.arange(cell.numel()).split(max(1, AT_ONCE // size**2)):
