@@ -152,17 +152,22 @@ def scores(position, kind: str, q: Tensor, k: Tensor, content) -> Tensor:
 
 def content_of(mechanism, name: str):
     def dot(q: Tensor, k: Tensor) -> Tensor:
-        return q @ k.transpose(-1, -2) / (1 if name == "dot" else math.sqrt(q.shape[3]))
+        return q @ k.transpose(-1, -2) / math.sqrt(q.shape[3])
 
-    if name == "general":
-        return lambda q, k: q @ mechanism.weight @ k.transpose(-1, -2)
-    if name == "bilinear":
-        return lambda q, k: (q @ mechanism.weight + mechanism.bias) @ k.transpose(-1, -2)
     if name == "additive":
         return lambda q, k: (
             ((q @ mechanism.query)[..., :, None, :] + (k @ mechanism.key)[..., None, :, :]).tanh() @ mechanism.vector
         )
     return dot
+
+
+def mapped(mechanism, name: str, q: Tensor) -> Tensor:
+    """What q·k and q·r[d] are made of: scorings map queries before positions come in, and divide by nothing."""
+    if name == "general":
+        q = q @ mechanism.weight
+    elif name == "bilinear":
+        q = q @ mechanism.weight + mechanism.bias
+    return q * math.sqrt(q.shape[3]) if name in ("dot", "general", "bilinear") else q
 
 
 def logits(lm: LM, tokens: Tensor, mechanism_name: str, position_name: str) -> Tensor:
@@ -176,6 +181,7 @@ def logits(lm: LM, tokens: Tensor, mechanism_name: str, position_name: str) -> T
         for p in (layer.query, layer.key, layer.value)
     )
     m = layer.mechanism
+    q = mapped(m, mechanism_name, q)
     s = scores(position, position_name, q, k, content_of(m, mechanism_name)) + MECHANISMS[mechanism_name](m, x)
     weight = s.exp()
     total = weight.sum(-1, keepdim=True)
