@@ -56,7 +56,7 @@ def train(lm: LM, forward) -> dict[str, torch.Tensor]:
 
 
 def outcome(mechanism: str, position: str, backend: str, use: str) -> str:
-    """"" if it equals the oracle, else the sentence of the refusal."""
+    """ "" if it equals the oracle, else the sentence of the refusal."""
     dtype = EXACT[backend]
     lm = model(mechanism, position, backend)
     lm.eval()
@@ -125,6 +125,7 @@ def table() -> str:
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent))
     import time
-    t=time.time()
+
+    t = time.time()
     print(table())
-    print(time.time()-t)
+    print(time.time() - t)
