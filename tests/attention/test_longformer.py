@@ -364,7 +364,7 @@ class TestInALanguageModel:
 class TestInAnEncoder:
     def make(self, *stack: str) -> Encoder:
         torch.manual_seed(4)
-        attention = AttentionConfig(stack=stack, max_span=20)
+        attention = AttentionConfig(stack=stack, max_span=64)
         layers = len(stack)
         return Encoder(ModelConfig(kind="encoder", vocab=11, dim=DIM, layers=layers, heads=HEADS, attention=attention))
 

@@ -33,6 +33,7 @@ from spanformer.model.feedforward import FeedForward
 from spanformer.model.kinds import HeadKind
 from spanformer.model.layer import SelfAttention
 from spanformer.model.norm import make_norm
+from spanformer.model.sparse import SPARSE_MAKERS
 from spanformer.position import (
     T5,
     Alibi,
@@ -152,7 +153,7 @@ def _longformer(config: ModelConfig, part: HeadKind) -> Attention:
     most = part.numbers["globals"] or 0
     return Longformer(
         part.heads * config.head_dim, part.heads, window, positions=range(most), most=most, dilation=dilation,
-        farthest=max(config.attention.max_span, window * dilation) if config.causal else None,  # memory has an end
+        farthest=max(config.attention.max_span, window * dilation),
         causal=config.causal, kv_heads=part.heads * config.groups // config.heads,
     )  # fmt: skip
 
@@ -175,9 +176,10 @@ MAKERS: dict[str, Callable[[ModelConfig, HeadKind], Attention]] = {
     "bilinear": lambda config, part: Bilinear(_full(config, part), config.head_dim),
     "additive": lambda config, part: Additive(_full(config, part), config.head_dim),
     "chunked": lambda config, part: Chunked(_full(config, part)),
+    **SPARSE_MAKERS,
     "longformer": _longformer,
 }
-"""one for each of kinds.KINDS"""
+"""one for each of kinds.KINDS, and for patterns"""
 
 
 def make_position(config: ModelConfig) -> Position:

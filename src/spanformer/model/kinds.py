@@ -27,6 +27,20 @@ KINDS: dict[str, Kind] = {
     "dynamic_span": Kind("each token and head chooses how far it looks"),
     "window": Kind("a fixed number of tokens", {"window": None}),
     "full": Kind("everything up to max_span"),
+    "dilated": Kind("a window of every step-th token", {"window": None, "step": 2}),
+    "strided": Kind("the last step tokens and every step-th (Sparse Transformer), merged", {"step": 64}),
+    "strided_heads": Kind("the same, half of the heads each", {"step": 64}),
+    "fixed": Kind("the token's block and the last tokens of every block (Sparse Transformer)", {"size": 64, "last": 4}),
+    "fixed_heads": Kind("the same, half of the heads each", {"size": 64, "last": 4}),
+    "image_1d": Kind("the token's block and so many tokens before it", {"block": 64, "memory": 64}),
+    "image_2d": Kind(
+        "the token's block of an image and what is around it",
+        {"width": 32, "high": 8, "wide": 8, "above": 8, "beside": 8},
+    ),
+    "blockwise": Kind("one block of keys, by a permutation of the head's own", {"blocks": 4, "size": 64}),
+    "big_bird": Kind(
+        "blocks around the token, first ones, and random ones", {"block": 16, "window": 3, "tokens": 1, "random": 2}
+    ),
     "expire_span": Kind("each token chooses how long it is remembered, by all heads"),
     "forgetting": Kind("each token and head forgets some of what came before; no positions needed"),
     "sink_window": Kind("a window, a learned sink, and the text's first tokens", {"window": None, "kept": 0}),

@@ -90,8 +90,8 @@ class Pattern:
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-def _parts(pattern: Pattern, kind: type) -> tuple[Pattern, ...]:
-    return getattr(pattern, "parts", ()) if isinstance(pattern, kind) else (pattern,)
+def _parts(pattern: Pattern, kind: type[Either] | type[Both]) -> tuple[Pattern, ...]:
+    return pattern.parts if isinstance(pattern, kind) else (pattern,)
 
 
 @dataclass(frozen=True)

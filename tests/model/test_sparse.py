@@ -1,0 +1,50 @@
+"""Models of fixed patterns: every kind by name, trained a step, and read in segments and with a cache as in one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from small_models import SMALL, make, text
+from spanformer.model.build import MAKERS
+from spanformer.model.kinds import KINDS, parse_layer
+from spanformer.model.lm import LM
+from spanformer.model.sparse import SPARSE_MAKERS
+
+LAYERS = [
+    "dilated:6:3", "strided:9", "strided_heads:9", "fixed:12:2", "fixed_heads:12:2", "image_1d:16:10",
+    "image_2d:12:2:3:2:1", "blockwise:3:8", "big_bird:8:3:1:2", "Window(9) | Global([0, 5])",
+    "2 Random(2, seed=1, size=8) | Window(4) + 2 adaptive_span", "2 strided:7 + 1 fixed:8:1 + 1 window:5",
+]  # fmt: skip
+
+
+def model(layer: str) -> LM:
+    return make(replace(SMALL, attention=replace(SMALL.attention, kind=layer, max_span=64, stack=())))
+
+
+def test_every_kind_has_its_maker() -> None:
+    assert set(KINDS) <= set(MAKERS)
+    named = {part.kind for layer in LAYERS for part in parse_layer(layer, 4)}
+    assert named >= set(SPARSE_MAKERS), "every sparse kind is tried below"
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_segments_and_cache_equal_the_whole(layer: str) -> None:
+    lm, x = model(layer), text(2, 131)
+    whole = lm(x).logits
+    state, pieces = None, []
+    for piece in x.split(37, 1):
+        out = lm(piece, state)
+        state = out.state
+        pieces.append(out.logits)
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-9, atol=1e-9)
+    cache = lm.cache(2)
+    read = torch.cat([lm.read(piece, cache) for piece in x.split([100, *[1] * 5, 26], 1)], 1)  # pyright: ignore
+    torch.testing.assert_close(read, whole, rtol=1e-9, atol=1e-9)
+
+
+def test_a_bad_pattern_is_named() -> None:
+    with pytest.raises(ValueError, match=r"'Windows\(3\)'.* is no pattern; expected one of Full, Window"):
+        model("Windows(3)")
