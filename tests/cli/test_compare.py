@@ -18,6 +18,11 @@ ROOT = Path(__file__).resolve().parents[2]
 SHORT = {"train.steps": 4, "train.eval_every": 2, "train.save_every": 2, "train.log_every": 1, "train.eval_tokens": 200}
 
 
+@pytest.fixture(autouse=True)
+def pictures_of_each_run_are_tested_elsewhere(monkeypatch):
+    monkeypatch.setattr("spanformer.report.page.run_pictures", lambda run: [])
+
+
 def toml(table: dict, above: str = "") -> str:
     """A run's values as a file, the plain ones of a section before those in it."""
     plain = [f"{key} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, dict)]
