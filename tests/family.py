@@ -111,9 +111,7 @@ MECHANISMS = {
         lambda h, i, j: i // 12 == j // 12 and j // 4 % 3 == (i // 4 % 3 - (0, 0, 1, 2)[h]) % 3
     ),
     "big_bird:4:3:1:1": lambda m, x: by_head(
-        lambda h, i, j: (
-            i - j < SPAN and (abs(i // 4 - j // 4) <= 1 or j < 4 or i < 4 or bool(drawn(m, h)[i, j]))
-        )
+        lambda h, i, j: i - j < SPAN and (abs(i // 4 - j // 4) <= 1 or j < 4 or i < 4 or bool(drawn(m, h)[i, j]))
     ),
     "Window(4) | Global([0, 9])": lambda m, x: seen(
         lambda i, j: i - j < SPAN and (i - j < 4 or i in (0, 9) or j in (0, 9))
