@@ -1,7 +1,7 @@
 """Every mechanism and every position encoding on one page: picture, equation, cost by formula and measured.
 
-    python benchmarks/gallery.py measure      times each once more, into results/gallery.json
-    python benchmarks/gallery.py              draws docs/img/gallery and writes docs/gallery.md from code and results
+    python benchmarks/gallery.py measure [NAME …]      times all or some, into results/gallery.json
+    python benchmarks/gallery.py                       draws and writes docs/gallery.md from code and results
 
 What stands on the page comes from the code: the equation from the file that implements it, the picture from a model of
 random weights, the formula from spanformer.cost.
@@ -19,15 +19,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spanformer.attention import ATTENTIONS, View
-from spanformer.cli.show import facts, visible
+from spanformer.attention import ATTENTIONS, Attention, View
+from spanformer.attention.pattern import parse
+from spanformer.cli.show import facts, seen_in
 from spanformer.cost.mechanisms import MECHANISMS
 from spanformer.cost.positions import POSITION_COSTS
-from spanformer.model.build import make_block, make_position
+from spanformer.model.build import make_position
 from spanformer.model.config import AttentionConfig, ModelConfig, PositionConfig
 from spanformer.model.lm import LM
 from spanformer.model.looking import attention_maps
@@ -42,27 +44,49 @@ PAGE, IMAGES, RESULTS = (
     ROOT / "docs" / "img" / "gallery",
     ROOT / "results" / "gallery.json",
 )
-SHOWN, LENGTH, HEADS, DIM, ROUNDS = 48, 4096, 8, 64, 3
+SHOWN, LENGTH, HEADS, DIM, ROUNDS, LONG = 48, 4096, 8, 64, 3, 4.0
 
-SMALL: dict[str, str] = {
-    "adaptive_span": "3 adaptive_span", "window": "window:8", "longformer": "longformer:8:2",
-    "mixed": "2 window:6 + 1 adaptive_span",
+# (what is drawn over 48 tokens, what is timed over 4,096), as one would write it
+MADE: dict[str, tuple[str, str]] = {
+    "adaptive_span": ("AdaptiveSpan(3, 48, ramp=3, init=0.3)", "AdaptiveSpan(8, 4096, init=1/16)"),
+    "additive": ("Additive(Window(1, 8), 16)", "Additive(Window(8, 256), 64)"),
+    "big_bird": ("BigBird(2, 4, window=3, tokens=1, random=2, causal=True)", "BigBird(8, 64, causal=True)"),
+    "bilinear": ("Bilinear(Full(1), 16)", "Bilinear(Full(8), 64)"),
+    "blockwise": ("Blockwise(2, 4)", "Blockwise(8, 4)"),
+    "chunked": ("Chunked(Full(1))", "Chunked(Full(8))"),
+    "cross": ("Cross(1)", "Cross(8)"),
+    "dilated": ("DilatedWindow(2, 6, [1, 4])", "DilatedWindow(8, 256, 4)"),
+    "dot": ("Dot(Full(1))", "Dot(Full(8))"),
+    "dynamic_span": ("DynamicSpan(32, 2, 48, ramp=3, init=-1.0)", "DynamicSpan(512, 8, 4096, init=-2.7)"),
+    "expire_span": ("ExpireSpan(16, 1, 48, ramp=3, init=-1.0)", "ExpireSpan(512, 8, 4096, init=-2.7)"),
+    "fixed": ("FixedSparse(1, 8, 2)", "FixedSparse(8, 64, 8)"),
+    "forgetting": ("Forgetting(16, 1, 48)", "Forgetting(512, 8, 4096)"),
+    "full": ("Full(1)", "Full(8)"),
+    "general": ("General(Full(1), 16)", "General(Full(8), 64)"),
+    "image_1d": ("ImageLocal1D(1, 8, 8)", "ImageLocal1D(8, 256, 256)"),
+    "image_2d": ("ImageLocal2D(1, 12, (2, 4), (2, 2))", "ImageLocal2D(8, 64, (8, 8), (8, 8))"),
+    "longformer": ("Longformer(16, 1, 8, positions=[0, 1])", "Longformer(512, 8, 256, positions=range(16))"),
+    "mixed": ("Mixed([Window(1, 6), AdaptiveSpan(1, 48, ramp=3, init=0.4)])",
+              "Mixed([Window(6, 64), AdaptiveSpan(2, 4096, init=0.5)])"),
+    "pattern": ("Patterned(1, parse('Window(6) | Global([0]) | Random(1, size=4)'))",
+                "Patterned(8, parse('Window(256) | Global([0]) | Random(2)'))"),
+    "sinks": ("Sinks(Window(1, 8), kept=2)", "Sinks(Window(8, 256), kept=4)"),
+    "strided": ("StridedSparse(1, 7)", "StridedSparse(8, 64)"),
+    "window": ("Window(1, 8)", "Window(8, 256)"),
 }  # fmt: skip
-"""what is drawn of a mechanism, as a run file writes it, where its bare name is not meant"""
-LARGE: dict[str, str] = {
-    "window": "window:256", "longformer": "longformer:256:16", "mixed": "6 window:64 + 2 adaptive_span",
-}  # fmt: skip
-"""what is timed"""
 
 
-def model(
-    kind: str, *, length: int, heads: int, head_dim: int, position: str = "none", init: float = 0.25
-) -> ModelConfig:
-    attention = AttentionConfig(kind=kind, max_span=length, ramp=max(1.0, min(32.0, length / 16)), init=init)
-    place = PositionConfig(kind=position)  # pyright: ignore[reportArgumentType]
-    return ModelConfig(
-        vocab=2, dim=heads * head_dim, layers=1, heads=heads, attention=attention, position=place
-    )  # fmt: skip
+def make(text: str) -> Attention:
+    """A mechanism from what is shown on the page, so that the page shows what was really made."""
+    names = {kind.__name__: kind for kind in ATTENTIONS.values()} | {"parse": parse, "range": range}
+    return eval(text, {"__builtins__": {}}, names)
+
+
+def model(*, heads: int, head_dim: int, length: int, position: str = "none") -> ModelConfig:
+    """One layer of full attention with these positions."""
+    place = PositionConfig(kind=position, length=length if "learned" in position else 0)  # pyright: ignore
+    attention = AttentionConfig(kind="full", max_span=length)
+    return ModelConfig(vocab=16, dim=heads * head_dim, layers=1, heads=heads, attention=attention, position=place)
 
 
 def told(module_of: type) -> tuple[str, str]:
@@ -79,22 +103,30 @@ def told(module_of: type) -> tuple[str, str]:
 
 def draw_attention(name: str) -> list[str]:
     """The picture of a mechanism, and what is to be seen in it."""
-    seen = visible(SMALL.get(name, name), SHOWN)
+    torch.manual_seed(0)
+    mechanism = make(MADE[name][0])
+    if name == "cross":  # no layer of one text alone
+        seen = np.ones((1, SHOWN, SHOWN), bool)
+    else:
+        lm = LM(model(heads=mechanism.heads, head_dim=16, length=SHOWN))
+        lm.blocks[0].attention.mechanism = mechanism  # pyright: ignore[reportArgumentType]
+        seen = seen_in(lm, SHOWN)
+    causal = not bool(np.triu(seen.any(0), 1).any())
     different = list({matrix.tobytes(): matrix for matrix in seen}.values())[:3]
     figure, axes = subplots(1, len(different), width=0.35 + 2.1 * len(different), height=2.35)
     for axis, matrix in zip(axes[0], different, strict=True):
-        draw_pattern(axis, matrix, causal=True)
+        draw_pattern(axis, matrix, causal=causal)
     figure.tight_layout(pad=0.4)
     figure.savefig(IMAGES / f"{name}.png", dpi=90)
-    return facts(seen, causal=True, dim=DIM)
+    return facts(seen, causal=causal, dim=DIM)
 
 
 def draw_position(name: str) -> None:
     """Where a head looks when all tokens are the same, so that position is all there is to go by."""
     torch.manual_seed(4)
-    lm = LM(model("full", length=SHOWN, heads=4, head_dim=16, position=name)).double()
+    lm = LM(model(heads=4, head_dim=16, length=SHOWN, position=name)).double()
     with torch.no_grad():
-        for p in lm.position.parameters():  # what starts at zero has no opinion yet
+        for p in lm.positions()[0].parameters():  # what starts at zero has no opinion yet
             p.add_(torch.randn_like(p), alpha=0.7)
         attention = lm.blocks[0].attention
         for linear in (attention.query, attention.key):
@@ -128,11 +160,11 @@ def page(results: dict) -> str:
     ]
     for name, kind in ATTENTIONS.items():
         found, cost = results["attention"].get(name), MECHANISMS.get(name)
-        lines += [*_head(name, kind, f"what {name} sees", name), f"Drawn: `{SMALL.get(name, name)}`."]
+        lines += [*_head(name, kind, f"what {name} sees", name), f"Drawn: `{MADE[name][0]}`."]
         if cost and cost.pairs:
             lines.append(f"Keys a query sees: {cost.formula} ({cost.about}).")
         if found:
-            lines.append(f"Measured, `{found['kind']}`: {speed(found['ratio'])}.")
+            lines.append(f"Measured: `{MADE[name][1]}` is {speed(found['ratio'])}.")
         lines.append("")
     lines += ["## Positions", "", "Two heads of random weights over a text of equal tokens, each row relative to its",
               "largest weight: what is to be seen is position alone.", ""]  # fmt: skip
@@ -156,32 +188,32 @@ def speed(ratio: float) -> str:
     return f"{ratio:.1f} times as fast as SDPA" if ratio >= 1 else f"{1 / ratio:.1f} times as slow as SDPA"
 
 
-def measure() -> dict:
-    """Ratios of times, each of a mechanism and SDPA in turn, the median of a few rounds."""
+def measure(names: list[str], results: dict) -> dict:
+    """Ratios of times, each of a mechanism and SDPA in turn, the median of a few rounds; over those known before."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, LENGTH, DIM, requires_grad=True) for _ in range(3))
     x = torch.randn(1, LENGTH, HEADS * DIM)
     view = View(x=x, keys=x, start=0, length=LENGTH)
     dense = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
-    attention, position = {}, {}
-    for name in ATTENTIONS:
-        kind = LARGE.get(name, name)
-        config = model(kind, length=LENGTH, heads=HEADS, head_dim=DIM, init=256 / LENGTH)
-        mechanism = make_block(config, config.stack()[0]).attention.mechanism
-        ours = lambda mechanism=mechanism: mechanism.mix(q, k, v, mechanism.rule(view), view).out  # noqa: E731
-        attention[name] = {"kind": kind, "ratio": ratio(dense, ours, (q, k, v))}
-        print(f"{name:20} {attention[name]['ratio']:.2f} × SDPA", flush=True)
-    config = model("full", length=LENGTH, heads=HEADS, head_dim=DIM)
-    mechanism = make_block(config, config.stack()[0]).attention.mechanism
-    for name in POSITIONS:
-        encoding = make_position(model("full", length=LENGTH, heads=HEADS, head_dim=DIM, position=name))
-        bare = lambda: mechanism.mix(q, k, v, mechanism.rule(view), view).out  # noqa: E731
-        placed = lambda encoding=encoding: with_position(encoding, mechanism, q, k, v, view)  # noqa: E731
-        position[name] = {"ratio": ratio(placed, bare, (q, k, v))}
-        print(f"{name:20} {position[name]['ratio']:.2f} × the time without", flush=True)
+    found: dict = {"attention": {}, "position": {}} | results
+    for name in (name for name in ATTENTIONS if name in names or not names):
+        mechanism = make(MADE[name][1])
+        ours = lambda mechanism=mechanism: mixed(mechanism, q, k, v, view)  # noqa: E731
+        found["attention"][name] = {"ratio": ratio(dense, ours, (q, k, v))}
+        print(f"{name:20} {found['attention'][name]['ratio']:.2f} times as fast as SDPA", flush=True)
+    full = make("Full(8)")
+    for name in (name for name in POSITIONS if name in names or not names):
+        encoding = make_position(model(heads=HEADS, head_dim=DIM, length=LENGTH, position=name))
+        bare = lambda: mixed(full, q, k, v, view)  # noqa: E731
+        placed = lambda encoding=encoding: with_position(encoding, full, q, k, v, view)  # noqa: E731
+        found["position"][name] = {"ratio": ratio(placed, bare, (q, k, v))}
+        print(f"{name:20} {found['position'][name]['ratio']:.2f} times the time without", flush=True)
     sizes = {"length": LENGTH, "heads": HEADS, "dim": DIM, "threads": torch.get_num_threads()}
-    return {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "sizes": sizes, "attention": attention,
-            "position": position}  # fmt: skip
+    return found | {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "sizes": sizes}
+
+
+def mixed(mechanism: Attention, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
+    return mechanism.mix(mechanism.map_queries(q), k, v, mechanism.rule(view), view).out
 
 
 def with_position(encoding, mechanism, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
@@ -191,10 +223,9 @@ def with_position(encoding, mechanism, q: Tensor, k: Tensor, v: Tensor, view: Vi
 
 
 def ratio(slow: Callable[[], Tensor], fast: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> float:
-    """How many times as long the first takes as the second."""
-    seconds(fast, leaves), seconds(slow, leaves)
-    found = [seconds(slow, leaves) / seconds(fast, leaves) for _ in range(ROUNDS)]
-    return statistics.median(found)
+    """How many times as long the first takes as the second; what takes seconds is timed once."""
+    rounds = ROUNDS if seconds(fast, leaves) + seconds(slow, leaves) < LONG else 1
+    return statistics.median(seconds(slow, leaves) / seconds(fast, leaves) for _ in range(rounds))
 
 
 def seconds(run: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> float:
@@ -206,9 +237,13 @@ def seconds(run: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> float:
 
 
 def main(arguments: list[str]) -> None:
-    if arguments == ["measure"]:
+    if arguments and arguments[0] == "measure":
+        names = arguments[1:]
+        if unknown := set(names) - set(ATTENTIONS) - set(POSITIONS):
+            raise SystemExit(f"there is no {' and no '.join(sorted(unknown))}; expected names of the gallery")
         torch.set_num_threads(2)
-        RESULTS.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+        before = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+        RESULTS.write_text(json.dumps(measure(names, before), indent=1) + "\n", encoding="utf-8")
         return
     if arguments:
         raise SystemExit(f"{arguments[0]!r} is not understood; expected nothing, or measure")

@@ -1,22 +1,23 @@
-"""Longformer's pattern, window 256 and 16 global tokens, beside PyTorch's SDPA with the same pattern as a dense boolean
-mask: forward and backward, 8 heads of 64, float32, two threads. Both are held against each other first.
+"""Longformer's pattern, window 256 and 16 global tokens, forward and backward, 8 heads of 64, float32, two threads.
 
-    python benchmarks/longformer.py [LENGTH]
+    python benchmarks/longformer.py           beside PyTorch's SDPA under the same pattern as a dense mask, at 4,096
+    python benchmarks/longformer.py flat      time per token from 2,048 to 32,768 tokens
 
-SDPA has one set of projections, so here the global tokens' own queries, keys and values are the layer's: the pattern is
-the same work on both sides. A second line tells the time with the two products that Longformer's own projections take.
+SDPA has one set of projections, so in `ours` the global tokens' own queries, keys and values are the layer's: the
+pattern is the same work on both sides, and the two results are held against each other first. `projected` is Longformer
+with projections of its own, two products over all tokens that SDPA is not asked for.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from spanformer.attention import View
-from spanformer.attention.chosen import Chosen
 from spanformer.attention.longformer import Longformer
 from spanformer.bench.timing import Patience, round_robin
 from spanformer.cost.malloc import keep_freed_memory
@@ -29,48 +30,74 @@ class SameProjections(Longformer):
 
     given: tuple[Tensor, Tensor, Tensor]
 
-    def _project(self, view: View, tq: int, tk: int, queries: Chosen) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, chosen: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.given
-        return queries.take(q), k, v
+        return q[:, :, self.positions], k, v
 
 
-def main(length: int) -> None:
-    torch.set_num_threads(2)
+def steps(length: int) -> dict[str, Callable[[], list[Tensor]]]:
+    """One forward and backward of each: the output, and gradients of q, k, v and what else it learns."""
     torch.manual_seed(0)
-    keep_freed_memory(True)
     q, k, v = (torch.randn(1, HEADS, length, SIZE, requires_grad=True) for _ in range(3))
     x, g = torch.randn(1, length, HEADS * SIZE, requires_grad=True), torch.randn(1, HEADS, length, SIZE)
     positions = list(range(0, length, length // GLOBALS))[:GLOBALS]
-    options = {"positions": positions, "causal": False}
-    same, own = (make(HEADS * SIZE, HEADS, WINDOW, **options) for make in (SameProjections, Longformer))
+    same, own = (
+        make(HEADS * SIZE, HEADS, WINDOW, positions=positions, causal=False) for make in (SameProjections, Longformer)
+    )
     same.given, same.backend, own.backend = (q, k, v), "native", "native"
-    place = torch.arange(length)
-    mask = (place[:, None] - place).abs() <= WINDOW // 2
-    mask[:, positions] = mask[positions] = True
 
-    def ours() -> Tensor:
-        return same.mix(q, k, v, same.rule(), View(x=x)).out
+    def step(out: Tensor, *more: Tensor) -> list[Tensor]:
+        return [out.detach(), *torch.autograd.grad(out, [q, k, v, *more], g)]
 
-    def projected() -> Tensor:
-        return own.mix(q, k, v, own.rule(), View(x=x)).out
+    def dense() -> list[Tensor]:
+        return step(F.scaled_dot_product_attention(q, k, v, attn_mask=pattern(length, positions)))
 
-    def dense() -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    return {
+        "ours": lambda: step(same.mix(q, k, v, same.rule(), View(x=x)).out),
+        "projected": lambda: step(own.mix(q, k, v, own.rule(), View(x=x)).out, x, *own.parameters()),
+        "dense": dense,
+    }
 
-    def step(forward) -> list[Tensor]:
-        inputs = [q, k, v] if forward is not projected else [q, k, v, x, *own.parameters()]
-        out = forward()
-        return [out, *torch.autograd.grad(out, inputs, g)]
 
-    off = max(float((a - b).detach().abs().max()) for a, b in zip(step(ours), step(dense), strict=True))
+_patterns: dict[int, Tensor] = {}
+
+
+def pattern(length: int, positions: list[int]) -> Tensor:
+    """[length, length] bool, made once: making it is not timed."""
+    if length not in _patterns:
+        place = torch.arange(length)
+        mask = (place[:, None] - place).abs() <= WINDOW // 2
+        mask[:, positions] = mask[positions] = True
+        _patterns[length] = mask
+    return _patterns[length]
+
+
+def beside_dense(length: int = 4096) -> None:
+    functions = steps(length)
+    pairs = zip(functions["ours"](), functions["dense"](), strict=True)
+    off = max(float((a - b).abs().max()) for a, b in pairs)
     assert off < 1e-4, f"the two differ by {off}"
-    functions = {f.__name__: lambda f=f: step(f) for f in (ours, projected, dense)}
     timings = round_robin(functions, repeats=ROUNDS, shortest=0.3, patience=Patience(60.0))
-    print(f"length {length}, {torch.get_num_threads()} threads; density {mask.float().mean():.3f}, off by {off:.1e}")
+    print(f"length {length}, {torch.get_num_threads()} threads; the two differ by {off:.1e} at most")
     for name, timing in timings.items():
         ratio = timing.times_as_fast_as(timings["dense"])
         print(f"{name:10} {1e3 * timing.median:8.1f} ms   {ratio:5.2f} times as fast   ({timing.disturbed} disturbed)")
 
 
+def flat() -> None:
+    lengths = [2048 * 2**n for n in range(5)]
+    functions = {str(length): steps(length)["ours"] for length in lengths}
+    timings = round_robin(functions, repeats=ROUNDS, shortest=0.3, patience=Patience(60.0))
+    per_token = {length: 1e6 * timings[str(length)].median / length for length in lengths}
+    for length, time in per_token.items():
+        print(f"{length:6} tokens   {time:7.2f} µs per token   ({timings[str(length)].disturbed} disturbed)")
+    print(f"longest over shortest time per token: {max(per_token.values()) / min(per_token.values()):.3f}")
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 4096)
+    torch.set_num_threads(2)
+    keep_freed_memory(True)
+    if sys.argv[1:] == ["flat"]:
+        flat()
+    else:
+        beside_dense()

@@ -11,6 +11,19 @@ def far(d, w, s):
     return d % s == 0 and d // s < w
 
 
+def pixel(t, x, h, w):
+    """Line and column of a token's block, and of its own."""
+    block, place = divmod(t, h * w)
+    top, left = block // (x // w) * h, block % (x // w) * w
+    return top, left, top + place // w, left + place % w
+
+
+def beside_pixel(i, j, x, h, w, above, beside):
+    top, left, _, _ = pixel(i, x, h, w)
+    _, _, line, column = pixel(j, x, h, w)
+    return top - above <= line < top + h and left - beside <= column < left + w + beside
+
+
 # (n, i, j, *numbers) → whether query i sees key j, both directions; causality is added by `count`
 DEFINITIONS = {
     "full": lambda n, i, j: True,
@@ -25,10 +38,16 @@ DEFINITIONS = {
     "dilated": lambda n, i, j, w, s: far(abs(i - j), w, s),
     "strided": lambda n, i, j, size: abs(i - j) < size or (i - j) % size == 0,
     "fixed": lambda n, i, j, size, c: same(i, j, size) or j % size >= size - c,
-    "image_1d": lambda n, i, j, size, m: same(i, j, size) or 0 < i // size * size - j <= m,
-    "longformer": lambda n, i, j, w, g: abs(i - j) < w or i < g or j < g,
+    "image_1d": lambda n, i, j, size, m: -m <= j - i // size * size < size + m,
+    "image_2d": lambda n, i, j, x, h, w, above, beside: beside_pixel(i, j, x, h, w, above, beside),
+    "longformer": lambda n, i, j, w, g: abs(i - j) <= w // 2 or i < g or j < g,
+    "dot": lambda n, i, j: True,
+    "general": lambda n, i, j: True,
+    "bilinear": lambda n, i, j: True,
     "blockwise": lambda n, i, j, k, s: j // -(-n // k) == (i // -(-n // k) - s) % -(-n // -(-n // k)),
 }
+CAUSAL = {"longformer": lambda n, i, j, w, g: i - j < w or i < g or j < g}
+"""where what is seen of the past is not what is left of both directions"""
 NUMBERS = {
     "window": [(0,), (1,), (5,), (50,)],
     "adaptive_span": [(0, 1), (3, 4), (30, 32)],
@@ -39,7 +58,14 @@ NUMBERS = {
     "strided": [(1,), (2,), (5,), (50,)],
     "fixed": [(4, 1), (5, 0), (5, 5), (3, 7), (64, 8)],
     "image_1d": [(1, 0), (4, 3), (5, 9), (64, 2)],
+    "image_2d": [(4, 2, 2, 1, 1), (6, 3, 2, 4, 3), (6, 1, 3, 0, 2), (8, 2, 8, 3, 0), (4, 2, 1, 9, 9)],
     "longformer": [(1, 0), (3, 2), (4, 9), (2, 50), (50, 3)],
     "blockwise": [(1, 0), (2, 1), (3, 1), (4, 0), (4, 2), (5, 7)],
     "chunked": [(4,)],
 }
+
+
+def sees(name, causal):
+    """The definition, causality included."""
+    defined = CAUSAL.get(name, DEFINITIONS[name]) if causal else DEFINITIONS[name]
+    return lambda n, i, j, *numbers: (j <= i or not causal) and bool(defined(n, i, j, *numbers))

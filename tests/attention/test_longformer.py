@@ -195,6 +195,14 @@ def test_no_square_is_made():
     assert largest_tensor(work) < 700 * 700 / 4
 
 
+def test_a_causal_text_projects_no_more_than_its_global_tokens_see(monkeypatch):
+    made, module, seen = {n: s.float() for n, s in inputs(1, 50).items()}, make(8, positions=[0, 4, 7]), []
+    project = module._project
+    monkeypatch.setattr(module, "_project", lambda chosen, x: seen.append(x.shape[1]) or project(chosen, x))
+    module.mix(made["q"], made["k"], made["v"], module.rule(), View(x=made["x"]))
+    assert seen == [8]
+
+
 def test_a_window_without_global_tokens_is_only_a_rule():
     for causal in (False, True):
         module = make(6, causal=causal)
@@ -315,8 +323,10 @@ def test_bad_views_are_refused():
     with pytest.raises(ValueError, match=r"view.chosen holds 7 global tokens; expected at most 2 in each example"):
         module.mix(q, k, v, module.rule(), View(x=x, chosen=torch.ones(2, 7, dtype=torch.bool)))
     module = make(4, positions=[0], causal=False)
-    with pytest.raises(ValueError, match=r"view.keys has shape None; Longformer's global tokens have projections of"):
+    with pytest.raises(ValueError, match=r"view.keys is missing; expected the hidden states \[B, Tk, dim\]"):
         module.mix(q, k, v, module.rule(), View())
+    with pytest.raises(ValueError, match=r"view.keys has shape \[2, 6, 16\]; Longformer's global tokens have"):
+        module.mix(q, k, v, module.rule(), View(x=x[:, 1:]))
 
 
 class TestInALanguageModel:

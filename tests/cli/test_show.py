@@ -7,7 +7,7 @@ import importlib.util
 import numpy as np
 import pytest
 
-from definitions import DEFINITIONS
+from definitions import sees
 from spanformer.cli.main import main
 from spanformer.cli.show import facts, visible
 
@@ -15,8 +15,7 @@ PATTERNS = importlib.util.find_spec("spanformer.attention.pattern") is not None
 
 
 def defined(name, n, *numbers, causal=True):
-    sees = DEFINITIONS[name]
-    return np.array([[bool(sees(n, i, j, *numbers)) and (j <= i or not causal) for j in range(n)] for i in range(n)])
+    return np.array([[sees(name, causal)(n, i, j, *numbers) for j in range(n)] for i in range(n)])
 
 
 def test_kinds_show_what_a_models_heads_see():

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from definitions import DEFINITIONS, NUMBERS
+from definitions import DEFINITIONS, NUMBERS, sees
 from spanformer.cost.mechanisms import MECHANISMS
 
 LENGTHS = (1, 2, 7, 16, 29, 40)
 
 
 def count(name, n, causal, numbers):
-    sees = DEFINITIONS[name]
-    return sum(1 for i in range(n) for j in range(n) if (not causal or j <= i) and sees(n, i, j, *numbers))
+    seen = sees(name, causal)
+    return sum(1 for i in range(n) for j in range(n) if seen(n, i, j, *numbers))
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -35,14 +35,14 @@ def test_a_cache_holds_what_later_tokens_still_see(name):
             later = range(n, 3 * n + 60)
             whole = 3 * n + 60 if name != "blockwise" else n  # blocks of a text that has ended
             rows = later if name != "blockwise" else range(n - 1, n)
-            seen = sum(any(DEFINITIONS[name](whole, i, j, *numbers) for i in rows) for j in range(n))
+            seen = sum(any(sees(name, True)(whole, i, j, *numbers) for i in rows) for j in range(n))
             assert seen <= min(n, cached(n, *numbers)), (n, numbers)
 
 
-def bigbird(n, causal, size, near, g, drawn):
+def big_bird(n, causal, size, near, g, drawn):
     """Every block row with sets of blocks, the drawn ones the nearest that are whole and not there already."""
     total, rows = 0, -(-n // size)
-    side = near - 1 if causal else near // 2
+    side = near // 2
     for i in range(n):
         row = i // size
         allowed = [c for c in range(rows) if not causal or c <= row]
@@ -55,11 +55,11 @@ def bigbird(n, causal, size, near, g, drawn):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("numbers", [(1, 3, 1, 2), (4, 3, 2, 3), (3, 1, 0, 1), (4, 5, 0, 0), (8, 3, 1, 9)])
-def test_bigbird_by_block_rows(causal, numbers):
-    pairs = MECHANISMS["bigbird"].pairs
+def test_big_bird_by_block_rows(causal, numbers):
+    pairs = MECHANISMS["big_bird"].pairs
     assert pairs is not None
     for n in LENGTHS:
-        assert pairs(n, causal, *numbers) == bigbird(n, causal, *numbers), n
+        assert pairs(n, causal, *numbers) == big_bird(n, causal, *numbers), n
 
 
 def test_random_and_etc():

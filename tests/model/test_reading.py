@@ -77,7 +77,21 @@ def test_the_papers_zeros_are_seen(stack: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["rotary", "table", "alibi", "dynamic", "grouped", "hybrid heads", "persistent"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "rotary",
+        "table",
+        "alibi",
+        "shaw",
+        "transformer_xl",
+        "da_transformer",
+        "dynamic",
+        "grouped",
+        "hybrid heads",
+        "persistent",
+    ],
+)
 def test_in_other_dtypes_it_is_as_exact_as_the_forward_pass(name: str, dtype: torch.dtype) -> None:
     lm, x = make(CONFIGS[name]), text(2, 127)
     truth = lm(x).logits

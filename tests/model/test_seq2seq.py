@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -268,6 +269,26 @@ def test_cached_reading_is_the_teacher_forced_one(name: str) -> None:
     cache.reorder(torch.tensor([2, 0]))
     turned = model.read(x[[2, 0], 4:], cache.fork(1))
     torch.testing.assert_close(turned, whole[[2, 0], 4:], rtol=1e-9, atol=1e-9)
+
+
+ALIKE_BOTH_WAYS = ("none", "table", "alibi", "distance_bias", "da_transformer")
+"""which read |i − j|: an encoder with them cannot tell a text from its reverse"""
+
+
+@pytest.mark.parametrize("kind", get_args(get_type_hints(PositionConfig)["kind"]))
+def test_every_position_in_both_halves(kind: str) -> None:
+    config = replace(SMALL, position=PositionConfig(kind=kind, length=32))  # pyright: ignore[reportArgumentType]
+    model = make(replace(config, encoder=replace(config.encoder, position=config.position)))
+    source, hidden, x = texts()
+    whole = model(source, x, source_padding=hidden).logits
+    padded = torch.where(hidden, (source + 5) % VOCAB, source)
+    cache = model.start(padded, hidden)
+    parts = [model.read(part, cache) for part in x.split([1, 1, 3, 1, T - 6], 1)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-9)
+    wide = replace(config.encoder, attention=AttentionConfig(kind="full"), position=config.position)
+    model = make(replace(config, encoder=wide))
+    turned = model(source.flip(1), x).logits - model(source, x).logits
+    assert (float(turned.detach().abs().max()) > 1e-6) == (kind not in ALIKE_BOTH_WAYS)
 
 
 def test_recomputing_activations_changes_nothing() -> None:

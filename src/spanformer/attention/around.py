@@ -20,6 +20,7 @@ class Around(Attention):
             raise ValueError(f"the paper's code has no {type(self).__name__}; expected original=False")
         self.inner, self.heads = inner, inner.heads
         self.kept, self.placed, self.reads_keys = inner.kept, inner.placed, inner.reads_keys
+        self.causal = getattr(inner, "causal", True)
         self.turnable = self.turnable and inner.turnable
 
     def rule(self, view: View) -> Rule:

@@ -19,6 +19,8 @@ class Chosen(NamedTuple):
     """[1 or B, N], distinct in a row"""
     there: Tensor
     """[1 or B, N] bool, False where a row has fewer than N: that entry stands for none"""
+    last: int | None = None
+    """the last of all, if the host knows"""
 
     def take(self, t: Tensor) -> Tensor:
         """[B, H, T, D] → [B, H, N, D]"""
@@ -42,7 +44,7 @@ def choose(chosen: Tensor, most: int) -> Chosen:
 
 def fixed(positions: Sequence[int], k: Tensor) -> Chosen:
     index = torch.tensor([list(positions)], dtype=torch.int64, device=k.device)
-    return Chosen(index, torch.ones_like(index, dtype=torch.bool))
+    return Chosen(index, torch.ones_like(index, dtype=torch.bool), max(positions, default=None))
 
 
 def check_chosen(chosen: Tensor, most: int, k: Tensor) -> None:

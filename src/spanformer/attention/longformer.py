@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from spanformer.attention.base import Attention, View
+from spanformer.attention.base import Attention, View, key_states
 from spanformer.attention.chosen import Chosen, check_chosen, choose, fixed
 from spanformer.ops import Attended, Rule, attend, merge
 from spanformer.ops.rule import UNLIMITED
@@ -112,7 +112,7 @@ class Longformer(Attention):
 
     def _to_global(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View, keys: Chosen) -> Attended:
         """[B, H, Tq, ·] over the global keys alone, however far away."""
-        q_positions, k_positions = _positions(view, q.shape[2], k)
+        q_positions, k_positions = _positions(view, q.shape[2], k.shape[2], k.device)
         bias = torch.where(keys.there, 0.0, -math.inf)[:, None]  # [1 or B, 1, N]
         if rule.key_bias is not None:
             rows = max(len(rule.key_bias), len(bias))
@@ -131,29 +131,34 @@ class Longformer(Attention):
 
     def _from_global(self, tq: int, k: Tensor, rule: Rule, view: View, queries: Chosen) -> Attended:
         """[B, H, N, ·] of the global queries over all keys, by their own projections."""
-        q, k, v = self._project(view, tq, k.shape[2], queries)
-        q_positions, k_positions = _positions(view, tq, k)
-        q_positions, documents = queries.ids(q_positions), _documents(rule, tq)
+        x, tk = key_states(view, self.dim), k.shape[2]
+        if x.shape[1] != tk:
+            raise ValueError(
+                f"view.keys has shape {list(x.shape)}; Longformer's global tokens have projections of their own, and "
+                f"need the hidden states [B, {tk}, {self.dim}] of all keys"
+            )
+        end = tk
+        if rule.causal and queries.last is not None and view.k_positions is None:
+            end = queries.last + tk - tq + 1  # none of them sees what comes later, so that is not even projected
+        at = queries.index + (tk - tq)
+        chosen = x.gather(1, at[..., None].expand(len(x), -1, x.shape[2]))
+        q, k, v = self._project(chosen, x[:, :end])
+        q_positions, k_positions = _positions(view, tq, tk, k.device)
+        q_positions, k_positions = queries.ids(q_positions), k_positions[:, :end]
+        documents = _documents(rule, tq)
         free = replace(
             rule,
             reach=self.farthest,
             stride=1,
-            documents=None if documents is None else (queries.ids(documents[0]), documents[1]),
+            key_bias=None if rule.key_bias is None else rule.key_bias[..., :end],
+            documents=None if documents is None else (queries.ids(documents[0]), documents[1][:, :end]),
         )
         if view.turn is not None:
             q, k = view.turn(q, k, replace(view, q_positions=q_positions, k_positions=k_positions))
         return self._attend(q, k, v, free, q_positions, k_positions)
 
-    def _project(self, view: View, tq: int, tk: int, queries: Chosen) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, H, N, D] of the global tokens, k and v [B, Hkv, Tk, D] of all."""
-        x = view.x if view.keys is None else view.keys
-        if x is None or x.ndim != 3 or x.shape[1:] != (tk, self.dim):
-            raise ValueError(
-                f"view.keys has shape {None if x is None else list(x.shape)}; Longformer's global tokens have "
-                f"projections of their own, and need the hidden states [B, {tk}, {self.dim}] of all keys"
-            )
-        at = queries.index + (tk - tq)
-        chosen = x.gather(1, at[..., None].expand(len(x), -1, x.shape[2]))
+    def _project(self, chosen: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, H, N, D] of the global tokens [B, N, dim], k and v [B, Hkv, T, D] of what they look at, [B, T, dim]."""
         return (
             _split_heads(self.query(chosen), self.heads),
             _split_heads(self.key(x), self.kv_heads),
@@ -198,12 +203,12 @@ def growing_windows(layers: int, lowest: int, highest: int) -> list[int]:
     return [2 * round(size / 2) for size in sizes]
 
 
-def _positions(view: View, tq: int, k: Tensor) -> tuple[Tensor, Tensor]:
+def _positions(view: View, tq: int, tk: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """[1 or B, Tq] and [1 or B, Tk], made explicit."""
     if view.q_positions is not None and view.k_positions is not None:
         return torch.atleast_2d(view.q_positions), torch.atleast_2d(view.k_positions)
-    keys = torch.arange(k.shape[2], device=k.device)[None]
-    return keys[:, k.shape[2] - tq :], keys
+    keys = torch.arange(tk, device=device)[None]
+    return keys[:, tk - tq :], keys
 
 
 def _documents(rule: Rule, tq: int) -> tuple[Tensor, Tensor] | None:

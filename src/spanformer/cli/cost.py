@@ -23,7 +23,7 @@ WIDE = 140
 class CostOptions:
     """What attention costs by arithmetic: FLOPs, bytes of weights, activations and caches, for every mechanism.
 
-    A kind is written as in a run file, with its numbers: window:128, strided:64, bigbird:64:3:2:3. Without numbers,
+    A kind is written as in a run file, with its numbers: window:128, strided:64, big_bird:64:3:2:3. Without numbers,
     those of the table are meant. Nothing is run, so any size can be asked for:
 
         spanformer cost --length 1000000 --kinds full window:4096 adaptive_span:314:32

@@ -6,11 +6,15 @@ import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import tyro
 
 from spanformer.cli.leaf import Leaf
+
+if TYPE_CHECKING:
+    from spanformer.model.lm import LM
 
 LONGEST = 1024
 WIDE = 160  # tokens: more do not fit beside each other on a terminal
@@ -98,7 +102,7 @@ def facts(seen: np.ndarray, *, causal: bool, dim: int) -> list[str]:
         f"{amount(FORWARD * dim * pairs)} FLOPs forward in {_heads(heads)} of {dim}; full attention takes "
         f"{amount(FORWARD * dim * allowed)}.",
     ]
-    paths = longest_path(seen.any(0).tolist(), causal=causal)
+    paths = longest_path(np.any(seen, axis=0).tolist(), causal=causal)
     if paths.whole:
         layers = "1 layer" if paths.layers == 1 else f"{paths.layers} layers"
         said.append(f"Longest path: after {layers} every token has reached every other that it may.")
@@ -113,24 +117,33 @@ def _heads(count: int) -> str:
 
 
 def _of_a_layer(kind: str, length: int) -> np.ndarray:
-    """What the heads of a language model's layer really see: the pairs that get weight in a model of random weights."""
+    """[H, n, n] of a language model's layer."""
     import torch
 
-    from spanformer.model.config import AttentionConfig, ModelConfig
+    from spanformer.model.config import AttentionConfig, ModelConfig, PositionConfig
     from spanformer.model.lm import LM
-    from spanformer.model.looking import attention_maps
 
     counts = [int(found[1]) for found in re.finditer(r"(?:^|\+)\s*(\d+)\s+[A-Za-z]", kind)]
     heads = sum(counts) or 1
     attention = AttentionConfig(kind=kind, max_span=length, ramp=max(1.0, length / 16), init=0.25)
+    place = PositionConfig(kind="none")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        lm = LM(ModelConfig(vocab=16, dim=16 * heads, layers=1, heads=heads, attention=attention)).double()
-        with torch.no_grad():  # spans and gates start alike, where training would have told them apart
-            for p in lm.mechanisms()[0].parameters():
-                p.add_(torch.randn_like(p), alpha=0.3)
-        lm.after_step()
-        maps = attention_maps(lm, torch.randint(0, 16, (length,)))
+        lm = LM(ModelConfig(vocab=16, dim=16 * heads, layers=1, heads=heads, attention=attention, position=place))
+        return seen_in(lm, length)
+
+
+def seen_in(lm: LM, length: int) -> np.ndarray:
+    """[H, n, n] what the heads of a model's first layer really see: the pairs that get weight, with random weights."""
+    import torch
+
+    from spanformer.model.looking import attention_maps
+
+    with torch.no_grad():  # spans and gates start alike, where training would have told them apart
+        for p in lm.mechanisms()[0].parameters():
+            p.add_(torch.randn_like(p), alpha=0.3)
+    lm.after_step()
+    maps = attention_maps(lm.double(), torch.randint(0, lm.config.vocab, (length,)))
     return (maps[0] > 0).numpy()
 
 

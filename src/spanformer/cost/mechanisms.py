@@ -84,12 +84,14 @@ class Mechanism:
     """which of its numbers may be 0"""
     per_pair: int = 4
     """operations forward for each pair and number of a head"""
-    flops: Callable[..., int] | None = None
-    """(n, D, …): operations forward of one head that has no pairs"""
+    extra: Callable[..., int] | None = None
+    """(n, D, …): operations forward of one head beside those of pairs"""
     stored: Callable[..., int] | None = None
     """(n, D, …): numbers one head holds in the place of weights, where they are not one a pair"""
     state: Callable[..., int] | None = None
     """(D, …): numbers one head keeps for decoding in the place of keys and values"""
+    apart: bool = False
+    """its keys are another text's"""
 
 
 def _learned(n: int, causal: bool, z: int, ramp: int) -> int:
@@ -129,12 +131,16 @@ MECHANISMS: dict[str, Mechanism] = {
     "image_1d": Mechanism(
         "a block of l, and m tokens before it", "l/2 + m", {"l": 256, "m": 256}, pairs.image_1d,
         lambda n, size, m: size + m, absent="m"),
+    "image_2d": Mechanism(
+        "h × w pixels of x a line, a lines above and c columns beside", "h·w/2 + a·(w + 2c) + h·c",
+        {"x": 64, "h": 8, "w": 8, "a": 8, "c": 8}, pairs.image_2d,
+        lambda n, x, h, w, a, c: (-(-a // h) * (x // w) + -(-c // w) + 1) * h * w, absent="ac"),
     "longformer": Mechanism(
         "the last w tokens, and g global ones", "w + g", {"w": 256, "g": 16}, pairs.longformer,
         lambda n, w, g: w + g, absent="g"),
-    "bigbird": Mechanism(
+    "big_bird": Mechanism(
         "blocks of b: k near, the first g, r at random", "(k + g + r)·b", {"b": 64, "k": 3, "g": 2, "r": 3},
-        pairs.bigbird, _every, absent="gr"),
+        pairs.big_bird, _every, absent="gr"),
     "random": Mechanism("r tokens drawn for each", "r", {"r": 64}, pairs.random, _every),
     "etc": Mechanism(
         "r tokens to either side, and g global ones beside the text", "2r + 1 + 2g", {"r": 128, "g": 64}, pairs.etc,
@@ -142,14 +148,22 @@ MECHANISMS: dict[str, Mechanism] = {
     "chunked": Mechanism(
         "every earlier token, c queries at a time", "n", {"c": 512}, lambda n, causal, c: pairs.full(n, causal),
         _every, stored=lambda n, d, c: min(n, c) * n),
+    "dot": Mechanism("every earlier token, scored by q·k", "n", {}, pairs.full, _every),
+    "general": Mechanism(
+        "every earlier token, scored by q·W·k", "n", {}, pairs.full, _every, extra=lambda n, d: 2 * n * d * d),
+    "bilinear": Mechanism(
+        "every earlier token, scored by (q·W + w)·k", "n", {}, pairs.full, _every, extra=lambda n, d: 2 * n * d * d),
     "additive": Mechanism(
-        "every earlier token, scored by v·tanh(q + k)", "n", {}, pairs.full, _every, per_pair=6),
+        "every earlier token, scored by v·tanh(W·q + U·k)", "n", {}, pairs.full, _every, per_pair=6,
+        extra=lambda n, d: 4 * n * d * d),
+    "cross": Mechanism(
+        "all m tokens of another text", "m", {"m": 512}, lambda n, causal, m: n * m, lambda n, m: m, apart=True),
     "linear": Mechanism(
         "f features: a state in the place of weights", "4·n·f·D", {"f": 64}, None, lambda n, f: 0,
-        flops=lambda n, d, f: 4 * n * f * d, stored=lambda n, d, f: f * (d + 1), state=lambda d, f: f * (d + 1)),
+        extra=lambda n, d, f: 4 * n * f * d, stored=lambda n, d, f: f * (d + 1), state=lambda d, f: f * (d + 1)),
     "low_rank": Mechanism(
         "keys and values projected along the text to r", "8·n·r·D", {"r": 256}, None, None,
-        flops=lambda n, d, r: 8 * n * r * d, stored=lambda n, d, r: n * r),
+        extra=lambda n, d, r: 8 * n * r * d, stored=lambda n, d, r: n * r),
 }  # fmt: skip
 """by the name that a run file's `kind` has"""
 
@@ -181,7 +195,7 @@ class AttentionCost:
 
 
 def find(kind: str) -> tuple[Mechanism, list[int]]:
-    """A mechanism and its numbers, from "window:128", "bigbird:64:3:2:3" or a bare name."""
+    """A mechanism and its numbers, from "window:128", "big_bird:64:3:2:3" or a bare name."""
     name, *given = kind.split(":")
     if name not in MECHANISMS:
         near = difflib.get_close_matches(name, MECHANISMS, 1)
@@ -192,6 +206,8 @@ def find(kind: str) -> tuple[Mechanism, list[int]]:
     if len(given) > len(mechanism.numbers) or not all(text.isascii() and text.isdigit() for text in given):
         raise ValueError(f"{kind!r} cannot be read; expected {shape}, with whole numbers")
     numbers = [int(text) for text in given] + list(mechanism.numbers.values())[len(given) :]
+    if name == "image_2d" and numbers[2] and numbers[0] % numbers[2]:
+        raise ValueError(f"x in {kind!r} is {numbers[0]}; expected a multiple of w, {numbers[2]}")
     for letter, number in zip(mechanism.numbers, numbers, strict=True):
         if not number and letter not in mechanism.absent:
             raise ValueError(f"{letter} in {kind!r} is 0; expected at least 1 ({shape})")
@@ -203,11 +219,7 @@ def attention_cost(kind: str, sizes: Sizes) -> AttentionCost:
     mechanism, numbers = find(kind)
     n, d, causal = sizes.length, sizes.head_dim, sizes.causal and mechanism.cached is not None
     seen = None if mechanism.pairs is None else mechanism.pairs(n, causal, *numbers)
-    if mechanism.flops is not None:
-        flops = mechanism.flops(n, d, *numbers)
-    else:
-        assert seen is not None, f"{kind} has neither pairs nor operations"
-        flops = mechanism.per_pair * d * seen
+    flops = mechanism.per_pair * d * (seen or 0) + (mechanism.extra(n, d, *numbers) if mechanism.extra else 0)
     held = seen if mechanism.stored is None else mechanism.stored(n, d, *numbers)
     assert held is not None
     every, b = sizes.batch * sizes.heads, sizes.item
@@ -231,5 +243,6 @@ def _cache(mechanism: Mechanism, numbers: list[int], sizes: Sizes) -> int | None
         return None
     if mechanism.state is not None:
         return sizes.item * sizes.batch * sizes.heads * mechanism.state(sizes.head_dim, *numbers)
-    keys = min(sizes.length, mechanism.cached(sizes.length, *numbers))
+    keys = mechanism.cached(sizes.length, *numbers)
+    keys = keys if mechanism.apart else min(sizes.length, keys)
     return 2 * sizes.item * sizes.batch * sizes.groups * sizes.head_dim * keys

@@ -47,12 +47,14 @@ def sinks(n: int, causal: bool, w: int, kept: int) -> int:
 
 
 def longformer(n: int, causal: bool, w: int, g: int) -> int:
-    """|d| < w, and g global tokens at the front, which see everything and are seen by all"""
-    front = _front(n, causal, w, g)
+    """the last w tokens, or w/2 to either side, and g global tokens at the front, which see everything and are seen by
+    all"""
+    side = w if causal else w // 2 + 1
+    front = _front(n, causal, side, g)
     if causal:
-        return window(n, True, w) + front
-    twice = 2 * sum(max(0, min(g, n) - j - w) for j in range(min(g, n)))  # both of them global, beyond the window
-    return window(n, False, w) + 2 * front - twice
+        return window(n, True, side) + front
+    twice = 2 * sum(max(0, min(g, n) - j - side) for j in range(min(g, n)))  # both of them global, beyond the window
+    return window(n, False, side) + 2 * front - twice
 
 
 def etc(n: int, causal: bool, radius: int, g: int) -> int:
@@ -62,11 +64,11 @@ def etc(n: int, causal: bool, radius: int, g: int) -> int:
     return g * g + 2 * g * n + window(n, False, radius + 1)
 
 
-def bigbird(n: int, causal: bool, block: int, near: int, g: int, drawn: int) -> int:
-    """blocks of b: `near` around the query's own (behind it, if causal), the first g, and `drawn` others at random;
-    the first g see everything"""
+def big_bird(n: int, causal: bool, block: int, near: int, g: int, drawn: int) -> int:
+    """blocks of b: `near` around the query's own (of which causality leaves those behind), the first g, and `drawn`
+    others at random; the first g see everything"""
     sizes = [size for _, size in _blocks(n, block)]
-    side, total = (near - 1 if causal else near // 2), 0
+    side, total = near // 2, 0
     for row, size in enumerate(sizes):
         last = row if causal else len(sizes) - 1
         if row < g:
@@ -95,8 +97,27 @@ def blockwise(n: int, causal: bool, blocks: int, shift: int) -> int:
 
 
 def image_1d(n: int, causal: bool, block: int, memory: int) -> int:
-    """blocks of ℓ: a query sees its own block, and m tokens before the block"""
-    return sum(full(size, causal) + size * min(start, memory) for start, size in _blocks(n, block))
+    """blocks of l: a query sees its own block, and m tokens before it (and, in both directions, after it)"""
+    total = 0
+    for start, size in _blocks(n, block):
+        after = 0 if causal else min(memory, n - start - size)
+        total += full(size, causal) + size * (min(start, memory) + after)
+    return total
+
+
+def image_2d(n: int, causal: bool, width: int, high: int, wide: int, above: int, beside: int) -> int:
+    """an image of so many pixels a line, read in blocks of h × w: a query sees its own block, lines above it and
+    columns beside it; the future is what comes in a later block, or later in its own"""
+    area, total = high * wide, 0
+    for start, size in _blocks(n, area):
+        top, left = start // area // (width // wide) * high, start // area % (width // wide) * wide
+        before, after = min(beside, left), min(beside, width - left - wide)
+        lines = min(above, top)
+        if causal:  # to the right of its own block, only the lines above were read before
+            total += full(size, True) + size * (lines * (before + wide + after) + high * before)
+        else:
+            total += size * _pixels(n, width, high, wide, top - lines, top + high, left - before, left + wide + after)
+    return total
 
 
 def random(n: int, causal: bool, r: int) -> int:
@@ -119,3 +140,15 @@ def _front(n: int, causal: bool, w: int, g: int) -> int:
 def _blocks(n: int, size: int) -> list[tuple[int, int]]:
     """(start, tokens) of each block; the last may be shorter."""
     return [(start, min(size, n - start)) for start in range(0, n, size)]
+
+
+def _pixels(n: int, width: int, high: int, wide: int, top: int, bottom: int, left: int, right: int) -> int:
+    """Pixels of a rectangle that are among the first n tokens, read block by block."""
+    across, found = width // wide, 0
+    for row in range(top // high, -(-bottom // high)):
+        for column in range(left // wide, -(-right // wide)):
+            tokens = min(high * wide, max(0, n - (row * across + column) * high * wide))
+            x0, x1 = max(left - column * wide, 0), min(right - column * wide, wide)
+            for line in range(max(top - row * high, 0), min(bottom - row * high, high)):
+                found += max(0, min(x1, tokens - line * wide) - x0)
+    return found

@@ -7,7 +7,22 @@ from collections.abc import Callable
 
 from torch import nn
 
-from spanformer.attention import AdaptiveSpan, Attention, DynamicSpan, Longformer, Mixed, Window
+from spanformer.attention import (
+    AdaptiveSpan,
+    Additive,
+    Attention,
+    Bilinear,
+    Chunked,
+    Dot,
+    DynamicSpan,
+    ExpireSpan,
+    Forgetting,
+    General,
+    Longformer,
+    Mixed,
+    Sinks,
+    Window,
+)
 from spanformer.memory import Persistent
 from spanformer.model.block import Block
 from spanformer.model.config import ModelConfig
@@ -101,12 +116,36 @@ def _adaptive_span(config: ModelConfig, part: HeadKind) -> Attention:
 
 def _dynamic_span(config: ModelConfig, part: HeadKind) -> Attention:
     a = config.attention
-    share = min(max(a.init, LEAST_DYNAMIC), 1 - LEAST_DYNAMIC)
-    bias = math.log(share / (1 - share))
     return DynamicSpan(
-        config.dim, part.heads, a.max_span, ramp=a.ramp, init=bias, penalty=a.penalty, kv_heads=_tied(config, part),
+        config.dim, part.heads, a.max_span, ramp=a.ramp, init=_first_bias(config), penalty=a.penalty,
+        kv_heads=_tied(config, part), causal=config.causal,
+    )  # fmt: skip
+
+
+def _expire_span(config: ModelConfig, part: HeadKind) -> Attention:
+    a = config.attention
+    return ExpireSpan(
+        config.dim, part.heads, a.max_span, ramp=a.ramp, init=_first_bias(config), penalty=a.penalty,
         causal=config.causal,
     )  # fmt: skip
+
+
+def _first_bias(config: ModelConfig) -> float:
+    """Of a sigmoid that starts at the share `init` of the longest span."""
+    share = min(max(config.attention.init, LEAST_DYNAMIC), 1 - LEAST_DYNAMIC)
+    return math.log(share / (1 - share))
+
+
+def _forgetting(config: ModelConfig, part: HeadKind) -> Attention:
+    return Forgetting(config.dim, part.heads, config.attention.max_span)
+
+
+def _sink_window(config: ModelConfig, part: HeadKind) -> Attention:
+    return Sinks(_window(config, part), kept=part.numbers["kept"] or 0)
+
+
+def _sink_span(config: ModelConfig, part: HeadKind) -> Attention:
+    return Sinks(_adaptive_span(config, part), kept=part.numbers["kept"] or 0)
 
 
 def _longformer(config: ModelConfig, part: HeadKind) -> Attention:
@@ -129,14 +168,23 @@ MAKERS: dict[str, Callable[[ModelConfig, HeadKind], Attention]] = {
     "window": _window,
     "full": _full,
     **SPARSE_MAKERS,
+    "expire_span": _expire_span,
+    "forgetting": _forgetting,
+    "sink_window": _sink_window,
+    "sink_span": _sink_span,
+    "dot": lambda config, part: Dot(_full(config, part)),
+    "general": lambda config, part: General(_full(config, part), config.head_dim),
+    "bilinear": lambda config, part: Bilinear(_full(config, part), config.head_dim),
+    "additive": lambda config, part: Additive(_full(config, part), config.head_dim),
+    "chunked": lambda config, part: Chunked(_full(config, part)),
     "longformer": _longformer,
 }
 """one for each of kinds.KINDS, and for patterns"""
 
 
-def make_position(config: ModelConfig, *, causal: bool = True) -> Position:
+def make_position(config: ModelConfig) -> Position:
     """One encoding, for all layers or (with `position.per_layer`) for one of them."""
-    p, heads, size = config.position, config.heads, config.head_dim
+    p, heads, size, causal = config.position, config.heads, config.head_dim, config.causal
     longest = config.attention.max_span + (0 if config.original else math.ceil(config.attention.ramp))
     makers: dict[str, Callable[[], Position]] = {
         "none": Position,

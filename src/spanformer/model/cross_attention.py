@@ -1,7 +1,4 @@
-"""Attention of a decoder's tokens to all states of an encoder. Attention Is All You Need (Vaswani et al., 2017), 3.2.3.
-https://arxiv.org/abs/1706.03762
-
-    a_ij ∝ exp(q_i·k_j / sqrt(D))        q from the decoder, k and v from the encoder, over all j that are no padding
+"""Attention of a decoder's tokens to all states of an encoder, with its projections; the equation is `attention.Cross`.
 
 Positions take no part: the two texts have no common ones. Where a source's token stands, its state must tell.
 Shapes: B batch, T tokens of the decoder, S states of the encoder, H heads, Hkv key/value heads, D head size.
@@ -11,17 +8,17 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from spanformer.attention import View
+from spanformer.attention import Cross, View
 from spanformer.memory import Source
 from spanformer.model.layer import split_heads
 from spanformer.model.linear import Linear
-from spanformer.ops import attend
 
 
 class CrossAttention(nn.Module):
     def __init__(self, dim: int, heads: int, kv_heads: int, *, dropout: float = 0.0, backend: str = "auto") -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.dropout, self.backend = heads, kv_heads, dropout, backend
+        self.kv_heads, self.mechanism = kv_heads, Cross(heads)
+        self.mechanism.dropout, self.mechanism.backend = dropout, backend
         inner = kv_heads * (dim // heads)
         self.query, self.out = Linear(dim, dim, bias=False), Linear(dim, dim, bias=False)
         self.key, self.value = Linear(dim, inner, bias=False), Linear(dim, inner, bias=False)
@@ -34,8 +31,6 @@ class CrossAttention(nn.Module):
 
     def forward(self, x: Tensor, source: Source) -> Tensor:
         """x [B, T, dim] → [B, T, dim]"""
-        q = split_heads(self.query(x), self.heads)
-        dropout = self.dropout if self.training else 0.0
-        rule = View(padding=source.padding).rule(self.heads, causal=False)
-        found = attend(q, source.k, source.v, rule, backend=self.backend, dropout=dropout)
+        q, view = split_heads(self.query(x), self.mechanism.heads), View(padding=source.padding)
+        found = self.mechanism.mix(q, source.k, source.v, self.mechanism.rule(view), view)
         return self.out(found.out.transpose(1, 2).reshape(x.shape))

@@ -41,6 +41,15 @@ KINDS: dict[str, Kind] = {
     "big_bird": Kind(
         "blocks around the token, first ones, and random ones", {"block": 16, "window": 3, "tokens": 1, "random": 2}
     ),
+    "expire_span": Kind("each token chooses how long it is remembered, by all heads"),
+    "forgetting": Kind("each token and head forgets some of what came before; no positions needed"),
+    "sink_window": Kind("a window, a learned sink, and the text's first tokens", {"window": None, "kept": 0}),
+    "sink_span": Kind("learned spans, a learned sink, and the text's first tokens", {"kept": 0}),
+    "dot": Kind("everything up to max_span, scored by q·k (Luong)"),
+    "general": Kind("everything up to max_span, scored by q·W·k (Luong)"),
+    "bilinear": Kind("everything up to max_span, scored by (q·W + w)·k"),
+    "additive": Kind("everything up to max_span, scored by v·tanh(W·q + U·k) (Bahdanau)"),
+    "chunked": Kind("everything up to max_span, by chunks in plain PyTorch"),
     "longformer": Kind(
         "a window, and the first tokens of a text global, with projections of their own",
         {"window": None, "globals": 0, "dilation": 1},

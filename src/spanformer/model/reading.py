@@ -34,7 +34,8 @@ Logits = Literal["all", "last", "none"]
 def make_cache(
     lm: Decoder, batch: int, slack: int, bits: Literal[0, 8], sources: Sequence[Source] = ()
 ) -> Cache:  # fmt: skip
-    for mechanism in lm.mechanisms():
+    mechanisms = [block.attention.mechanism for block in lm.reader.blocks]  # without an encoder's
+    for mechanism in mechanisms:
         if mechanism.alone:
             raise ValueError(
                 f"{type(mechanism).__name__} mixes values in its own way, which a cache does not know; read the text "
@@ -50,7 +51,7 @@ def make_cache(
             zeros=zeros, place=place, kept=mechanism.kept,
             notes=lm.config.heads // lm.config.groups if mechanism.reads_keys else 0,
         )
-        for reach, mechanism in zip(reaches(lm), lm.mechanisms(), strict=True)
+        for reach, mechanism in zip(reaches(lm), mechanisms, strict=True)
     ]  # fmt: skip
     return Cache(lm, layers, sources)
 

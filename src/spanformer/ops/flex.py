@@ -147,7 +147,7 @@ def unusable() -> list[str]:
     return [f"this torch ({torch.__version__}) has no flex_attention.{', '.join(missing)}"] if missing else []
 
 
-_unserved = unserved_terms("flex")
+_unserved = unserved_terms("flex", "ahead", "distance_scale")
 
 
 def refuses(call: Call) -> list[str]:

@@ -1,6 +1,6 @@
 """A rule in FlexAttention's terms: a score_mod that adds to the score of a pair, a mask_mod that says if it is seen.
 
-    score_mod   s + b[d] + scale · q_i·r[d] + c_j + log m(d)
+    score_mod   s + scale · q_i·r[d] + b[d] + c_j + log m(d), the first sum as relu(…) · f[d] with distance_scale
     mask_mod    c_j > −∞, d ≥ 0 (if causal), d < reach, m(d) > 0, one document, and in the block pattern
 
 Both are functions of the indices (b, h, i, j) of one pair, which FlexAttention traces into its kernel, and read what
@@ -21,6 +21,7 @@ from torch import Tensor
 from spanformer.ops.blocks import FULL
 from spanformer.ops.call import Call
 from spanformer.ops.flex_blocks import BLOCK, is_hidden, pad, pattern_grid, ramp_left, reaches, working_dtype
+from spanformer.ops.tables import entry
 
 VEC_DISTANCES = 1024  # q·r[d] is stored for every query and this many distances at most
 
@@ -70,8 +71,9 @@ def _score_mod(call: Call, q: Tensor, shared: dict[str, Tensor]) -> Mod | None:
     Every learned tensor is indexed once: FlexAttention cannot add up two gradients of one."""
     rule, work = call.rule, working_dtype(call.q)
     learned: dict[str, Tensor] = {}
-    if rule.distance_bias is not None:
-        learned["distance_bias"] = rule.distance_bias.to(work)  # [H, L]
+    for name in ("distance_bias", "distance_scale"):
+        if (table := getattr(rule, name)) is not None:
+            learned[name] = table.to(work)  # [H, L]
     if rule.distance_vec is not None:
         table = rule.distance_vec[:, : vec_width(call)].to(work) * call.scale
         learned["vec"] = q @ table.to(q.dtype).transpose(-1, -2)  # [B, H, Tq, W]
@@ -86,10 +88,13 @@ def _score_mod(call: Call, q: Tensor, shared: dict[str, Tensor]) -> Mod | None:
     def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, *captured: Tensor) -> Tensor:
         t = dict(zip(names, captured, strict=True))
         d = geometry.distance(t, b, h, i, j)
-        if "distance_bias" in t:
-            score = score + t["distance_bias"][h, d.clamp(0, t["distance_bias"].shape[1] - 1)]
+        at = geometry.entry(t, b, h, i, j)
         if "vec" in t:
-            score = score + t["vec"][b, h, i, d.clamp(0, t["vec"].shape[3] - 1)]
+            score = score + t["vec"][b, h, i, at.clamp(0, t["vec"].shape[3] - 1)]
+        if "distance_scale" in t:
+            score = score.relu() * t["distance_scale"][h, at.clamp(0, t["distance_scale"].shape[1] - 1)]
+        if "distance_bias" in t:
+            score = score + t["distance_bias"][h, at.clamp(0, t["distance_bias"].shape[1] - 1)]
         if "key_bias" in t:
             score = score + t["key_bias"][b, h, j]
         if "span" in t:
@@ -148,15 +153,22 @@ class _Geometry:
     """Where a query and a key stand, inside a mod."""
 
     def __init__(self, call: Call) -> None:
-        self.shift, self.causal = call.shift, call.rule.causal
+        self.shift, self.causal, self.ahead = call.shift, call.rule.causal, call.rule.ahead
 
     def positions(self, t: dict[str, Tensor], b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
         return (t["q_pos"][b, i], t["k_pos"][b, j]) if "q_pos" in t else (i + t["offset"][h], j)
 
     def distance(self, t: dict[str, Tensor], b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        q_pos, k_pos = self.positions(t, b, h, i, j)
-        d = q_pos - k_pos - self.shift
+        d = self._signed(t, b, h, i, j)
         return d if self.causal else d.abs()
+
+    def entry(self, t: dict[str, Tensor], b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        """Where tables over distances are read."""
+        return entry(self._signed(t, b, h, i, j), self.causal, self.ahead)
+
+    def _signed(self, t: dict[str, Tensor], b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        q_pos, k_pos = self.positions(t, b, h, i, j)
+        return q_pos - k_pos - self.shift
 
 
 def _number(n: int, call: Call) -> Tensor:
@@ -187,6 +199,8 @@ def vec_needed(call: Call) -> int:
     """The distances that can have weight, by what is known on the host; the spans are read only if that is too many."""
     rule = call.rule
     assert rule.distance_vec is not None
+    if rule.ahead:  # what lies ahead comes first, so the whole table is stored
+        return rule.distance_vec.shape[1]
     needed = min(rule.distance_vec.shape[1], max(rule.reach_list()))
     if call.q_positions is None:
         needed = min(needed, max(call.k.shape[2], call.q.shape[2]))

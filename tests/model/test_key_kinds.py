@@ -1,0 +1,62 @@
+"""The kinds of heads that live on keys, scores and sinks, from a configuration: trained a little, read by segments and
+with a cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from small_models import SMALL, make, text, with_attention
+from spanformer.model.config import PositionConfig
+from spanformer.model.lm import LM
+
+KINDS = ("expire_span", "forgetting", "sink_window:9", "sink_span", "dot", "general", "bilinear", "additive", "chunked")
+MIXTURES = (
+    "2 expire_span + 2 adaptive_span",
+    "2 forgetting + 2 dynamic_span",
+    "2 sink_window:7 + 2 adaptive_span",
+)
+SEGMENTS_ONLY = ("additive", "chunked")  # these have no cache
+
+
+def config(kind: str):
+    position = PositionConfig(kind="alibi" if kind == "additive" else "rotary")
+    return with_attention(replace(SMALL, layers=2, kv_heads=2, position=position), stack=(kind,))
+
+
+@pytest.mark.parametrize("kind", (*KINDS, *MIXTURES))
+def test_whole_by_segments_and_with_a_cache(kind: str) -> None:
+    lm, x = make(config(kind)), text(2, 130)
+    whole, first = lm(x).logits, lm(x[:, :70])
+    second = lm(x[:, 70:], first.state)
+    torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), whole, rtol=1e-9, atol=1e-9)
+    if kind in SEGMENTS_ONLY:
+        with pytest.raises(ValueError, match="mixes values in its own way, which a cache does not know"):
+            lm.cache(2)
+        return
+    cache = lm.cache(2)
+    read = torch.cat([lm.read(piece, cache) for piece in x.split([90, 1, 1, 38], 1)], 1)  # pyright: ignore
+    torch.testing.assert_close(read, whole, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", (*KINDS, *MIXTURES))
+def test_every_parameter_gets_a_gradient(kind: str) -> None:
+    torch.manual_seed(0)
+    lm = LM(config(kind))
+    x = text(2, 65)
+    first = lm(x[:, :32], targets=x[:, 1:33])
+    out = lm(x[:, 32:64], first.state, targets=x[:, 33:])
+    (out.nll.mean() + out.penalty).backward()
+    idle = [name for name, p in lm.named_parameters() if p.grad is None or not bool(p.grad.abs().sum() > 0)]
+    assert not idle
+
+
+def test_kept_tokens_by_a_number() -> None:
+    lm = make(config("sink_window:9:3"))
+    assert [mechanism.kept for mechanism in lm.mechanisms()] == [3, 3]
+    x = text(2, 60)
+    cache = lm.cache(2)
+    read = torch.cat([lm.read(piece, cache) for piece in x.split(20, 1)], 1)  # pyright: ignore
+    torch.testing.assert_close(read, lm(x).logits, rtol=1e-9, atol=1e-9)

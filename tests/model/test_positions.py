@@ -1,0 +1,139 @@
+"""Position encodings in a language model: one for all layers or one for each, where texts end, what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from small_models import KINDS, SMALL, make, position, text, with_attention
+from spanformer.model.build import make_position
+from spanformer.model.config import PER_LAYER, EncoderConfig, PositionConfig
+from spanformer.model.encoder import Encoder
+from spanformer.model.lm import LM
+from spanformer.model.seq2seq import Seq2Seq
+from spanformer.position import POSITIONS, Rotary
+
+
+def model(kind: str) -> LM:
+    return make(replace(SMALL, position=position(kind)))
+
+
+def test_every_encoding_has_a_kind() -> None:
+    assert set(KINDS) == set(POSITIONS)
+    for kind, made in POSITIONS.items():
+        assert type(make_position(replace(SMALL, position=position(kind)))) is made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_or_one_for_each_layer(kind: str) -> None:
+    lm = model(kind)
+    positions = lm.positions()
+    assert len(positions) == SMALL.layers
+    assert len(set(map(id, positions))) == (SMALL.layers if kind in PER_LAYER else 1)
+    names = {name for name, _ in lm.named_parameters() if name.startswith("position.")}
+    assert all(name.split(".")[1].isdigit() == (kind in PER_LAYER) for name in names)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_of_training_reaches_every_number(kind: str) -> None:
+    """In float32 as in float64, and what begins at zero does not stay there."""
+    grads = []
+    for dtype in (torch.float64, torch.float32):
+        lm, x = model(kind).to(dtype).train(), text(2, 128)
+        state = lm(x[:, :50]).state  # of memory, too
+        out = lm(x[:, 50:127], state, targets=x[:, 51:])
+        (out.nll.mean() + out.penalty).backward()
+        grads.append({name: p.grad for name, p in lm.named_parameters() if name.startswith("position.")})
+    for name, exact in grads[0].items():
+        assert exact is not None and exact.abs().sum() > 0, name
+        torch.testing.assert_close(grads[1][name].double(), exact, rtol=1e-3, atol=1e-3 * float(exact.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["learned", "learned_per_layer"])
+def test_a_text_beyond_the_table_is_refused(kind: str) -> None:
+    lm, x = model(kind), text(1, 129)
+    message = "a token stands at place 128 of its text, and learned positions end at 127; make them longer, begin"
+    with pytest.raises(ValueError, match=message):
+        lm(x)
+    out = lm(x[:, :100])
+    with pytest.raises(ValueError, match=message):
+        lm(x[:, 100:], out.state)
+    cache = lm.cache(1)
+    lm.read(x[:, :128], cache)
+    with pytest.raises(ValueError, match=message):
+        lm.read(x[:, 128:], cache)
+
+
+@pytest.mark.parametrize("kind", ["sinusoidal", "learned", "learned_per_layer", "transformer_xl", "shaw"])
+def test_rows_at_different_places(kind: str) -> None:
+    """Padding is not embedded, so it may stand where the table has ended."""
+    lm, x = model(kind), text(2, 128)
+    whole, cache = lm(x).logits, lm.cache(2)
+    lm.read(x[:, :120], cache, lengths=torch.tensor([120, 31]))
+    more = torch.cat([torch.stack([x[0, 120:128], x[1, 31:39]]), text(2, 9)], 1)
+    read = lm.read(more, cache, lengths=torch.tensor([8, 8]))
+    for got, expected in zip(read[:, :8], (whole[0, 120:], whole[1, 31:39]), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+    step = lm.read(x[:, 39:40], cache, lengths=torch.tensor([0, 1]))
+    torch.testing.assert_close(step[1, 0], whole[1, 39], rtol=1e-9, atol=1e-9)
+
+
+FOLDED = ("none", "table", "alibi", "distance_bias", "da_transformer")  # these read |d|
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_encoder_tells_ahead_from_behind(kind: str) -> None:
+    """Read backwards, a text gives the same states backwards only to positions that do not tell the two apart. All
+    backends agree on it."""
+    config = replace(SMALL, kind="encoder", layers=2, position=position(kind))
+    config = with_attention(config, kind="window:9")
+    torch.manual_seed(1)
+    encoder, x = Encoder(config).double().eval(), text(2, 31)
+    with torch.no_grad():
+        for p in encoder.position.parameters():
+            p.normal_()
+        forwards, backwards = encoder(x).logits, encoder(x.flip(1)).logits.flip(1)
+    assert torch.allclose(forwards, backwards, atol=1e-9) == (kind in FOLDED)
+    for mechanism in encoder.mechanisms():
+        mechanism.backend = "reference"
+    torch.testing.assert_close(encoder(x).logits, forwards, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_encoder_decoder_writes_as_it_was_trained(kind: str) -> None:
+    half = EncoderConfig(position=position(kind), attention=SMALL.attention)
+    torch.manual_seed(1)
+    model = Seq2Seq(replace(SMALL, kind="seq2seq", layers=2, position=position(kind), encoder=half)).double().eval()
+    source, x = text(2, 17), text(2, 12)
+    cache = model.start(source)
+    read = torch.cat([model.read(piece, cache) for piece in x.split([5, *[1] * 7], 1)], 1)
+    torch.testing.assert_close(read, model(source, x).logits, rtol=1e-9, atol=1e-9)
+
+
+def test_scaled_rotary_reaches_the_model() -> None:
+    config = PositionConfig(scaling="yarn", factor=4.0, length=64)
+    made = make_position(replace(SMALL, position=config))
+    assert isinstance(made, Rotary) and (made.scaling, made.factor, made.trained) == ("yarn", 4.0, 64)
+    lm, x = make(replace(SMALL, position=config)), text(1, 100)
+    cache = lm.cache(1)
+    found = torch.cat([lm.read(piece, cache) for piece in x.split([60] + [1] * 40, 1)], 1)
+    torch.testing.assert_close(found, lm(x).logits, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "learned"}, "model.position.length is 0; learned needs a number of tokens"),
+        ({"scaling": "yarn", "factor": 2.0}, "model.position.length is 0; rotary needs the length that the model was"),
+        ({"kind": "alibi", "scaling": "ntk"}, "model.position.scaling is 'ntk', which stretches rotary, not alibi"),
+        ({"factor": 2.0}, "model.position.factor is 2.0 without a scaling; name one, or leave it at 1"),
+        ({"scaling": "ntk", "factor": 0.5}, "model.position.factor is 0.5; expected 1 or more"),
+        ({"clip": 0}, "model.position.clip is 0; expected at least 1"),
+        ({"length": -1}, "model.position.length is -1; expected at least 0"),
+    ],
+)
+def test_refusals(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        PositionConfig(**options)
