@@ -115,7 +115,7 @@ def table() -> str:
                 for use in ("trained", "cached"):
                     try:
                         said = outcome(mechanism, position, backend, use)
-                    except Exception as error:  # noqa: BLE001
+                    except Exception as error:
                         said = f"!! {type(error).__name__} {error}"
                     if said:
                         lines.append(f"{mechanism} | {position} | {backend} | {use} | {said[:200]}")
