@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cases import Case, make, run
+from spanformer import attend
 from spanformer.ops import lives, parts
 from spanformer.ops.call import make_call
 from spanformer.ops.rule import Rule
@@ -50,3 +51,22 @@ def test_all_stay_together_where_nothing_is_gained() -> None:
     q = torch.randn(1, 2, 400, 8)
     for e in (torch.full((1, 1, 400), 50.0), torch.full((1, 1, 400), 1000.0), torch.rand(1, 1, 400) * 400):
         assert lives.split(make_call(q, q, q, Rule(2, key_span=e))) is None
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+@pytest.mark.parametrize("causal", [True, False])
+def test_with_strides_and_unions(causal: bool, queries: int) -> None:
+    """Folded tokens carry their spans with them, and forget gates are taken off before."""
+    g = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 2, 40, 8, generator=g, dtype=torch.float64) for _ in range(2))
+    e = (20 * torch.rand(2, 1, 40, generator=g, dtype=torch.float64)).requires_grad_()
+    c = (-torch.rand(1, 2, 40, generator=g, dtype=torch.float64).cumsum(-1)).requires_grad_()
+    far = Rule(2, causal=causal, stride=4, skip=12)
+    rule = Rule(2, causal=causal, stride=[3, 1], reach=12, also=far) + Rule(
+        2, causal=causal, key_span=e, ramp=6, forget=c
+    )
+    got, true = (attend(q[:, :, -queries:], k, k, rule, backend=name) for name in ("banded", "reference"))
+    torch.testing.assert_close(got.out, true.out)
+    torch.testing.assert_close(got.lse, true.lse)
+    for mine, theirs in zip(*(torch.autograd.grad(x.out.square().sum(), [e, c]) for x in (got, true)), strict=True):
+        torch.testing.assert_close(mine, theirs)

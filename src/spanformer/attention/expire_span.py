@@ -61,7 +61,7 @@ class ExpireSpan(Attention):
         with torch.no_grad():
             self._recent = span.mean(), (seen + self.ramp > first + queries - 1).float().sum(1).mean()
             on_ramp = self._on_ramp(seen, first, queries)
-        penalty = self.penalty * (span * on_ramp).sum() / (self.ramp * max(queries * len(keys), 1))
+        penalty = self.penalty * (seen * on_ramp).sum() / (self.ramp * max(queries * len(keys), 1))
         return Rule(self.heads, causal=self.causal, key_span=seen[:, None], ramp=self.ramp, penalty=penalty)
 
     def _on_ramp(self, span: Tensor, first: Tensor, queries: int) -> Tensor:
