@@ -47,14 +47,15 @@ def attention_maps(lm: LM, ids: Tensor) -> list[Tensor]:
 
 
 class _OneHot(nn.Module):
-    """In the place of a mechanism's own projection of values: the place of each of the first keys, for each head."""
+    """In the place of a mechanism's own projection of values: the token's place among `keys`, for each key/value head.
+    A mechanism may project the first ones only."""
 
     def __init__(self, kv_heads: int, keys: int) -> None:
         super().__init__()
         self.kv_heads, self.keys = kv_heads, keys
 
     def forward(self, x: Tensor) -> Tensor:
-        places = torch.eye(self.keys, dtype=x.dtype, device=x.device)[: x.shape[1]]
+        places = torch.eye(x.shape[1], self.keys, dtype=x.dtype, device=x.device)
         return places.repeat(1, self.kv_heads).expand(x.shape[0], -1, -1)
 
 
