@@ -144,7 +144,7 @@ def log_ticks(along, values: list[float], show) -> None:
         ticks = ticks[:: max(1, len(ticks) // 6)]
     kept: list[float] = []
     for tick in ticks:  # those whose names would touch the one before are left out
-        if low / 1.1 <= tick <= high * 1.1 and (not kept or tick > kept[-1] * (high / low) ** 0.15):
+        if low / 1.1 <= tick <= high * 1.1 and (not kept or tick > kept[-1] * (high / low) ** 0.18):
             kept.append(tick)
     along.set_ticks(kept, [show(tick) for tick in kept])
     along.set_minor_locator(NullLocator())
