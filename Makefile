@@ -25,7 +25,8 @@ sanitize: .venv/installed
 	CXX="$(CXX)" $(BIN)/python csrc/build.py --sanitize --out $(SANITIZED)
 	SPANFORMER_KERNEL=$(CURDIR)/$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-	$(BIN)/python -m pytest -q --capture=sys tests/ops/test_native.py tests/ops/test_rings.py tests/memory \
+	$(BIN)/python -m pytest -q --capture=sys tests/ops/test_native.py tests/ops/test_tables.py tests/ops/test_rings.py \
+	  tests/memory \
 	  -m "not slow"
 
 bench: .venv/with-bench

@@ -167,7 +167,8 @@ class SegmentBackward {
   View K_, V_, Q_, G_;
   bool exact_ = false;
   long h_ = 0, g_ = 0;
-  float* d_key_ = nullptr;  // d_key_bias of this head
+  float* d_key_ = nullptr;   // d_key_bias of this head
+  float* d_life_ = nullptr;  // d_key_span of this head
 
   bool seen() const {  // by any query of any head
     for (long h = x_.kv * plan_.group; h < (x_.kv + 1) * plan_.group; h++) {
@@ -182,14 +183,23 @@ class SegmentBackward {
       std::memset(row_of<T>(c.dk, x_.b, x_.kv, j), 0, sizeof(T) * c.D);
       std::memset(row_of<T>(c.dv, x_.b, x_.kv, j), 0, sizeof(T) * c.Dv);
     }
-    for (long h = x_.kv * plan_.group; c.d_key_bias && h < (x_.kv + 1) * plan_.group; h++)
-      std::memset(c.d_key_bias + (x_.b * c.H + h) * c.Tk + x_.ka, 0, sizeof(float) * (x_.kb - x_.ka));
+    for (long h = x_.kv * plan_.group; h < (x_.kv + 1) * plan_.group; h++) {
+      cleared(c.d_key_bias, h);
+      cleared(c.d_key_span, h);
+    }
+  }
+
+  // The row of a [B, H, Tk] gradient for head h, zero in this segment.
+  float* cleared(float* gradient, long h) const {
+    if (!gradient) return nullptr;
+    float* row = gradient + (x_.b * c.H + h) * c.Tk;
+    std::memset(row + x_.ka, 0, sizeof(float) * (x_.kb - x_.ka));
+    return row;
   }
 
   void head(long g) {
     g_ = g, h_ = x_.kv * plan_.group + g;
-    d_key_ = c.d_key_bias ? c.d_key_bias + (x_.b * c.H + h_) * c.Tk : nullptr;
-    if (d_key_) std::memset(d_key_ + x_.ka, 0, sizeof(float) * (x_.kb - x_.ka));
+    d_key_ = cleared(c.d_key_bias, h_), d_life_ = cleared(c.d_key_span, h_);
     if (s.sparse()) {
       for (const Visit& v : plan_.of(x_.b, h_, x_.index)) visit(v.block, v.turn);
       return;
@@ -303,6 +313,7 @@ class SegmentBackward {
     if (d_key_)
       for (long r = 0; r < n; r++)
         for (int v = 0; v < VECS; v++) d_key_[ja + r] += sum(load(dS + r * ld + v * W));
+    if (d_life_) key_span_sums(gradient);
     if (c.distance_vec) vector_sums(gradient, index);
     if (drop.on()) drop_gradients(drop, p, ja, n, P);
     product<BY_COLUMN, true, VECS, true>(c.D, n, K.data, K.ld, dS, ld, w.dQT + index * PANEL * c.D, PANEL, halves(s, tile));
@@ -365,15 +376,25 @@ class SegmentBackward {
     }
     vf acc[VECS];
     for (int v = 0; v < VECS; v++) acc[v] = load(dz + v * W);
-    for (long r = 0; r < t.n; r++) {
-      if (!softened(t, r)) continue;
-      for (int v = 0; v < VECS; v++) {
-        const vf m = dynamic_ramp(s, t, r, v);
-        const vf part = load(t.S + r * t.ld + v * W) / (m * set1((float)c.ramp));
-        acc[v] += ((m > vf{}) & (m < set1(1.f))) ? part : vf{};
-      }
-    }
+    for (long r = 0; r < t.n; r++)
+      for (int v = 0; v < VECS && softened(t, r, t.p.z_least); v++) acc[v] += on_ramp(s, t, r, v, dynamic_ramp(s, t, r, v));
     for (int v = 0; v < VECS; v++) store(dz + v * W, acc[v]);
+  }
+
+  void key_span_sums(const Tile& t) {
+    const float* spans = s.key_span(x_.b, h_);
+    for (long r = 0; r < t.n; r++) {
+      const float e = spans[t.ja + r];
+      if (s.positioned) {
+        for (long lane = 0; lane < t.p.n; lane++) {
+          const double m = ramp_at(e, c.ramp, s.length(s.pair_distance(x_.b, t.p.i + lane, t.ja + r)));
+          if (m > 0 && m < 1) d_life_[t.ja + r] += (float)(t.S[r * t.ld + lane] / (m * c.ramp));
+        }
+        continue;
+      }
+      for (int v = 0; v < VECS && softened(t, r, e); v++)
+        d_life_[t.ja + r] += sum(on_ramp(s, t, r, v, ramp_of(s, t, r, v, set1(e))));
+    }
   }
 
   void bias_sums(const Tile& t) {
@@ -456,6 +477,7 @@ class SegmentBackward {
         if (d_span_) d_span_[g_] += ds * pair.slope;
         if (c.d_span && c.dynamic) w.dz[i - i0] += ds * pair.slope;
         if (d_key_) d_key_[j] += ds;
+        if (d_life_) d_life_[j] += ds * pair.key_slope;
         if (bias_) add_bias(i, j, ds);
         if (pair.row < 0) continue;
         const float* r = s.vectors(h_) + pair.row * c.D;

@@ -29,6 +29,8 @@ struct Call {
   int64_t vec_length, vec_head;
   const float* key_bias;  // [1 or B, H / key_group, Tk] or null
   int64_t key_batch, key_head, key_group;
+  const float* key_span;  // [1 or B, 1 or H, Tk] or null; a stride is 0 where rows or heads share them
+  int64_t key_span_batch, key_span_head;
   const int64_t *q_positions, *k_positions;  // [1 or B, T] or null; the batch stride is 0 when rows share them
   int64_t q_positions_batch, k_positions_batch;
   const int64_t *q_documents, *k_documents;
@@ -46,6 +48,7 @@ struct Call {
   float* d_distance_vec;  // like distance_vec
   float* d_key_bias;      // [B, H, Tk] contiguous
   float* d_sinks;         // [H]
+  float* d_key_span;      // [B, H, Tk] contiguous
 };
 
 // One query per batch row against a ring of keys and values per key/value head.

@@ -58,7 +58,7 @@ const Choice& chosen() {
 #define SPANFORMER_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raised whenever Call, Decode or the functions change: ops/kernel.py refuses a library of another version.
-SPANFORMER_EXPORT int spanformer_abi_version() { return 4; }
+SPANFORMER_EXPORT int spanformer_abi_version() { return 5; }
 SPANFORMER_EXPORT int spanformer_sizeof_call() { return sizeof(spanformer::Call); }
 SPANFORMER_EXPORT int spanformer_sizeof_decode() { return sizeof(spanformer::Decode); }
 SPANFORMER_EXPORT const char* spanformer_isa() { return spanformer::chosen().name; }

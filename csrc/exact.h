@@ -29,13 +29,14 @@ struct Pair {
   float score;  // log2
   long row;     // of distance_vec, −1 if it has none
   float slope;  // d score / d span, natural
+  float key_slope;  // d score / d span of the key
 };
 
 template <class T>
 static Pair exact_pair(const Scene& s, long b, long h, long i, long j) {
   const Call& c = s.c;
   const Head& head = s.heads[h];
-  Pair p{false, 0.f, -1, 0.f};
+  Pair p{false, 0.f, -1, 0.f, 0.f};
   const long d = s.positioned ? s.pair_distance(b, i, j) : i + s.offset[b] - j;
   const long key = s.positioned ? s.head_key(d) : d, entry = row_of_table(c, d);
   if (c.distance_vec && entry >= 0 && entry < c.vec_length) p.row = entry;
@@ -53,6 +54,11 @@ static Pair exact_pair(const Scene& s, long b, long h, long i, long j) {
     if (m < 1) soft = (float)std::log2(m), p.slope = (float)(1 / (m * c.ramp));
   } else if (c.span) {
     p.slope = head.slope_at(key);
+  }
+  if (const float* e = s.key_span(b, h)) {
+    const double m = ramp_at(e[j], c.ramp, s.length(d));
+    if (!(m > 0)) return p;
+    if (m < 1) soft += (float)std::log2(m), p.key_slope = (float)(1 / (m * c.ramp));
   }
   const T* q = row<T>(c.q, b, h, i);
   float dots = exact_dot(q, row<T>(c.k, b, h / (c.H / c.Hkv), j), c.D);

@@ -11,7 +11,7 @@
 namespace spanformer {
 namespace SPANFORMER_ISA {
 
-constexpr float HIDDEN = -8e37f;          // four of them (key, span, mask, table) still add up to a finite number
+constexpr float HIDDEN = -6e37f;  // five of them (key, its span, span, mask, table) still add up to a finite number
 constexpr float HIDDEN_AT_MOST = -1e37f;  // no real score is this low
 constexpr float LOG2E = 1.44269504088896340736f, LN2 = 0.69314718055994530942f;
 constexpr long PAD = PANEL + 16;  // tables may be read this far past either end
@@ -158,7 +158,8 @@ class Scene {
         for (long i = 0; i < c.Tq; i++) most = std::max(most, z[i]);
         longest_.push_back(reach_of_span(most, c.ramp));
       }
-    general = positioned || c.q_documents || c.block_offsets;
+    if (c.key_span) make_lives();
+    general = positioned || c.q_documents || c.block_offsets || c.key_span;
     if (c.block_offsets && !positioned) tile = c.block_size;
     if (general) make_tiles();
     if (sparse()) make_masks();
@@ -175,8 +176,14 @@ class Scene {
   }
   const float* vectors(long h) const { return c.distance_vec + h * c.vec_head; }
   float dynamic_span(long b, long h, long i) const { return c.span[(b * c.H + h) * c.Tq + i]; }
-  // How many distances the head's dynamic spans reach, at most.
-  long longest(long b, long h) const { return c.dynamic ? longest_[b * c.H + h] : FAR; }
+  const float* key_span(long b, long h) const {
+    return c.key_span ? c.key_span + b * c.key_span_batch + h * c.key_span_head : nullptr;
+  }
+  // How many distances the head's dynamic spans, and those of its keys, reach at most.
+  long longest(long b, long h) const {
+    const long limit = c.dynamic ? longest_[b * c.H + h] : FAR;
+    return c.key_span ? std::min(limit, lasting_[b * c.H + h]) : limit;
+  }
   long pair_distance(long b, long i, long j) const { return q_position(b, i) - k_position(b, j) - c.shift; }
   // What a span measures.
   long length(long d) const { return c.causal ? d : std::labs(d); }
@@ -196,6 +203,11 @@ class Scene {
         p.z_least = std::min(p.z_least, p.z[t]), most = std::max(most, p.z[t]);
       }
       const long limit = reach_of_span(most, c.ramp);
+      p.last = std::min(p.last, limit - 1);
+      p.first = std::max(p.first, 1 - limit);
+    }
+    if (c.key_span) {
+      const long limit = lasting_[b * c.H + h];
       p.last = std::min(p.last, limit - 1);
       p.first = std::max(p.first, 1 - limit);
     }
@@ -310,6 +322,10 @@ class Scene {
             const double m = ramp_at(p.z[t], c.ramp, length(d));
             value += m >= 1 ? 0.f : m > 0 ? (float)std::log2(m) : HIDDEN;
           }
+          if (const float* e = key_span(p.b, p.h)) {
+            const double m = ramp_at(e[j], c.ramp, length(d));
+            value += m >= 1 ? 0.f : m > 0 ? (float)std::log2(m) : HIDDEN;
+          }
         }
         if (c.q_documents && q_document(p.b, i) != k_document(p.b, j)) value = HIDDEN;
         if (c.block_offsets && positioned && !in_blocks(p.h, q_position(p.b, i), k_position(p.b, j))) value = HIDDEN;
@@ -349,6 +365,11 @@ class Scene {
   };
   std::vector<Range> positions_, documents_;  // by batch row and tile of keys
   std::vector<long> longest_;                 // by batch row and head
+  std::vector<long> lasting_;                 // the same for the spans of keys
+  struct Life {
+    double from, until;  // a query outside of this sees none of the tile's keys
+  };
+  std::vector<Life> lives_;  // by batch row, head and tile of keys
   std::vector<uint8_t> by_key_;               // the blocks' masks with keys first, [M, key, query]
   struct Line {
     int32_t lo, hi, count;  // keys [lo, hi) hold the `count` that are seen
@@ -381,6 +402,40 @@ class Scene {
     };
     if (positioned) ranges(positions_, [&](long b, long j) { return k_position(b, j); });
     if (c.q_documents) ranges(documents_, [&](long b, long j) { return k_document(b, j); });
+    if (c.key_span) make_tile_lives();
+  }
+
+  void make_lives() {
+    lasting_.assign((size_t)(c.B * c.H), 0);
+    for (long row = 0; row < c.B * c.H; row++) {
+      const float* e = key_span(row / c.H, row % c.H);
+      float most = 0;
+      for (long j = 0; j < c.Tk; j++) most = std::max(most, e[j]);
+      if (c.Tk) lasting_[row] = reach_of_span(most, c.ramp);
+    }
+  }
+
+  // To be called when the tiles are known.
+  void make_tile_lives() {
+    lives_.resize((size_t)(c.B * c.H * tiles));
+    for (long row = 0; row < c.B * c.H; row++) {
+      const float* e = key_span(row / c.H, row % c.H);
+      for (long t = 0; t < tiles; t++) {
+        Life life{std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity()};
+        for (long j = t * tile; j < std::min((long)c.Tk, (t + 1) * tile); j++) {
+          const double at = positioned ? k_position(row / c.H, j) : j, lasts = e[j] + c.ramp;
+          life.from = std::min(life.from, at - lasts), life.until = std::max(life.until, at + lasts);
+        }
+        lives_[row * tiles + t] = life;
+      }
+    }
+  }
+
+  bool expired(const Panel& p, long t) const {
+    const Life& life = lives_[(p.b * c.H + p.h) * tiles + t];
+    const long first = positioned ? p.position_lo - c.shift : p.at;
+    const long last = positioned ? p.position_hi - c.shift : p.at + p.n - 1;
+    return !(first < life.until && last > life.from);
   }
 
   void make_masks() {
@@ -405,6 +460,7 @@ class Scene {
   // How much of tile t the panel sees, and within which of its keys [lo, hi).
   int classify(const Panel& p, long t, long& lo, long& hi) const {
     int kind = WHOLLY;
+    if (c.key_span && expired(p, t)) return NOTHING;
     if (positioned) {  // distances are never all plain here: the mask carries the table
       const Range& r = positions_[p.b * tiles + t];
       const long far = p.position_hi - r.lo - c.shift, near = p.position_lo - r.hi - c.shift;

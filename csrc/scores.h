@@ -93,27 +93,39 @@ static inline void add_key_bias(const float* bias, const Tile& t) {
   }
 }
 
-// m of every lane for the key at row r of the tile (dynamic spans), unclipped.
-SPANFORMER_INLINE vf dynamic_ramp(const Scene& s, const Tile& t, long r, int v) {
+// m of every lane for the key at row r of the tile, unclipped; z: spans of the lanes, or that of the key.
+SPANFORMER_INLINE vf ramp_of(const Scene& s, const Tile& t, long r, int v, vf z) {
   vf d = lanes() + set1((float)(t.p.at + v * W - (t.ja + r)));
   d = vmax(d, -d);
   // Exactly 0 and 1 at the ends of the ramp, which times 1/ramp would not be: a gradient lives strictly between.
-  return (load(t.p.z + v * W) - d + set1((float)s.c.ramp)) / set1((float)s.c.ramp);
+  return (z - d + set1((float)s.c.ramp)) / set1((float)s.c.ramp);
+}
+SPANFORMER_INLINE vf dynamic_ramp(const Scene& s, const Tile& t, long r, int v) {
+  return ramp_of(s, t, r, v, load(t.p.z + v * W));
 }
 // Rows of the tile that no lane needs to soften are most of a long span's: all |d| ≤ the shortest span.
-SPANFORMER_INLINE bool softened(const Tile& t, long r) {
+SPANFORMER_INLINE bool softened(const Tile& t, long r, float least) {
   const long near = t.p.at - (t.ja + r), far = near + PANEL - 1;
-  return (float)std::max(std::labs(near), std::labs(far)) > t.p.z_least;
+  return !((float)std::max(std::labs(near), std::labs(far)) <= least);  // NaN needs it
+}
+SPANFORMER_INLINE void soften(const Tile& t, long r, int v, vf m) {
+  const vf soft = m >= set1(1.f) ? vf{} : vlog2(vmax(m, set1(1e-30f)));
+  float* x = t.S + r * t.ld + v * W;
+  store(x, load(x) + (m > vf{} ? soft : set1(HIDDEN)));
+}
+// What a tile of dS adds to the gradient of a span: dS · d log m / d z.
+SPANFORMER_INLINE vf on_ramp(const Scene& s, const Tile& t, long r, int v, vf m) {
+  const vf part = load(t.S + r * t.ld + v * W) / (m * set1((float)s.c.ramp));
+  return ((m > vf{}) & (m < set1(1.f))) ? part : vf{};
 }
 static inline void add_dynamic_span(const Scene& s, const Tile& t) {
+  for (long r = 0; r < t.n; r++)
+    for (int v = 0; v < VECS && softened(t, r, t.p.z_least); v++) soften(t, r, v, dynamic_ramp(s, t, r, v));
+}
+static inline void add_key_span(const Scene& s, const float* spans, const Tile& t) {
   for (long r = 0; r < t.n; r++) {
-    if (!softened(t, r)) continue;
-    for (int v = 0; v < VECS; v++) {
-      const vf m = dynamic_ramp(s, t, r, v);
-      const vf soft = m >= set1(1.f) ? vf{} : vlog2(vmax(m, set1(1e-30f)));
-      float* x = t.S + r * t.ld + v * W;
-      store(x, load(x) + (m > vf{} ? soft : set1(HIDDEN)));
-    }
+    const float e = spans[t.ja + r];
+    for (int v = 0; v < VECS && softened(t, r, e); v++) soften(t, r, v, ramp_of(s, t, r, v, set1(e)));
   }
 }
 
@@ -143,6 +155,7 @@ static inline void score(const Scene& s, const Tile& t, bool masked, const float
   if (s.c.distance_vec) add_vectors(s, t, QT, rel);
   if (const float* bias = s.key_bias(t.p.b, t.p.h)) add_key_bias(bias, t);
   if (s.c.dynamic && !s.positioned) add_dynamic_span(s, t);
+  if (s.c.key_span && !s.positioned) add_key_span(s, s.key_span(t.p.b, t.p.h), t);
   if (masked) {
     s.fill_mask(t.p, t.ja, t.n, mask);
     for (long r = 0; r < t.n; r++)

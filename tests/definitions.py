@@ -40,13 +40,20 @@ DEFINITIONS = {
     "fixed": lambda n, i, j, size, c: same(i, j, size) or j % size >= size - c,
     "image_1d": lambda n, i, j, size, m: -m <= j - i // size * size < size + m,
     "image_2d": lambda n, i, j, x, h, w, above, beside: beside_pixel(i, j, x, h, w, above, beside),
-    "longformer": lambda n, i, j, w, g: abs(i - j) <= w // 2 or i < g or j < g,
+    "longformer": lambda n, i, j, w, g, s: far(abs(i - j), w // 2 + 1, s) or i < g or j < g,
+    "sink_window": lambda n, i, j, w, s: abs(i - j) < w or j < s,
+    "sink_span": lambda n, i, j, s, z, r: (r + z - abs(i - j)) / r > 0 or j < s,
     "dot": lambda n, i, j: True,
     "general": lambda n, i, j: True,
     "bilinear": lambda n, i, j: True,
-    "blockwise": lambda n, i, j, k, s: j // -(-n // k) == (i // -(-n // k) - s) % -(-n // -(-n // k)),
+    "blockwise": lambda n, i, j, k, size, s: j // size == i // size // k * k + (i // size % k - s) % k,
 }
-CAUSAL = {"longformer": lambda n, i, j, w, g: i - j < w or i < g or j < g}
+HALVES = {
+    "strided_heads": (lambda n, i, j, size: abs(i - j) <= size, lambda n, i, j, size: (i - j) % size == 0),
+    "fixed_heads": (lambda n, i, j, size, c: same(i, j, size), lambda n, i, j, size, c: j % size >= size - c),
+}
+"""what the first half of the heads sees, and what the other"""
+CAUSAL = {"longformer": lambda n, i, j, w, g, s: far(i - j, w, s) or i < g or j < g}
 """where what is seen of the past is not what is left of both directions"""
 NUMBERS = {
     "window": [(0,), (1,), (5,), (50,)],
@@ -59,8 +66,10 @@ NUMBERS = {
     "fixed": [(4, 1), (5, 0), (5, 5), (3, 7), (64, 8)],
     "image_1d": [(1, 0), (4, 3), (5, 9), (64, 2)],
     "image_2d": [(4, 2, 2, 1, 1), (6, 3, 2, 4, 3), (6, 1, 3, 0, 2), (8, 2, 8, 3, 0), (4, 2, 1, 9, 9)],
-    "longformer": [(1, 0), (3, 2), (4, 9), (2, 50), (50, 3)],
-    "blockwise": [(1, 0), (2, 1), (3, 1), (4, 0), (4, 2), (5, 7)],
+    "longformer": [(1, 0, 1), (3, 2, 1), (4, 9, 2), (2, 50, 3), (50, 3, 1), (6, 5, 4)],
+    "sink_window": [(3, 2)],
+    "sink_span": [(2, 3, 4), (0, 1, 2)],
+    "blockwise": [(1, 50, 0), (2, 4, 1), (3, 3, 1), (4, 5, 0), (4, 2, 2), (5, 1, 7)],
     "chunked": [(4,)],
 }
 

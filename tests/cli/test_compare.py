@@ -7,14 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from spanformer.cli.compare import COMPARE, parameters, parse
+from spanformer.cli.compare import COMPARE, check_alike, parameters, parse
 from spanformer.cli.main import main
+from spanformer.cli.several import train_each
 from spanformer.model.fields import as_dict
 from spanformer.report.events import read_run
-from tiny_runs import options, values, write_text
+from tiny_runs import _words, options, values, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {"train.steps": 4, "train.eval_every": 2, "train.save_every": 2, "train.log_every": 1, "train.eval_tokens": 200}
+
+
+@pytest.fixture(autouse=True)
+def pictures_of_each_run_are_tested_elsewhere(monkeypatch):
+    monkeypatch.setattr("spanformer.report.page.run_pictures", lambda run: [])
 
 
 def toml(table: dict, above: str = "") -> str:
@@ -147,3 +153,19 @@ def test_help_teaches(capsys):
         main(["compare", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "A comparison file is a run file that also lists" in shown and "--kinds" in shown and COMPARE.parse is parse
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", sorted(ROOT.glob("runs/compare/*.toml")), ids=lambda path: path.stem)
+def test_shipped_comparisons_train(tmp_path, file):
+    """Every kind takes two steps at a reduced size."""
+    small = values(tmp_path, SHORT | {"train.steps": 2, "train.batch": 2, "model.heads": 4, "model.dim": 32})
+    for section, keep in (("model", ("dim", "layers")), ("optim", ("warmup",))):
+        small[section] = {key: small[section][key] for key in keep}
+    small["model"]["attention"] = {"max_span": 64}
+    small["out"] = str(tmp_path / "out")
+    comparison = parse("spanformer compare", [str(file), *_words(small, "")])
+    check_alike(comparison.runs)
+    train_each(comparison.runs)
+    found = [read_run(Path(run.out)) for run in comparison.runs]
+    assert len(found) > 15 and all(run.steps[-1].step == 2 and run.steps[-1].loss > 0 for run in found)

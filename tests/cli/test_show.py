@@ -10,6 +10,8 @@ import pytest
 from definitions import sees
 from spanformer.cli.main import main
 from spanformer.cli.show import facts, visible
+from spanformer.cost.mechanisms import MECHANISMS, Sizes, attention_cost
+from spanformer.model.kinds import KINDS
 
 PATTERNS = importlib.util.find_spec("spanformer.attention.pattern") is not None
 
@@ -23,7 +25,25 @@ def test_kinds_show_what_a_models_heads_see():
     found = visible("2 window:7 + 1 full", n)
     assert found.shape == (3, n, n)
     assert (found[:2] == defined("window", n, 7)).all() and (found[2] == defined("full", n)).all()
-    assert (visible("longformer:6:2", n)[0] == defined("longformer", n, 6, 2)).all()
+    assert (visible("longformer:6:2", n)[0] == defined("longformer", n, 6, 2, 1)).all()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_has_a_cost(name):
+    assert name in MECHANISMS, "add a line to cost/mechanisms.py"
+
+
+@pytest.mark.parametrize("kind", [
+    "full", "window:7", "longformer:6:2:2", "sink_window:5:2", "dilated:3:4", "strided:6", "2 strided_heads:5",
+    "fixed:6:2", "2 fixed_heads:5:2", "image_1d:8:5", "image_2d:8:2:4:2:2", "blockwise:3:4", "big_bird:4:3:1:2",
+    "chunked", "additive", "forgetting",
+])  # fmt: skip
+def test_costs_count_what_heads_see(kind):
+    n, bare = 40, kind.split()[-1]
+    if bare.split(":")[0] not in KINDS:
+        pytest.skip("no model can be made of it")
+    seen = visible(kind, n)
+    assert attention_cost(bare, Sizes(n, len(seen), 64)).pairs == seen.sum() / len(seen)
 
 
 @pytest.mark.skipif(not PATTERNS, reason="there are no patterns")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from definitions import DEFINITIONS, NUMBERS, sees
+from definitions import DEFINITIONS, HALVES, NUMBERS, sees
 from spanformer.cost.mechanisms import MECHANISMS
 
 LENGTHS = (1, 2, 7, 16, 29, 40)
@@ -25,6 +25,17 @@ def test_pairs_equal_counting(name, causal):
             assert pairs(n, causal, *numbers) == count(name, n, causal, numbers), (n, numbers)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name, numbers", [("strided_heads", (5,)), ("fixed_heads", (5, 2)), ("fixed_heads", (4, 4))])
+def test_heads_of_two_kinds_count_on_average(name, numbers, causal):
+    pairs = MECHANISMS[name].pairs
+    assert pairs is not None
+    for n in LENGTHS:
+        halves = [sum(1 for i in range(n) for j in range(n) if (j <= i or not causal) and half(n, i, j, *numbers))
+                  for half in HALVES[name]]  # fmt: skip
+        assert pairs(n, causal, *numbers) == sum(halves) / 2, n
+
+
 @pytest.mark.parametrize("name", [name for name in DEFINITIONS if name not in ("dynamic_span", "expire_span")])
 def test_a_cache_holds_what_later_tokens_still_see(name):
     """Keys that some query at n or after it sees; a window's cache also holds the newest token, whose turn is over."""
@@ -32,10 +43,8 @@ def test_a_cache_holds_what_later_tokens_still_see(name):
     assert cached is not None
     for numbers in NUMBERS.get(name, [()]):
         for n in (7, 16, 29):
-            later = range(n, 3 * n + 60)
-            whole = 3 * n + 60 if name != "blockwise" else n  # blocks of a text that has ended
-            rows = later if name != "blockwise" else range(n - 1, n)
-            seen = sum(any(sees(name, True)(whole, i, j, *numbers) for i in rows) for j in range(n))
+            whole = 3 * n + 60
+            seen = sum(any(sees(name, True)(whole, i, j, *numbers) for i in range(n, whole)) for j in range(n))
             assert seen <= min(n, cached(n, *numbers)), (n, numbers)
 
 

@@ -155,7 +155,7 @@ def test_bad_input_is_named() -> None:
         cache.attend(q, k, k, Rule(H, reach=5))
     with pytest.raises(ValueError, match="the rule keeps 2 first tokens and the cache 0"):
         cache.attend(q, k, v, Rule(H, reach=5, kept=2))
-    with pytest.raises(ValueError, match="without blocks, key_bias and documents"):
+    with pytest.raises(ValueError, match="without blocks, key_bias, key_span, forget, documents"):
         cache.attend(q, k, v, Rule(H, reach=5, key_bias=torch.zeros(1, 1, 3)))
     with pytest.raises(ValueError, match=r"reach is \[0, 4\]; expected at least 1 position"):
         HeadCache(B, [0, 4], D)

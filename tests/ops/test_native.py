@@ -13,13 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import LEARNED, TERMS, Case, check, make, run
+from cases import LEARNED, Case, check, make, run
+from cases import TERMS as PLAIN
 from spanformer import Rule, attend
 from spanformer.ops import kernel
 
 pytestmark = pytest.mark.skipif(kernel.problem() is not None, reason=f"native: {kernel.problem()}")
 
 SIZES = (1, 15, 16, 17, 63, 111, 129)
+TERMS = (*PLAIN, "key_span", "head_key_span")
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -49,6 +51,14 @@ CASES = {
     "original, dynamic": Case(tq=129, tk=129, terms=("dynamic", "distance_bias"), original=True),
     "jumpy": Case(tq=300, tk=400, terms=("jumpy", "distance_bias"), spans=(150.0,)),
     "jumpy, both ways": Case(tq=300, tk=300, terms=("jumpy", "distance_vec"), spans=(150.0,), causal=False),
+    "keys that expire": Case(tq=500, tk=600, h=4, hkv=2, terms=("key_span",), spans=(550.0,)),
+    "keys that expire, for each head": Case(
+        b=2, tq=300, tk=500, terms=("head_key_span", "span", "documents", "sinks"), spans=(450.0,), dropout=0.3
+    ),
+    "keys that expire, in patterns": Case(
+        b=2, tq=300, tk=300, terms=("key_span", "dynamic", "blocks", "distance_vec"), spans=(290.0,), causal=False
+    ),
+    "keys that expire at once": Case(tq=200, tk=200, terms=("key_span", "key_bias"), spans=(0.0,), ramp=1.0),
     "R = 1": Case(tq=63, tk=63, terms=("span",), ramp=1.0, spans=(0, 7, 7.5)),
     "reach 0 and 1": Case(tq=63, tk=63, terms=("span",), reach=(0, 1)),
     "reach": Case(tq=200, tk=300, reach=(3, 150)),
@@ -87,7 +97,12 @@ def any_case(draw) -> Case:
     group = draw(st.sampled_from((1, 2, 3)))
     hkv = draw(st.sampled_from((1, 2)))
     terms = draw(st.lists(st.sampled_from(TERMS), max_size=4, unique=True))
-    for one, other in (("span", "dynamic"), ("distance_vec", "head_vec"), ("key_bias", "padding")):
+    for one, other in (
+        ("span", "dynamic"),
+        ("distance_vec", "head_vec"),
+        ("key_bias", "padding"),
+        ("key_span", "head_key_span"),
+    ):
         if one in terms and other in terms:
             terms.remove(other)
     causal = draw(st.booleans())
@@ -259,7 +274,7 @@ def test_no_rows_or_no_keys_leave_no_gradient_unwritten(b: int, tk: int) -> None
     empty_like = torch.empty_like
     try:  # what is not written stays NaN
         torch.empty_like = lambda *args, **options: empty_like(*args, **options).fill_(torch.nan)
-        grads = run_backward(q, k, k, out, lse, out, None, terms, fixed, (True, False, False, False, False))
+        grads = run_backward(q, k, k, out, lse, out, None, terms, fixed, (True, *[False] * 5))
     finally:
         torch.empty_like = empty_like
     assert grads.span is not None and torch.equal(grads.span, torch.zeros(2)) and not grads.q.any()

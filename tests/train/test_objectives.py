@@ -108,7 +108,8 @@ def test_masks_follow_from_seed_and_place(tmp_path: Path) -> None:
         assert torch.equal(a.arguments["at"][2:], b.arguments["at"])
         assert torch.equal(a.arguments["x"][2:], b.arguments["x"])
     assert not torch.equal(first[0].arguments["at"], first[1].arguments["at"])
-    assert first[0].tokens == 4 * round(0.15 * 16) and int(first[0].arguments["x"].max()) == 256
+    assert first[0].arguments["at"].shape == (4, round(0.15 * 16)) and first[0].tokens == 4 * 16
+    assert int(first[0].arguments["x"].max()) == 256
 
 
 def test_exact_match_is_what_greedy_decoding_writes(tmp_path: Path) -> None:

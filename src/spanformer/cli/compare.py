@@ -126,11 +126,11 @@ def parameters(config: RunConfig) -> int:
     """How many numbers the run learns. Where the vocabulary is not known before the data is read, one of bytes."""
     import torch
 
-    from spanformer.model.lm import LM
+    from spanformer.model.load import MODELS
 
     model = dataclasses.replace(config.model, vocab=config.model.vocab or 256)
     with torch.random.fork_rng(devices=[]):
-        return sum(p.numel() for p in LM(model).parameters())
+        return sum(p.numel() for p in MODELS[model.kind](model).parameters())
 
 
 def _product(config: CompareConfig, out: Path) -> list[RunConfig]:

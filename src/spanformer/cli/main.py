@@ -26,7 +26,7 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command("spanformer.cli.train", "TRAIN", "train a language model from a run file"),
+    "train": Command("spanformer.cli.train", "TRAIN", "train a model from a run file"),
     "eval": Command("spanformer.cli.eval", "EVAL", "bits per character or perplexity of a text"),
     "generate": Command("spanformer.cli.generate", "GENERATE", "what a model writes after a prompt"),
     "score": Command("spanformer.cli.score", "SCORE", "bits per character of any file, token by token"),

@@ -75,8 +75,8 @@ class Mechanism:
     """of the keys a query sees far from the edges, or of what else is counted"""
     numbers: dict[str, int]
     """what it takes, with what is meant when it is not given"""
-    pairs: Callable[..., int] | None
-    """(n, causal, …): pairs of one head; None: it has none"""
+    pairs: Callable[..., float] | None
+    """(n, causal, …): pairs of one head, on average where heads differ; None: it has none"""
     cached: Callable[..., int] | None
     """(n, …): keys that a later query can still see; None: it reads a text whole, and decodes nothing"""
     _: KW_ONLY
@@ -102,6 +102,9 @@ def _every(n: int, *_numbers: int) -> int:
     return n
 
 
+SINKS = Mechanism(
+    "the last w tokens, and the first s", "w + s", {"w": 256, "s": 4}, pairs.sinks, lambda n, w, s: w + s, absent="s"
+)
 MECHANISMS: dict[str, Mechanism] = {
     "full": Mechanism("every earlier token", "n", {}, pairs.full, _every),
     "window": Mechanism("the last w tokens", "w", {"w": 256}, pairs.window, lambda n, w: w),
@@ -116,18 +119,27 @@ MECHANISMS: dict[str, Mechanism] = {
         "a token is seen for e more, on average, and a ramp R", "e + R", {"e": 256, "R": 32}, _learned,
         lambda n, e, ramp: e + ramp, absent="e"),
     "forgetting": Mechanism("every earlier token, fading by the gates between", "n", {}, pairs.full, _every),
-    "sinks": Mechanism(
-        "the last w tokens, and the first s", "w + s", {"w": 256, "s": 4}, pairs.sinks, lambda n, w, s: w + s,
-        absent="s"),
+    "sinks": SINKS,
+    "sink_window": SINKS,
+    "sink_span": Mechanism(
+        "spans learned by head, z on average and a ramp R, and the first s tokens", "z + R + s",
+        {"s": 4, "z": 256, "R": 32}, lambda n, causal, s, z, ramp: pairs.sinks(n, causal, z + ramp, s),
+        lambda n, s, z, ramp: s + z + ramp, absent="sz"),
     "dilated": Mechanism(
         "w tokens, s apart", "w", {"w": 256, "s": 4}, pairs.dilated, lambda n, w, s: (w - 1) * s + 1),
     "strided": Mechanism("the last l tokens, and every l-th before", "l + n/l", {"l": 64}, pairs.strided, _every),
     "fixed": Mechanism(
         "a block of l, and the last c of every block before", "l/2 + c·n/2l", {"l": 64, "c": 8}, pairs.fixed,
         lambda n, size, c: size + (n - 1) // size * min(c, size), absent="c"),
+    "strided_heads": Mechanism(
+        "the last l tokens in half of the heads, every l-th in the others", "(l + n/l) / 2", {"l": 64},
+        pairs.strided_heads, _every),
+    "fixed_heads": Mechanism(
+        "a block of l in half of the heads, the last c of every block in the others", "(l/2 + c·n/2l) / 2",
+        {"l": 64, "c": 8}, pairs.fixed_heads, _every),
     "blockwise": Mechanism(
-        "one of k blocks, by a permutation (here: the s-th before)", "n/k", {"k": 4, "s": 0}, pairs.blockwise,
-        lambda n, k, s: -(-n // k) * (s + 1), absent="s"),
+        "one of k blocks of l, by a permutation (here: the s-th before)", "l", {"k": 4, "l": 64, "s": 0},
+        pairs.blockwise, lambda n, k, size, s: size * (s + 1), absent="s"),
     "image_1d": Mechanism(
         "a block of l, and m tokens before it", "l/2 + m", {"l": 256, "m": 256}, pairs.image_1d,
         lambda n, size, m: size + m, absent="m"),
@@ -136,8 +148,8 @@ MECHANISMS: dict[str, Mechanism] = {
         {"x": 64, "h": 8, "w": 8, "a": 8, "c": 8}, pairs.image_2d,
         lambda n, x, h, w, a, c: (-(-a // h) * (x // w) + -(-c // w) + 1) * h * w, absent="ac"),
     "longformer": Mechanism(
-        "the last w tokens, and g global ones", "w + g", {"w": 256, "g": 16}, pairs.longformer,
-        lambda n, w, g: w + g, absent="g"),
+        "the last w tokens, s apart, and g global ones", "w + g", {"w": 256, "g": 16, "s": 1}, pairs.longformer,
+        lambda n, w, g, s: (w - 1) * s + 1 + g, absent="g"),
     "big_bird": Mechanism(
         "blocks of b: k near, the first g, r at random", "(k + g + r)·b", {"b": 64, "k": 3, "g": 2, "r": 3},
         pairs.big_bird, _every, absent="gr"),
@@ -174,7 +186,7 @@ class AttentionCost:
 
     kind: str
     about: str
-    pairs: int | None
+    pairs: float | None
     """of one head and one text"""
     keys: float | None
     """a query sees on average"""
@@ -223,15 +235,16 @@ def attention_cost(kind: str, sizes: Sizes) -> AttentionCost:
     held = seen if mechanism.stored is None else mechanism.stored(n, d, *numbers)
     assert held is not None
     every, b = sizes.batch * sizes.heads, sizes.item
+    total = int(every * flops)
     inputs = b * sizes.batch * n * d * (sizes.heads + 2 * sizes.groups)
     return AttentionCost(
         kind=":".join([kind.split(":")[0], *map(str, numbers)]),
         about=mechanism.about,
         pairs=seen,
         keys=None if seen is None else seen / n,
-        flops=every * flops,
-        flops_backward=int(every * flops * BACKWARD),
-        weight_bytes=b * every * held,
+        flops=total,
+        flops_backward=int(total * BACKWARD),
+        weight_bytes=int(b * every * held),
         activation_bytes=inputs + b * every * n * d + sizes.kept_bytes,
         dense_activation_bytes=inputs + sizes.dense_bytes,
         cache_bytes=_cache(mechanism, numbers, sizes),

@@ -41,20 +41,34 @@ def fixed(n: int, causal: bool, block: int, c: int) -> int:
     return total
 
 
+def strided_heads(n: int, causal: bool, stride: int) -> float:
+    """|d| ≤ l in half of the heads, and multiples of l in the other half"""
+    return (window(n, causal, stride + 1) + _distances(n, causal, range(0, n, stride))) / 2
+
+
+def fixed_heads(n: int, causal: bool, block: int, c: int) -> float:
+    """the query's own block in half of the heads, and the last c positions of every block in the other half"""
+    own, c, ends = image_1d(n, causal, block, 0), min(c, block), 0
+    for start, size in _blocks(n, block):  # the j-th of the last is seen by those no earlier than it, or by all
+        last = range(start + block - c, min(start + block, start + size))
+        ends += sum(n - j if causal else n for j in last)
+    return (own + ends) / 2
+
+
 def sinks(n: int, causal: bool, w: int, kept: int) -> int:
     """|d| < w, and the first `kept` tokens"""
-    return window(n, causal, w) + _front(n, causal, w, kept)
+    return window(n, causal, w) + _front(n, causal, w, 1, kept)
 
 
-def longformer(n: int, causal: bool, w: int, g: int) -> int:
-    """the last w tokens, or w/2 to either side, and g global tokens at the front, which see everything and are seen by
-    all"""
-    side = w if causal else w // 2 + 1
-    front = _front(n, causal, side, g)
+def longformer(n: int, causal: bool, w: int, g: int, s: int) -> int:
+    """w tokens back, or w/2 to either side, s apart; and g global tokens at the front, which see everything and are
+    seen by all"""
+    side, g = (w if causal else w // 2 + 1), min(g, n)
+    front = _front(n, causal, side, s, g)
     if causal:
-        return window(n, True, side) + front
-    twice = 2 * sum(max(0, min(g, n) - j - side) for j in range(min(g, n)))  # both of them global, beyond the window
-    return window(n, False, side) + 2 * front - twice
+        return dilated(n, True, side, s) + front
+    twice = g * g - dilated(g, False, side, s)  # both of them global, beyond the window
+    return dilated(n, False, side, s) + 2 * front - twice
 
 
 def etc(n: int, causal: bool, radius: int, g: int) -> int:
@@ -82,16 +96,15 @@ def big_bird(n: int, causal: bool, block: int, near: int, g: int, drawn: int) ->
     return total
 
 
-def blockwise(n: int, causal: bool, blocks: int, shift: int) -> int:
-    """the text in so many blocks; queries of block i see block π(i) = i − shift, counted around the end"""
-    size = -(-n // blocks)
-    sizes = [s for _, s in _blocks(n, size)]
+def blockwise(n: int, causal: bool, blocks: int, size: int, shift: int) -> int:
+    """blocks of l, so many of them together: queries of one see the one `shift` before it, counted around the end"""
+    sizes = [tokens for _, tokens in _blocks(n, size)]
     total = 0
     for row, queries in enumerate(sizes):
-        column = (row - shift) % len(sizes)
-        if causal and column >= row:
-            total += full(queries, True) if column == row else 0
-        else:
+        column = row // blocks * blocks + (row % blocks - shift) % blocks
+        if column == row:
+            total += full(queries, causal)
+        elif column < len(sizes) and (column < row or not causal):
             total += queries * sizes[column]
     return total
 
@@ -131,10 +144,11 @@ def _distances(n: int, causal: bool, distances: range) -> int:
     return total if causal else 2 * total - (n if len(distances) and distances[0] == 0 else 0)
 
 
-def _front(n: int, causal: bool, w: int, g: int) -> int:
-    """Pairs of the first g keys that no window of w sees."""
-    behind = sum(max(0, n - j - w) for j in range(min(g, n)))
-    return behind if causal else behind + sum(max(0, j - w + 1) for j in range(min(g, n)))
+def _front(n: int, causal: bool, w: int, s: int, g: int) -> int:
+    """Pairs of the first g keys that no window of w, s apart, sees."""
+    keys = range(min(g, n))
+    behind = sum(n - j - min(w, (n - 1 - j) // s + 1) for j in keys)
+    return behind if causal else behind + sum(j - min(w - 1, j // s) for j in keys)
 
 
 def _blocks(n: int, size: int) -> list[tuple[int, int]]:

@@ -153,7 +153,7 @@ def _longformer(config: ModelConfig, part: HeadKind) -> Attention:
     most = part.numbers["globals"] or 0
     return Longformer(
         part.heads * config.head_dim, part.heads, window, positions=range(most), most=most, dilation=dilation,
-        farthest=max(config.attention.max_span, window * dilation) if config.causal else None,  # memory has an end
+        farthest=max(config.attention.max_span, window * dilation),
         causal=config.causal, kv_heads=part.heads * config.groups // config.heads,
     )  # fmt: skip
 
@@ -167,7 +167,6 @@ MAKERS: dict[str, Callable[[ModelConfig, HeadKind], Attention]] = {
     "dynamic_span": _dynamic_span,
     "window": _window,
     "full": _full,
-    **SPARSE_MAKERS,
     "expire_span": _expire_span,
     "forgetting": _forgetting,
     "sink_window": _sink_window,
@@ -177,6 +176,7 @@ MAKERS: dict[str, Callable[[ModelConfig, HeadKind], Attention]] = {
     "bilinear": lambda config, part: Bilinear(_full(config, part), config.head_dim),
     "additive": lambda config, part: Additive(_full(config, part), config.head_dim),
     "chunked": lambda config, part: Chunked(_full(config, part)),
+    **SPARSE_MAKERS,
     "longformer": _longformer,
 }
 """one for each of kinds.KINDS, and for patterns"""

@@ -64,8 +64,13 @@ class SelfAttention(nn.Module):
         added = position.rule(view, length)
 
         def rule_for(need: int) -> Rule:
-            own = self.mechanism.rule(self._stretch(view, past, need)) if rule is None else rule
-            return own if added is None else own + added
+            if rule is not None:
+                return rule if added is None else rule + added
+            own = self.mechanism.rule(self._stretch(view, past, need))
+            if added is None or not own.causal:
+                return own if added is None else own + added
+            # a pattern need not say how far it reaches, and tables go no further than that
+            return own + Rule(self.heads, causal=False, reach=[n + 1 for n in lookback]) + added
 
         if len(groups) == 1:
             ruled = rule_for(groups[0][1])

@@ -47,14 +47,15 @@ def attention_maps(lm: LM, ids: Tensor) -> list[Tensor]:
 
 
 class _OneHot(nn.Module):
-    """In the place of a mechanism's own projection of values: the token's place, for each key/value head."""
+    """In the place of a mechanism's own projection of values: the token's place among `keys`, for each key/value head.
+    A mechanism may project the first ones only."""
 
-    def __init__(self, kv_heads: int) -> None:
+    def __init__(self, kv_heads: int, keys: int) -> None:
         super().__init__()
-        self.kv_heads = kv_heads
+        self.kv_heads, self.keys = kv_heads, keys
 
     def forward(self, x: Tensor) -> Tensor:
-        places = torch.eye(x.shape[1], dtype=x.dtype, device=x.device)
+        places = torch.eye(x.shape[1], self.keys, dtype=x.dtype, device=x.device)
         return places.repeat(1, self.kv_heads).expand(x.shape[0], -1, -1)
 
 
@@ -85,7 +86,7 @@ class _Watch:
             own = [part for part in self.mechanism.modules() if isinstance(getattr(part, "value", None), nn.Linear)]
             values = [part.value for part in own]
             for part in own:  # values that a mechanism makes itself, as Longformer does for its global tokens
-                part.value = _OneHot(self.attention.kv_heads)
+                part.value = _OneHot(self.attention.kv_heads, k.shape[2])
             try:
                 weights = mix(q, k, one_hot, plain, view)
             finally:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from spanformer.ops.rule import Rule
 
-ABI = 4
+ABI = 5
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 MAX_HEAD_SIZE = 256
-CALL = struct.Struct("=12q3d68q")
+CALL = struct.Struct("=12q3d72q")
 DECODE = struct.Struct("=28q2d23q")
 STEP = struct.Struct("=19q")  # the fields of a `Decode` that change from token to token, its first
 
@@ -108,10 +108,11 @@ class Terms(NamedTuple):
     distance_vec: Tensor | None  # [1 or H, L, D]
     key_bias: Tensor | None  # [1 or B, 1 or Hkv or H, Tk]
     sinks: Tensor | None  # [H]
+    key_span: Tensor | None = None  # [1 or B, 1 or H, Tk]
 
 
 _NO_ROWS = (0, 0, 0, 0)
-_NO_GRADIENTS = (*_NO_ROWS, *_NO_ROWS, *_NO_ROWS, *_NO_ROWS, 0, 0, 0, 0, 0, 0)
+_NO_GRADIENTS = (*_NO_ROWS, *_NO_ROWS, *_NO_ROWS, *_NO_ROWS, 0, 0, 0, 0, 0, 0, 0)
 
 
 def pack_call(
@@ -126,7 +127,7 @@ def pack_call(
 
 def _rule(h: int, terms: Terms, fixed: Fixed) -> tuple[int, ...]:
     """From `reach` to `seed`."""
-    span, bias, vec, key, sinks = terms
+    span, bias, vec, key, sinks, lives = terms
     return (
         _ptr(fixed.reach),
         _ptr(span), span is not None and span.ndim == 3,
@@ -134,6 +135,8 @@ def _rule(h: int, terms: Terms, fixed: Fixed) -> tuple[int, ...]:
         *_vectors(vec),
         *((key.data_ptr(), key.stride(0) if key.shape[0] > 1 else 0, key.stride(1), h // key.shape[1])
           if key is not None else (0, 0, 0, 1)),
+        *((lives.data_ptr(), *(lives.stride(n) if lives.shape[n] > 1 else 0 for n in (0, 1)))
+          if lives is not None else (0, 0, 0)),
         *_pair(fixed.q_positions, fixed.k_positions),
         *_pair(fixed.q_documents, fixed.k_documents),
         _ptr(sinks),
@@ -190,7 +193,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, fixed: Fixed) -> 
 
 
 class Gradients(NamedTuple):
-    """In the kernel's form; key_bias is [B, H, Tk] whatever the term's own shape."""
+    """In the kernel's form; key_bias and key_span are [B, H, Tk] whatever the term's own shape."""
 
     q: Tensor
     k: Tensor
@@ -200,24 +203,25 @@ class Gradients(NamedTuple):
     distance_vec: Tensor | None
     key_bias: Tensor | None
     sinks: Tensor | None
+    key_span: Tensor | None
 
 
 def run_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, g_out: Tensor, g_lse: Tensor | None,
-    terms: Terms, fixed: Fixed, wanted: tuple[bool, bool, bool, bool, bool],
+    terms: Terms, fixed: Fixed, wanted: tuple[bool, ...],
 ) -> Gradients:  # fmt: skip
     """wanted: which of the learned terms need a gradient, in the order of `Terms`."""
     b, h, tk = *q.shape[:2], k.shape[2]
     dq = torch.empty_like(q, dtype=torch.float32)  # several segments add to a row of it: float32 until it is done
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     made = [torch.empty_like(t) if t is not None and want else None for t, want in zip(terms, wanted, strict=True)]
-    if made[3] is not None:
-        made[3] = torch.empty((b, h, tk), dtype=torch.float32)
-    span, bias, vec, key, sinks = made
-    pointers = (_ptr(g_lse), _ptr(span), _ptr(bias), _ptr(vec), _ptr(key), _ptr(sinks))
+    for n in (3, 5):  # key_bias and key_span
+        if made[n] is not None:
+            made[n] = torch.empty((b, h, tk), dtype=torch.float32)
+    pointers = (_ptr(g_lse), *map(_ptr, made))
     gradients = (*rows(g_out), *rows(dq), *rows(dk), *rows(dv), *pointers)
     library().backward(pack_call(q, k, v, out, lse, terms, fixed, gradients))
-    return Gradients(dq if q.dtype == torch.float32 else dq.to(q.dtype), dk, dv, span, bias, vec, key, sinks)
+    return Gradients(dq if q.dtype == torch.float32 else dq.to(q.dtype), dk, dv, *made)
 
 
 def run_kinks(
@@ -229,7 +233,7 @@ def run_kinks(
     fixed = Fixed(1 / math.sqrt(q.shape[3]), ramp, 0.0, True, 1, 0, reach, None, *none, 0, *none)
     terms = Terms(as_float(span), as_float(bias), as_float(vec), None, None)
     found = torch.empty(q.shape[1], dtype=torch.float32)
-    gradients = (*rows(g_out), *_NO_ROWS, *_NO_ROWS, *_NO_ROWS, _ptr(g_lse), _ptr(found), 0, 0, 0, 0)
+    gradients = (*rows(g_out), *_NO_ROWS, *_NO_ROWS, *_NO_ROWS, _ptr(g_lse), _ptr(found), 0, 0, 0, 0, 0)
     library().kinks(pack_call(q, k, v, out, lse, terms, fixed, gradients))
     return found
 

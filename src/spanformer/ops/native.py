@@ -33,11 +33,12 @@ def attend_native(call: Call) -> Attended:
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+COUNT = 3 + len(Terms._fields)  # inputs with gradients: q, k, v and the learned terms
 
 
 def _learned(call: Call) -> Terms:
     r = call.rule
-    return Terms(r.span, r.distance_bias, r.distance_vec, r.key_bias, r.sinks)
+    return Terms(r.span, r.distance_bias, r.distance_vec, r.key_bias, r.sinks, r.key_span)
 
 
 def _fixed(call: Call) -> Fixed:
@@ -53,21 +54,22 @@ def _fixed(call: Call) -> Fixed:
 
 
 def _forward(inputs, fixed: Fixed) -> tuple[Tensor, Tensor]:
-    """inputs: q, k, v and the five learned terms, in the order of `Terms`."""
+    """inputs: q, k, v and the six learned terms, in the order of `Terms`."""
     q, k, v, *learned = inputs
     terms = Terms(*map(as_float, learned))
     return run_forward(_dense(q), _dense(k), _dense(v), terms, _rows(fixed))
 
 
 def _backward(g_out, g_lse, out, lse, inputs, fixed: Fixed, wanted) -> list[Tensor | None]:
-    """Gradients of the eight inputs, each in its own shape and dtype; None where not wanted."""
+    """Gradients of the nine inputs, each in its own shape and dtype; None where not wanted."""
     q, k, v, *learned = inputs
     terms = Terms(*map(as_float, learned))
     g_out = torch.zeros_like(out) if g_out is None else _dense(g_out)
     g_lse = None if g_lse is None else g_lse.contiguous()
     grads = list(run_backward(_dense(q), _dense(k), _dense(v), out, lse, g_out, g_lse, terms, _rows(fixed), wanted[3:]))
-    if grads[6] is not None:
-        grads[6] = _fold_key_bias(grads[6], learned[3])
+    for n in (3, 5):  # key_bias and key_span
+        if (grad := grads[3 + n]) is not None:
+            grads[3 + n] = _fold_by_key(grad, learned[n])
     pairs = zip(grads, inputs, wanted, strict=True)
     return [g if g is None or not want or g.dtype == t.dtype else g.to(t.dtype) for g, t, want in pairs]
 
@@ -86,12 +88,14 @@ class _Attend(torch.autograd.Function):
     def backward(ctx, g_out, g_lse):
         refuse_second_derivative("native")
         *inputs, out, lse = ctx.saved_tensors
-        return *_backward(g_out, g_lse, out, lse, inputs, ctx.fixed, ctx.needs_input_grad[:8]), None
+        return *_backward(g_out, g_lse, out, lse, inputs, ctx.fixed, ctx.needs_input_grad[:COUNT]), None
 
 
 # ---- the torch operator
 
-_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? span, Tensor? bias, Tensor? vec, Tensor? key, Tensor? sinks"
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? span, Tensor? bias, Tensor? vec, Tensor? key, Tensor? sinks, Tensor? life"
+)
 _FIXED = (
     "float scale, float ramp, float dropout, bool causal, int shift, int ahead, Tensor? reach, Tensor? seed, "
     "Tensor? q_positions, Tensor? k_positions, Tensor? q_documents, Tensor? k_documents, "
@@ -106,7 +110,7 @@ torch.library.define(
 
 @torch.library.impl("spanformer::attend", "cpu")
 def _attend_cpu(*args):
-    return _forward(args[:8], Fixed(*args[8:]))
+    return _forward(args[:COUNT], Fixed(*args[COUNT:]))
 
 
 @torch.library.register_fake("spanformer::attend")
@@ -120,7 +124,7 @@ def _attend_fake(q, k, v, *_rest):
 @torch.library.impl("spanformer::attend_backward", "cpu")
 def _attend_backward_cpu(g_out, g_lse, out, lse, *args):
     *rest, wanted = args
-    grads = _backward(g_out, g_lse, out, lse, rest[:8], Fixed(*rest[8:]), wanted)
+    grads = _backward(g_out, g_lse, out, lse, rest[:COUNT], Fixed(*rest[COUNT:]), wanted)
     # an operator cannot return None: what is not wanted is an empty tensor
     return [g.contiguous() if g is not None else out.new_empty(0) for g in grads]
 
@@ -128,21 +132,21 @@ def _attend_backward_cpu(g_out, g_lse, out, lse, *args):
 @torch.library.register_fake("spanformer::attend_backward")
 def _attend_backward_fake(g_out, g_lse, out, lse, *args):
     *rest, wanted = args
-    pairs = zip(rest[:8], wanted, strict=True)
+    pairs = zip(rest[:COUNT], wanted, strict=True)
     return [t.new_empty(t.shape) if t is not None and want else out.new_empty(0) for t, want in pairs]
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:8], *output, *(t for t in inputs[8:] if isinstance(t, Tensor)))
-    ctx.fixed = [None if isinstance(t, Tensor) else t for t in inputs[8:]]
-    ctx.are_tensors = [isinstance(t, Tensor) for t in inputs[8:]]
+    ctx.save_for_backward(*inputs[:COUNT], *output, *(t for t in inputs[COUNT:] if isinstance(t, Tensor)))
+    ctx.fixed = [None if isinstance(t, Tensor) else t for t in inputs[COUNT:]]
+    ctx.are_tensors = [isinstance(t, Tensor) for t in inputs[COUNT:]]
 
 
 def _operator_backward(ctx, g_out, g_lse):
     saved = ctx.saved_tensors
-    inputs, (out, lse), tensors = saved[:8], saved[8:10], iter(saved[10:])
+    inputs, (out, lse), tensors = saved[:COUNT], saved[COUNT : COUNT + 2], iter(saved[COUNT + 2 :])
     fixed = [next(tensors) if is_tensor else t for t, is_tensor in zip(ctx.fixed, ctx.are_tensors, strict=True)]
-    wanted = [bool(want) and t is not None for want, t in zip(ctx.needs_input_grad[:8], inputs, strict=True)]
+    wanted = [bool(want) and t is not None for want, t in zip(ctx.needs_input_grad[:COUNT], inputs, strict=True)]
     g_out = torch.zeros_like(out) if g_out is None else g_out
     g_lse = torch.zeros_like(lse) if g_lse is None else g_lse
     grads = torch.ops.spanformer.attend_backward(g_out, g_lse, out, lse, *inputs, *fixed, wanted)
@@ -168,14 +172,14 @@ def _rows(fixed: Fixed) -> Fixed:
     return fixed._replace(**{n: t.contiguous() for n in ids if (t := getattr(fixed, n)) is not None})
 
 
-def _fold_key_bias(grad: Tensor, term: Tensor) -> Tensor:
+def _fold_by_key(grad: Tensor, term: Tensor) -> Tensor:
     """[B, H, Tk] summed over what the term shares."""
     b, h, tk = grad.shape
     grad = grad.view(b, term.shape[1], h // term.shape[1], tk).sum(2)
     return grad.sum(0, keepdim=True) if term.shape[0] == 1 else grad
 
 
-_unserved = unserved_terms("the native kernel", "ahead")
+_unserved = unserved_terms("the native kernel", "ahead", "key_span")
 
 
 def _refuses(call: Call) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from spanformer.ops import kept
+from spanformer.ops import kept, lives
 from spanformer.ops.call import Attended, Call, make_call
 from spanformer.ops.fold import attend_folded
 from spanformer.ops.forget import with_forget, without_forget
@@ -27,6 +27,8 @@ def attend_parts(call: Call, run: Callable[[Call], Attended]) -> Attended:
         return merge([attend_parts(part, run) for part in kept.split(call)])
     if rule.stride != 1 or rule.skip != 0:
         return attend_folded(call, run)
+    if rule.key_span is not None and (both := lives.split(call)) is not None:
+        return merge([run(part) for part in both])
     return run(call)
 
 

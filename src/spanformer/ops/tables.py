@@ -58,12 +58,8 @@ def shared_ahead(a: Rule, b: Rule) -> int:
     signed = [rule.ahead for rule in (a, b) if any(getattr(rule, name) is not None for name in TABLES)]
     if not any(signed):
         return 0
-    known = [
-        rule.ahead or table.shape[1] - 1
-        for rule in (a, b)
-        for name in ENDING
-        if (table := getattr(rule, name)) is not None
-    ]
+    tables = [(rule, getattr(rule, name)) for rule in (a, b) for name in ENDING]
+    known = [rule.ahead or table.shape[1] - 1 for rule, table in tables if table is not None]
     if not min(known, default=1):
         raise ValueError(
             "a table of one entry, for distance 0 alone, cannot be added to a rule that looks ahead; make it longer"

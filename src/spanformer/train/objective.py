@@ -79,7 +79,7 @@ class Masked:
         seeds = [(t.seed, lanes.epoch, lanes.position, lane) for lane in lanes.rows]
         hidden = mask_tokens(batch.x, t.masked, vocab=self.vocab, mask=self.config.model.vocab - 1, seeds=seeds)
         x, at, y = (torch.from_numpy(a) for a in (hidden.x, hidden.at, hidden.y))
-        return Drawn({"x": x, "at": at, "targets": y}, t.batch * at.shape[1])
+        return Drawn({"x": x, "at": at, "targets": y}, t.batch * t.block)
 
     def evaluate(self, model: Layered) -> Score:
         assert isinstance(model, Encoder)

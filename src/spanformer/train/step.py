@@ -22,7 +22,7 @@ class Drawn(NamedTuple):
     arguments: dict[str, Tensor]
     """of the model's forward, by name, each with B rows; `targets` among them"""
     tokens: int
-    """that are predicted, in all processes together"""
+    """read in all processes together; of pairs, those of the targets"""
     counted: Tensor | None = None
     """[B, T] bool, False where a target is padding; None: all count"""
     reset: bool = True
