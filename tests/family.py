@@ -54,10 +54,14 @@ def around_in_image(i: int, j: int) -> bool:
     return top - 1 <= line < top + 2 and left - 2 <= column < left + 3 + 2
 
 
-def drawn(m, head: int) -> Tensor:
+def big_bird(random: list[list[list[bool]]]) -> Tensor:
+    return by_head(lambda h, i, j: i - j < SPAN and (abs(i // 4 - j // 4) <= 1 or min(i, j) < 4 or random[h][i][j]))
+
+
+def drawn(m, head: int) -> list[list[bool]]:
     """The random part, whatever was drawn; that the draws are right is tested beside them."""
     at, random = torch.arange(T), m.patterns[head].parts[-1]
-    return random.visible(at[:, None], at[None], causal=True, length=T)
+    return random.visible(at[:, None], at[None], causal=True, length=T).tolist()
 
 
 def kept_and(inner: Tensor, kept: int) -> Tensor:
@@ -110,9 +114,7 @@ MECHANISMS = {
     "blockwise:3:4": lambda m, x: by_head(
         lambda h, i, j: i // 12 == j // 12 and j // 4 % 3 == (i // 4 % 3 - (0, 0, 1, 2)[h]) % 3
     ),
-    "big_bird:4:3:1:1": lambda m, x: by_head(
-        lambda h, i, j: i - j < SPAN and (abs(i // 4 - j // 4) <= 1 or j < 4 or i < 4 or bool(drawn(m, h)[i, j]))
-    ),
+    "big_bird:4:3:1:1": lambda m, x: big_bird([drawn(m, h) for h in range(4)]),
     "Window(4) | Global([0, 9])": lambda m, x: seen(
         lambda i, j: i - j < SPAN and (i - j < 4 or i in (0, 9) or j in (0, 9))
     ),
