@@ -26,6 +26,7 @@ from torch import Tensor
 from spanformer.attention import ATTENTIONS, Attention, View
 from spanformer.attention.pattern import parse
 from spanformer.cli.show import facts, seen_in
+from spanformer.cost.malloc import keep_freed_memory
 from spanformer.cost.mechanisms import MECHANISMS
 from spanformer.cost.positions import POSITION_COSTS
 from spanformer.model.build import make_position
@@ -93,10 +94,11 @@ def told(module_of: type) -> tuple[str, str]:
     module = inspect.getmodule(module_of)
     text = inspect.cleandoc((module.__doc__ if module else "") or "")
     paragraphs = re.split(r"\n\s*\n", text)
-    title = " ".join(paragraphs[0].split())
     formulas = [p for p in paragraphs if all(line.startswith("  ") for line in p.split("\n"))]
     if not formulas and len(paragraphs) > 1 and re.search(r"[=∝∈]", paragraphs[1].split("\n")[0]):
         formulas = [paragraphs[1]]
+    before = paragraphs[: paragraphs.index(formulas[0])] if formulas else paragraphs[:1]
+    title = " ".join(" ".join(before).split())
     return title, "\n".join(textwrap.dedent(formula) for formula in formulas)
 
 
@@ -243,6 +245,7 @@ def main(arguments: list[str]) -> None:
         if unknown := set(names) - set(ATTENTIONS) - set(POSITIONS):
             raise SystemExit(f"there is no {' and no '.join(sorted(unknown))}; expected names of the gallery")
         torch.set_num_threads(2)
+        keep_freed_memory(True)
         before = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
         RESULTS.write_text(json.dumps(measure(names, before), indent=1) + "\n", encoding="utf-8")
         return
