@@ -98,7 +98,7 @@ def speed(rounds: int) -> list[dict]:
             "ours": functools.partial(work.step, run),
             "dense": functools.partial(work.step, dense),
         }
-        timings = round_robin(calls, repeats=rounds, warm_up=1, shortest=0.2, patience=Patience(20.0))
+        timings = round_robin(calls, repeats=rounds, warm_up=1, shortest=0.2, patience=Patience(2.0))
         ratio = timings["ours"].times_as_fast_as(timings["dense"])
         rows.append({
             "name": name, "pattern": text, "causal": causal, "density": round(float(mask.float().mean()), 5),
@@ -121,7 +121,7 @@ def flat(rounds: int) -> list[dict]:
             rule = parse(text).rule(HEADS, length, causal=causal)
             calls[str(length)] = functools.partial(work.step, ours(rule))
             pairs[length] = _pairs(parse(text), length, causal)
-        timings = round_robin(calls, repeats=rounds, shortest=0.2, patience=Patience(20.0))
+        timings = round_robin(calls, repeats=rounds, shortest=0.2, patience=Patience(2.0))
         done = min(len(t.samples) for t in timings.values())
         per_token = [[timings[str(n)].samples[r] / n for n in LENGTHS] for r in range(done)]
         relative = [[time / statistics.mean(row) for time in row] for row in per_token]
@@ -148,7 +148,7 @@ def local(rounds: int) -> list[dict]:
             "ours": functools.partial(work.step, run),
             "peer": functools.partial(work.step, peer),
         }
-        timings = round_robin(calls, repeats=rounds, shortest=0.2, patience=Patience(20.0))
+        timings = round_robin(calls, repeats=rounds, shortest=0.2, patience=Patience(2.0))
         ratio = timings["ours"].times_as_fast_as(timings["peer"])
         rows.append({
             "window": window, "ms": _ms(timings["ours"]), "local_attention_ms": _ms(timings["peer"]),
