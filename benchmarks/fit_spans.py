@@ -104,7 +104,7 @@ class Bench:
             table["full"] = run.measure(None, "full", _tell)
             self.keep(key, table)
         shape = (len(run.layers), run.layers[0].groups)
-        for divisor in DIVISORS:
+        for divisor in self.options.divisors:
             budget = Budget(1 / divisor, CONTEXT, SINKS)
             sets = {"uniform": uniform(*shape, budget)}
             if divisor < 6:
@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results"))
     parser.add_argument("--cache", type=Path, default=Path("out/fit-bench"))
     parser.add_argument("--only", nargs="*", default=PIECES)
+    parser.add_argument("--divisors", nargs="*", type=int, default=DIVISORS, help="what measure: pieces measure")
     parser.add_argument("--again", action="store_true", help="also the pieces that are there")
     parser.add_argument("--survey", type=int, default=FitPlan.survey)
     parser.add_argument("--steps", type=int, default=FitPlan.steps)
@@ -192,7 +193,6 @@ def main() -> None:
     parser.add_argument("--lora-lr", type=float, default=1e-3)
     parser.add_argument("--tasks", type=int, default=4)
     options = parser.parse_args()
-    torch.set_num_threads(2)
     bench = Bench(options)
     print(json.dumps(asdict(FitPlan())), flush=True)
     for piece in options.only:

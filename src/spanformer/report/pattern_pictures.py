@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,10 @@ def pattern_picture(name: str, seen: Mapping[str, np.ndarray], sentence: str, *,
     columns = min(COLUMNS, len(seen))
     lines = -(-len(seen) // columns)
     side = 4.4 if columns == 1 else 3.1
-    figure, axes = subplots(lines, columns, width=max(5.2, 0.5 + side * columns), height=1.05 + (side + 0.25) * lines)
+    width = max(5.2, 0.5 + side * columns)
+    wrapped = textwrap.wrap(plain(sentence, 400), round(17 * width))
+    height = 1.05 + (side + 0.25) * lines + 0.16 * (len(wrapped) - 1)
+    figure, axes = subplots(lines, columns, width=width, height=height)
     for axis in axes.ravel()[len(seen) :]:
         axis.set_visible(False)
     for axis, (title, matrix) in zip(axes.ravel(), seen.items(), strict=False):
@@ -29,7 +33,7 @@ def pattern_picture(name: str, seen: Mapping[str, np.ndarray], sentence: str, *,
     below = "A row is a query, a column a key: green where the query sees the key" + (
         ", grey where it may not." if causal else "."
     )
-    frame(figure, plain(name, 64), below + "\n" + plain(sentence, 400))
+    frame(figure, plain(name, 64), "\n".join([below, *wrapped]))
     return Picture("pattern", name, sentence, figure)
 
 
