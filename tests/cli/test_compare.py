@@ -144,7 +144,7 @@ def test_an_interrupted_run_is_continued(tmp_path, capsys):
 def test_shipped_comparisons_can_be_read_and_are_alike(file):
     comparison = parse("spanformer compare", [str(file)])
     counts = {parameters(run) for run in comparison.runs}
-    assert len(comparison.runs) > 1 and max(counts) <= 1.02 * min(counts)
+    assert len(comparison.runs) > 1 and (comparison.different or max(counts) <= 1.02 * min(counts))
     assert len({json.dumps(as_dict(run.data)) for run in comparison.runs}) == 1
 
 
@@ -165,7 +165,8 @@ def test_shipped_comparisons_train(tmp_path, file):
     small["model"]["attention"] = {"max_span": 64}
     small["out"] = str(tmp_path / "out")
     comparison = parse("spanformer compare", [str(file), *_words(small, "")])
-    check_alike(comparison.runs)
+    if not comparison.different:
+        check_alike(comparison.runs)
     train_each(comparison.runs)
     found = [read_run(Path(run.out)) for run in comparison.runs]
-    assert len(found) > 15 and all(run.steps[-1].step == 2 and run.steps[-1].loss > 0 for run in found)
+    assert len(found) == len(comparison.runs) and all(run.steps[-1].step == 2 and run.steps[-1].loss > 0 for run in found)

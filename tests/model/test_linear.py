@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from spanformer.model import linear
-from spanformer.model.linear import FEW_ROWS, Linear, product
+from spanformer.model.linear import FEW_ROWS, Linear, product, through_relu
 
 SHAPES = [(64, 1, 7), (65, 33, 1), (2, 63, 129), (3, 129, 64)]
 needs_onednn = pytest.mark.skipif(linear._onednn is None, reason="this processor's products are MKL's")
@@ -52,6 +52,24 @@ def test_serves_plain_float32_of_enough_rows_only(monkeypatch: pytest.MonkeyPatc
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(torch.randn(FEW_ROWS, 8)).dtype == torch.bfloat16
     assert calls == ["none"]
+
+
+@needs_onednn
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("frozen", [None, "x", "up", "down"])
+def test_through_relu_as_two_products(bias: bool, frozen: str | None) -> None:
+    torch.manual_seed(0)
+    up, down = Linear(33, 65, bias=bias), Linear(65, 31, bias=bias)
+    x, g = torch.randn(3, 43, 33, requires_grad=frozen != "x"), torch.randn(3, 43, 31)
+    for name, layer in (("up", up), ("down", down)):
+        layer.requires_grad_(frozen != name)
+    inputs = [t for t in (x, *up.parameters(), *down.parameters()) if t.requires_grad]
+    given = g.clone()
+    found = torch.autograd.grad(through_relu(x, up, down), inputs, given)
+    assert torch.equal(given, g)  # what came in is not written to
+    expected = torch.autograd.grad(F.linear(F.relu(F.linear(x, up.weight, up.bias)), down.weight, down.bias), inputs, g)
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
 
 
 @needs_onednn

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spanformer.model.linear import Linear
+from spanformer.model.linear import Linear, through_relu
 
 Kind = Literal["relu", "gelu", "swiglu"]
 
@@ -43,6 +43,8 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """x [..., dim] → (y [..., dim], None): no loss of its own, unlike `Experts`."""
+        if self.kind == "relu" and not (self.training and self.dropout.p):
+            return through_relu(x, self.up, self.down), None
         if self.gate is not None:
             inner = F.silu(self.gate(x)) * self.up(x)
         else:
