@@ -29,6 +29,15 @@ def test_kinds_show_what_a_models_heads_see():
     assert (visible("longformer:6:2", n)[0] == defined("longformer", n, 6, 2, 1)).all()
 
 
+def test_kinds_show_what_an_encoders_heads_see():
+    n = 40
+    for kind, name, numbers in (
+        ("window:7", "window", (7,)), ("strided:6", "strided", (6,)), ("fixed:6:2", "fixed", (6, 2)),
+        ("longformer:6:2:2", "longformer", (6, 2, 2)), ("image_1d:8:5", "image_1d", (8, 5)),
+    ):  # fmt: skip
+        assert (visible(kind, n, causal=False)[0] == defined(name, n, *numbers, causal=False)).all(), kind
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_has_a_cost(name):
     assert name in MECHANISMS, "add a line to cost/mechanisms.py"
@@ -90,7 +99,7 @@ def test_a_long_pattern_fits_above_its_picture():
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (("window:8", "--no-causal"), "'window:8' is a kind of a language model, which is causal"),
+        (("forgetting", "--no-causal"), "an encoder's heads look in both directions, and forgetting looks back only"),
         (("window:8", "--length", "0"), "length is 0; expected 1 … 1024"),
         (("window:8", "--out", "x.jpg"), "out is 'x.jpg'; expected a file that ends in .png or .svg"),
         (("window:0",), "window is 0; expected at least 1 token"),
