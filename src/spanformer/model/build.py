@@ -58,7 +58,9 @@ def make_block(config: ModelConfig, parts: list[HeadKind]) -> Block:
     feedforward = make_feedforward(config)
     norm2, cross, norm3 = None if feedforward is None else norm(), None, None
     if config.kind == "seq2seq":
-        cross = CrossAttention(config.dim, config.heads, config.groups, dropout=a.dropout, backend=a.backend)
+        cross = CrossAttention(
+            config.dim, config.heads, config.groups, scoring=config.cross, dropout=a.dropout, backend=a.backend
+        )
         norm3 = norm()
     return Block(attention, norm(), feedforward, norm2, config.order, cross, norm3)
 
