@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spanformer.attention import ATTENTIONS, Attention, View
+from spanformer.attention.etc import GlobalLocal, Projected, Structure
 from spanformer.attention.pattern import parse
 from spanformer.cli.show import facts, seen_in
 from spanformer.cost.malloc import keep_freed_memory
@@ -46,6 +47,9 @@ PAGE, IMAGES, RESULTS = (
 )
 SHOWN, LENGTH, HEADS, DIM, ROUNDS, LONG = 48, 4096, 8, 64, 4, 4.0
 
+LISTED = dict(sorted({**ATTENTIONS, "etc": GlobalLocal}.items()))
+"""what has a place on the page: ETC reads two inputs, so that it is no kind of a layer's heads"""
+
 # (what is drawn over 48 tokens, what is timed over 4,096), as one would write it
 MADE: dict[str, tuple[str, str]] = {
     "adaptive_span": ("AdaptiveSpan(3, 48, ramp=3, init=0.3)", "AdaptiveSpan(8, 4096, init=1/16)"),
@@ -58,6 +62,7 @@ MADE: dict[str, tuple[str, str]] = {
     "dilated": ("DilatedWindow(2, 6, [1, 4])", "DilatedWindow(8, 256, 4)"),
     "dot": ("Dot(Full(1))", "Dot(Full(8))"),
     "dynamic_span": ("DynamicSpan(32, 2, 48, ramp=3, init=-1.0)", "DynamicSpan(512, 8, 4096, init=-2.7)"),
+    "etc": ("GlobalLocal(1, 16, radius=4, hard_g2l=True), of 40 tokens in 8 segments, and 8 global ones behind", ""),
     "expire_span": ("ExpireSpan(16, 1, 48, ramp=3, init=-1.0)", "ExpireSpan(512, 8, 4096, init=-2.7)"),
     "fixed": ("FixedSparse(1, 8, 2)", "FixedSparse(8, 64, 8)"),
     "forgetting": ("Forgetting(16, 1, 48)", "Forgetting(512, 8, 4096)"),
@@ -76,9 +81,9 @@ MADE: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
-def make(text: str) -> Attention:
+def make(text: str):
     """A mechanism from what is shown on the page, so that the page shows what was really made."""
-    names = {kind.__name__: kind for kind in ATTENTIONS.values()} | {"parse": parse, "range": range}
+    names = {kind.__name__: kind for kind in LISTED.values()} | {"parse": parse, "range": range}
     return eval(text, {"__builtins__": {}}, names)
 
 
@@ -105,10 +110,12 @@ def told(module_of: type) -> tuple[str, str]:
 def draw_attention(name: str) -> list[str]:
     """The picture of a mechanism, and what is to be seen in it."""
     torch.manual_seed(0)
-    mechanism = make(MADE[name][0])
-    if name == "cross":  # no layer of one text alone
+    if name == "etc":
+        seen = seen_in_two(make(MADE[name][0].split("), ")[0] + ")"), SHOWN * 5 // 6, SHOWN // 6)
+    elif name == "cross":  # no layer of one text alone
         seen = np.ones((1, SHOWN, SHOWN), bool)
     else:
+        mechanism = make(MADE[name][0])
         lm = LM(model(heads=mechanism.heads, head_dim=16, length=SHOWN))
         lm.blocks[0].attention.mechanism = mechanism  # pyright: ignore[reportArgumentType]
         seen = seen_in(lm, SHOWN)
@@ -120,6 +127,16 @@ def draw_attention(name: str) -> list[str]:
     figure.tight_layout(pad=0.4)
     figure.savefig(IMAGES / f"{name}.png", dpi=90)
     return facts(seen, causal=causal, dim=DIM)
+
+
+def seen_in_two(etc: GlobalLocal, n: int, m: int) -> np.ndarray:
+    """[H, n + m, n + m] what ETC's long tokens see, and behind them its global ones: the pairs that get weight."""
+    long, top = (torch.randn(1, etc.heads, size, 16) for size in (n, m))
+    places = torch.eye(n + m).expand(1, etc.heads, -1, -1)
+    of_long, of_top = (long, places[:, :, :n]), (top, places[:, :, n:])
+    segments = (torch.arange(n) * m // n)[None]
+    found = etc(Projected(long, top, of_long, of_top, of_top, of_long), Structure(segments))
+    return torch.cat([part.out[0] for part in found], 1).detach().numpy() > 0
 
 
 def draw_position(name: str) -> None:
@@ -159,7 +176,7 @@ def page(results: dict) -> str:
         "## Mechanisms",
         "",
     ]
-    for name, kind in ATTENTIONS.items():
+    for name, kind in LISTED.items():
         found, cost = results["attention"].get(name), MECHANISMS.get(name)
         lines += [*_head(name, kind, f"what {name} sees", name), f"Drawn: `{MADE[name][0]}`."]
         if cost and cost.pairs:
@@ -255,12 +272,12 @@ def main(arguments: list[str]) -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
     for old in IMAGES.glob("*.png"):
         old.unlink()
-    for name in ATTENTIONS:
+    for name in LISTED:
         draw_attention(name)
     for name in POSITIONS:
         draw_position(name)
     PAGE.write_text(page(results), encoding="utf-8")
-    print(f"wrote {PAGE} and {len(ATTENTIONS) + len(POSITIONS)} pictures")
+    print(f"wrote {PAGE} and {len(LISTED) + len(POSITIONS)} pictures")
 
 
 if __name__ == "__main__":

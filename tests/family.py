@@ -91,6 +91,7 @@ MECHANISMS = {
     "window:9": lambda m, x: seen(lambda i, j: i - j < 9),
     "full": lambda m, x: seen(lambda i, j: i - j < SPAN),
     "longformer:8": lambda m, x: seen(lambda i, j: i - j < 8),
+    "longformer:6:2": lambda m, x: seen(lambda i, j: i - j < (SPAN if j < 2 else 6)),
     "expire_span": lambda m, x: expiring(m, x),
     "forgetting": lambda m, x: forgetting(m, x),
     "sink_window:6:2": lambda m, x: kept_and(seen(lambda i, j: i - j < 6), 2),
@@ -136,11 +137,31 @@ def absolute(position, kind: str, dim: int) -> Tensor | float:
     return position.weight[:T] if kind.startswith("learned") else 0.0
 
 
-def rotated(x: Tensor) -> Tensor:
+SCALED = {"rotary, linear": ("linear", 4.0, 0), "rotary, ntk": ("ntk", 4.0, 0), "rotary, yarn": ("yarn", 4.0, 300)}
+"""rotary positions stretched: how, by which factor, and the length of training"""
+
+
+def speed(c: int, half: int, how: str) -> float:
+    """By how much pair c of `half` turns from one token to the next."""
+    scaling, factor, trained = SCALED.get(how, ("none", 1.0, 0))
+    base = 10000.0 * factor ** (half / (half - 1)) if scaling == "ntk" else 10000.0
+    plain = base ** (-c / half)
+    if scaling == "linear":
+        return plain / factor
+    if scaling == "yarn":  # pairs between those of 32 turns in the trained length and of one are mixed
+        with_turns = lambda turns: half * math.log(trained / (turns * 2 * math.pi)) / math.log(base)  # noqa: E731
+        first, last = max(math.floor(with_turns(32)), 0), min(math.ceil(with_turns(1)), 2 * half - 1)
+        slow = min(max((c - first) / (last - first), 0), 1)
+        return plain * (1 - slow) + plain / factor * slow
+    return plain
+
+
+def rotated(x: Tensor, how: str) -> Tensor:
     half = x.shape[-1] // 2
-    angle = torch.tensor([[t * 10000.0 ** (-c / half) for c in range(half)] for t in range(T)], dtype=torch.float64)
+    angle = torch.tensor([[t * speed(c, half, how) for c in range(half)] for t in range(T)], dtype=torch.float64)
     a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+    longer = 0.1 * math.log(SCALED[how][1]) + 1 if how == "rotary, yarn" else 1.0
+    return longer * torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
 
 def bucket(d: int) -> int:
@@ -161,8 +182,8 @@ def scores(position, kind: str, q: Tensor, k: Tensor, content) -> Tensor:
     """[B, H, T, T]; content(q, k) already divided by what it is to be divided by."""
     root = math.sqrt(q.shape[3])
     heads = q.shape[1]
-    if kind == "rotary":
-        return content(rotated(q), rotated(k))
+    if kind.startswith("rotary"):
+        return content(rotated(q, kind), rotated(k, kind))
     if kind == "table":
         return content(q, k) + with_vectors(q, position.weight[None]) / root
     if kind == "shaw":
@@ -218,22 +239,28 @@ def logits(lm: LM, tokens: Tensor, mechanism_name: str, position_name: str) -> T
     heads, dim = layer.heads, lm.config.dim
     h = lm.embedding.weight[tokens] + absolute(position, position_name, dim)  # pyright: ignore
     x = rms(h, lm.blocks[0].norm1.weight)  # pyright: ignore
-    q, k, v = (
-        (x @ p.weight.T).view(len(x), T, heads, dim // heads).transpose(1, 2)
-        for p in (layer.query, layer.key, layer.value)
-    )
     m = layer.mechanism
-    q = mapped(m, mechanism_name, q)
-    s = scores(position, position_name, q, k, content_of(m, mechanism_name)) + MECHANISMS[mechanism_name](m, x)
-    weight = s.exp()
-    total = weight.sum(-1, keepdim=True)
-    if getattr(m, "sinks", None) is not None:
-        total = total + m.sinks.exp()[:, None, None]
-    a = weight / torch.where(total == 0, 1, total)  # a row that sees nothing is zeros
-    out = a @ v
-    if position_name == "shaw":
+
+    def split(p) -> Tensor:
+        return (x @ p.weight.T).view(len(x), T, heads, dim // heads).transpose(1, 2)
+
+    def mixed(q: Tensor, k: Tensor, v: Tensor, seen_by: Tensor) -> Tensor:
+        weight = (scores(position, position_name, q, k, content_of(m, mechanism_name)) + seen_by).exp()
+        total = weight.sum(-1, keepdim=True)
+        if getattr(m, "sinks", None) is not None:
+            total = total + m.sinks.exp()[:, None, None]
+        a = weight / torch.where(total == 0, 1, total)  # a row that sees nothing is zeros
+        if position_name != "shaw":
+            return a @ v
         near = position.values[distances().clamp(0, position.clip)]
-        out = out + torch.einsum("bhij,ijd->bhid", a, near)
+        return a @ v + torch.einsum("bhij,ijd->bhid", a, near)
+
+    q = mapped(m, mechanism_name, split(layer.query))
+    out = mixed(q, split(layer.key), split(layer.value), MECHANISMS[mechanism_name](m, x))
+    if getattr(m, "positions", ()):  # Longformer's global tokens, the first ones here, have projections of their own
+        own = mixed(split(m.query), split(m.key), split(m.value), seen(lambda i, j: i - j < SPAN))
+        first = len(m.positions)
+        out = torch.cat([own[:, :, :first], out[:, :, first:]], 2)
     h = h + out.transpose(1, 2).reshape(len(x), T, dim) @ layer.out.weight.T
     return rms(h, lm.norm.weight) @ lm.head.weight.T  # pyright: ignore
 

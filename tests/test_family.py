@@ -12,12 +12,12 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 
-from family import MECHANISMS, RAMP, SPAN, WINDOW, T, logits
+from family import MECHANISMS, RAMP, SCALED, SPAN, WINDOW, T, logits
 from spanformer.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, PositionConfig
 from spanformer.model.kinds import KINDS, parse_layer
 from spanformer.model.lm import LM
 
-POSITIONS = get_args(get_type_hints(PositionConfig)["kind"])
+POSITIONS = (*get_args(get_type_hints(PositionConfig)["kind"]), *SCALED)
 BACKENDS = ("reference", "banded", "native", "flex")
 USES = ("trained", "cached")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
@@ -33,7 +33,7 @@ def model(mechanism: str, position: str, backend: str) -> LM:
         attention=AttentionConfig(
             kind=mechanism, max_span=SPAN, ramp=RAMP, window=WINDOW, init=0.3, backend=backend, penalty=0.0
         ),
-        position=PositionConfig(kind=position, length=T if position.startswith("learned") else 0, clip=5),
+        position=place(position),
     )).double()  # fmt: skip
     with torch.no_grad():
         for p in lm.parameters():  # what starts at zero would hide what is behind it
@@ -41,6 +41,13 @@ def model(mechanism: str, position: str, backend: str) -> LM:
         for module in lm.spans_modules():
             module.ratio.copy_(torch.linspace(0.03, 0.71, module.kv_heads))
     return lm
+
+
+def place(position: str) -> PositionConfig:
+    if position in SCALED:
+        scaling, factor, trained = SCALED[position]
+        return PositionConfig(kind="rotary", scaling=scaling, factor=factor, length=trained)
+    return PositionConfig(kind=position, length=T if position.startswith("learned") else 0, clip=5)  # pyright: ignore
 
 
 def text() -> torch.Tensor:
@@ -105,7 +112,7 @@ def test_equals_the_oracle_or_says_why_not(mechanism: str, position: str) -> Non
 def refusal(mechanism: str, position: str, backend: str, use: str) -> str:
     """A piece of the sentence that a combination is refused with; "" for one that works."""
     alone = mechanism in ("additive", "chunked")
-    if alone and use == "cached":
+    if (alone or mechanism == "longformer:6:2") and use == "cached":
         return "mixes values in its own way, which a cache does not know"
     if mechanism == "additive":
         if position in TURNED:
@@ -149,7 +156,7 @@ REASONS = {
     ),
 }
 """by a piece of the sentence in which it is refused"""
-TURNED = ("rotary", "transformer_xl")
+TURNED = ("rotary", *SCALED, "transformer_xl")
 TABLES = ("table", "shaw", "transformer_xl", "alibi", "t5", "distance_bias", "da_transformer")
 
 

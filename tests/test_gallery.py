@@ -31,9 +31,10 @@ def gallery():
     return module
 
 
-def test_it_lists_what_there_is():
+def test_it_lists_what_there_is(gallery):
     before, after = PAGE.split("\n## Positions\n")
-    assert re.findall(r"^### (.+)$", before, re.MULTILINE) == list(ATTENTIONS), AGAIN
+    assert re.findall(r"^### (.+)$", before, re.MULTILINE) == list(gallery.LISTED), AGAIN
+    assert set(gallery.LISTED) == {*ATTENTIONS, "etc"}
     assert re.findall(r"^### (.+)$", after, re.MULTILINE) == list(POSITIONS), AGAIN
     assert set(POSITION_COSTS) >= set(POSITIONS)
 
@@ -52,6 +53,15 @@ def test_every_picture_is_there_and_no_other():
 def test_files_open_with_their_equation(gallery, name):
     title, equation = gallery.told((ATTENTIONS | POSITIONS)[name])
     assert len(title) > 20 and (len(equation) > 10 or name in PLAIN)
+
+
+def test_etc_sees_its_four_parts(gallery):
+    n, m, radius = 20, 4, 2
+    (seen,) = gallery.seen_in_two(gallery.make(f"GlobalLocal(1, 16, {radius}, hard_g2l=True)"), n, m)
+    for i in range(n + m):
+        for j in range(n + m):
+            near = abs(i - j) <= radius if i < n and j < n else j >= n or j // 5 == i - n
+            assert seen[i, j] == near, (i, j)
 
 
 @pytest.mark.parametrize("name", ["window", "mixed"])

@@ -202,7 +202,7 @@ class TestText:
         ("Window(True)", "width is True; expected a whole number"),
         ("Fixed(4, 5)", "last is 5; expected at most the block's size, 4"),
         ("Blockwise([0, 0])", "permutation is [0, 0]; expected each of 0 … 1 once"),
-        ("Global([-1])", "-1 in 'Global([-1])' is no whole number"),
+        ("Global([-1])", "tokens is -1; expected a whole number from 0 on"),
         ("Grid(10, 2, 4)", "width is 10; expected a multiple of the blocks' 4 columns"),
     ])  # fmt: skip
     def test_refuses_the_rest(self, text: str, words: str) -> None:

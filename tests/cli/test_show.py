@@ -12,6 +12,7 @@ from spanformer.cli.main import main
 from spanformer.cli.show import facts, visible
 from spanformer.cost.mechanisms import MECHANISMS, Sizes, attention_cost
 from spanformer.model.kinds import KINDS
+from spanformer.report.pattern_pictures import pattern_picture
 
 PATTERNS = importlib.util.find_spec("spanformer.attention.pattern") is not None
 
@@ -26,6 +27,15 @@ def test_kinds_show_what_a_models_heads_see():
     assert found.shape == (3, n, n)
     assert (found[:2] == defined("window", n, 7)).all() and (found[2] == defined("full", n)).all()
     assert (visible("longformer:6:2", n)[0] == defined("longformer", n, 6, 2, 1)).all()
+
+
+def test_kinds_show_what_an_encoders_heads_see():
+    n = 40
+    for kind, name, numbers in (
+        ("window:7", "window", (7,)), ("strided:6", "strided", (6,)), ("fixed:6:2", "fixed", (6, 2)),
+        ("longformer:6:2:2", "longformer", (6, 2, 2)), ("image_1d:8:5", "image_1d", (8, 5)),
+    ):  # fmt: skip
+        assert (visible(kind, n, causal=False)[0] == defined(name, n, *numbers, causal=False)).all(), kind
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -80,12 +90,20 @@ def test_a_picture_is_drawn_and_shown(tmp_path, capsys, ending):
     assert "▀" in shown and "Longest path: after 1 layer" in shown
 
 
+def test_a_long_pattern_fits_above_its_picture():
+    text = "Window(8) | Global([0, 1, 2, 3, 4, 5, 6, 7]) | Random(2, seed=1, size=4)"
+    figure = pattern_picture(text, {text: visible(text, 16)[0]}, "", causal=True).figure
+    assert figure._suptitle.get_window_extent().x1 <= figure.bbox.width
+
+
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (("window:8", "--no-causal"), "'window:8' is a kind of a language model, which is causal"),
+        (("forgetting", "--no-causal"), "an encoder's heads look in both directions, and forgetting looks back only"),
         (("window:8", "--length", "0"), "length is 0; expected 1 … 1024"),
         (("window:8", "--out", "x.jpg"), "out is 'x.jpg'; expected a file that ends in .png or .svg"),
+        (("window:0",), "window is 0; expected at least 1 token"),
+        (("Window(-1)",), "width is -1; expected a whole number from 1 on"),
         (("windo:8",), "holds 'windo:8'; expected kinds such as"),
         ((), "PATTERN is missing"),
     ],

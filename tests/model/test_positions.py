@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from small_models import KINDS, SMALL, make, position, text, with_attention
+from spanformer.attention import Patterned
 from spanformer.model.build import make_position
 from spanformer.model.config import PER_LAYER, EncoderConfig, PositionConfig
 from spanformer.model.encoder import Encoder
 from spanformer.model.lm import LM
+from spanformer.model.looking import attention_maps
 from spanformer.model.seq2seq import Seq2Seq
 from spanformer.position import POSITIONS, Rotary
 
@@ -99,6 +101,39 @@ def test_an_encoder_tells_ahead_from_behind(kind: str) -> None:
     for mechanism in encoder.mechanisms():
         mechanism.backend = "reference"
     torch.testing.assert_close(encoder(x).logits, forwards, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "pattern",
+    ["Window(1, 5)", "Block(4, 0, 8)", "Window(3) | Global([7])", "blockwise:3:4", "image_1d:4:3", "fixed:5:2"],
+)
+def test_patterns_in_both_directions_take_every_position(pattern: str, kind: str) -> None:
+    """What a pattern leaves of full attention, put to a sum of 1 again, is its own; all backends agree on it."""
+    config = replace(SMALL, kind="encoder", layers=1, position=position(kind))
+    whole, some = (with_attention(config, kind=name, max_span=64, stack=()) for name in ("full", pattern))
+    torch.manual_seed(1)
+    encoder, x = Encoder(some).double().eval(), text(1, 31)
+    everything = Encoder(whole).double().eval()
+    with torch.no_grad():
+        for p in encoder.positions()[0].parameters():
+            p.normal_()
+        everything.load_state_dict(encoder.state_dict())
+        (dense,), (found,) = attention_maps(everything, x[0]), attention_maps(encoder, x[0])
+        mechanism, at = encoder.mechanisms()[0], torch.arange(31)
+        assert isinstance(mechanism, Patterned)
+        seen = torch.stack([p.visible(at[:, None], at[None], causal=False) for p in mechanism.patterns])
+        left = dense * seen.expand_as(dense)
+        total = left.sum(-1, keepdim=True)
+        left = left / torch.where(total == 0, 1, total)  # a row that sees nothing is zeros
+        torch.testing.assert_close(found, left, rtol=1e-9, atol=1e-12)
+        logits = []
+        for backend in ("reference", "banded"):
+            mechanism.backend = backend
+            logits.append(encoder(x).logits)
+        mechanism.backend = "auto"
+        torch.testing.assert_close(logits[1], logits[0], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(encoder.float()(x).logits.double(), logits[0], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

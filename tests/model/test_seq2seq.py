@@ -54,6 +54,10 @@ CONFIGS = {
     "tied, another position in each half": replace(
         SMALL, embedding=EmbeddingConfig(tied=True), position=PositionConfig(kind="alibi")
     ),
+    **{
+        f"{scoring} scores of the source": replace(SMALL, cross=scoring, kv_heads=groups)
+        for scoring, groups in (("dot", 0), ("general", 2), ("bilinear", 0), ("additive", 2))
+    },
     "windows": replace(
         SMALL,
         attention=AttentionConfig(kind="window:4"),
@@ -171,8 +175,13 @@ def cross_attention(cross, config: ModelConfig, x: Tensor, states: Tensor, hidde
     n, groups = config.heads, config.groups
     q = heads_of(cross.query, x, n)
     k, v = (heads_of(linear, states, groups, n // groups) for linear in (cross.key, cross.value))
-    weights = (q @ k.mT / math.sqrt(config.head_dim)).exp() * ~hidden[:, None, None]
-    return mixed(weights, v) @ cross.out.weight.T
+    m, scoring = cross.mechanism, config.cross
+    if scoring in ("general", "bilinear"):
+        q = q @ m.weight + (m.bias if scoring == "bilinear" else 0)
+    scores = q @ k.mT / (math.sqrt(config.head_dim) if scoring == "scaled" else 1)
+    if scoring == "additive":
+        scores = ((q @ m.query)[..., None, :] + (k @ m.key)[:, :, None]).tanh() @ m.vector
+    return mixed(scores.exp() * ~hidden[:, None, None], v) @ cross.out.weight.T
 
 
 def mixed(weights: Tensor, v: Tensor) -> Tensor:
@@ -388,6 +397,12 @@ def test_bad_input_gets_a_sentence() -> None:
         r"^model.kind is 'seq2seq'; expected 'encoder' for Encoder$": lambda: Encoder(SMALL),
         r"^model.kind is 'lm'; expected 'seq2seq' for Seq2Seq$": lambda: Seq2Seq(ModelConfig(vocab=9)),
         r"^model.kind is 'gpt'; expected one of lm, seq2seq, encoder$": lambda: replace(SMALL, kind="gpt"),  # pyright: ignore
+        r"^model.cross is 'cosine'; expected one of scaled, dot, general, bilinear, additive$": (
+            lambda: replace(SMALL, cross="cosine")  # pyright: ignore
+        ),
+        r"^model.cross is set, and model.kind is 'lm'; expected kind 'seq2seq'$": (
+            lambda: replace(SMALL, kind="lm", encoder=EncoderConfig(), cross="dot")
+        ),
         r"^model.encoder is set, and model.kind is 'lm'; expected kind 'seq2seq'$": lambda: replace(SMALL, kind="lm"),
         r"^model.original is set, and model.kind is 'seq2seq'; the paper's code has language models only$": (
             lambda: replace(SMALL, original=True)

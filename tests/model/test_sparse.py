@@ -48,3 +48,17 @@ def test_segments_and_cache_equal_the_whole(layer: str) -> None:
 def test_a_bad_pattern_is_named() -> None:
     with pytest.raises(ValueError, match=r"'Windows\(3\)'.* is no pattern; expected one of Full, Window"):
         model("Windows(3)")
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        ("window:0", "window is 0"), ("dilated:0:2", "width is 0"), ("dilated:4:0", "step is 0"),
+        ("strided:0", "step is 0"), ("fixed:0:1", "size is 0"), ("fixed:8:0", "last is 0"),
+        ("image_1d:0:8", "size is 0"), ("blockwise:0:8", "blocks is 0"), ("blockwise:2:0", "size is 0"),
+        ("sink_window:0:2", "window is 0"), ("longformer:0", "window is 0"), ("longformer:8:0:0", "dilation is 0"),
+    ],
+)  # fmt: skip
+def test_a_number_that_is_zero_is_not_one_left_out(kind: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        model(kind)

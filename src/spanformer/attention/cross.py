@@ -19,6 +19,8 @@ TERMS = ("heads", "causal", "ramp", "key_bias", "sinks", "penalty")  # that need
 
 
 class Cross(Attention):
+    causal = False
+
     def __init__(self, heads: int) -> None:
         super().__init__()
         if heads < 1:

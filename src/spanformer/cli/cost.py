@@ -94,7 +94,7 @@ def run(options: CostOptions) -> None:
         f"stores none but {decimal(sizes.kept_bytes)}, one number a query; a dense mask takes "
         f"{decimal(sizes.dense_bytes)}. For the backward pass it keeps q, k, v, the output and that number, "
         f"{decimal(kept.activation_bytes)}; a dense implementation {decimal(kept.dense_activation_bytes)}. Cache: keys "
-        "and values that a later token can still see. 1 MB = 10⁶ bytes."
+        "and values up to the farthest that a later token can see. 1 MB = 10⁶ bytes."
     )
     console.print(said, style="dim")
 

@@ -24,7 +24,7 @@ class HeatmapOptions:
     """
 
     checkpoint: tyro.conf.Positional[str]
-    """a run's folder (its best checkpoint), a checkpoint, or an imported model"""
+    """a run's folder (its best checkpoint), a checkpoint, or an imported model: a language model or an encoder"""
     text: str
     """the text to read"""
     layer: int = 0
@@ -47,13 +47,17 @@ def run(options: HeatmapOptions) -> None:
     import torch
 
     from spanformer.cli.reading import model_vocabulary, prompt_ids
-    from spanformer.model.load import load, load_meta
+    from spanformer.model.load import load_any, load_meta
     from spanformer.model.looking import attention_maps
+    from spanformer.model.seq2seq import Seq2Seq
     from spanformer.report.heatmap_pictures import farthest, head_picture, maps_picture
     from spanformer.report.terminal import shades
 
     vocab = model_vocabulary(load_meta(options.checkpoint), options.checkpoint)
-    lm = load(options.checkpoint)
+    lm = load_any(options.checkpoint)
+    if isinstance(lm, Seq2Seq):
+        raise ValueError(f"{options.checkpoint} is an encoder–decoder, which reads two texts; expected a language "
+                         "model or an encoder")  # fmt: skip
     ids = np.concatenate(list(prompt_ids(None, options.text, vocab))).astype(np.int64)
     maps = [found.float().numpy() for found in attention_maps(lm, torch.from_numpy(ids))]
     layers, heads = len(maps), len(maps[0])

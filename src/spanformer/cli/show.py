@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ import tyro
 from spanformer.cli.leaf import Leaf
 
 if TYPE_CHECKING:
+    from spanformer.model.encoder import Encoder
     from spanformer.model.lm import LM
 
 LONGEST = 1024
@@ -38,7 +39,7 @@ class ShowOptions:
     length: int = 64
     """tokens of the picture"""
     causal: bool = True
-    """no token sees the future; --no-causal: a pattern in both directions"""
+    """no token sees the future; --no-causal: both directions, of a kind as in an encoder"""
     dim: int = 64
     """size of a head, for its operations"""
     out: str = ""
@@ -81,10 +82,7 @@ def visible(pattern: str, length: int, *, causal: bool = True) -> np.ndarray:
         at = torch.arange(length)
         found = parse(pattern).visible(at[:, None], at[None], causal=causal, length=length)
         return found.expand(length, length)[None].numpy()
-    if not causal:
-        raise ValueError(f"{pattern!r} is a kind of a language model, which is causal; expected a pattern such as "
-                         "'Window(8) | Global([0])', or no --no-causal")  # fmt: skip
-    return _of_a_layer(pattern, length)
+    return _of_a_layer(pattern, length, causal=causal)
 
 
 def facts(seen: np.ndarray, *, causal: bool, dim: int) -> list[str]:
@@ -116,11 +114,12 @@ def _heads(count: int) -> str:
     return "a head" if count == 1 else f"{count} heads"
 
 
-def _of_a_layer(kind: str, length: int) -> np.ndarray:
-    """[H, n, n] of a language model's layer."""
+def _of_a_layer(kind: str, length: int, *, causal: bool) -> np.ndarray:
+    """[H, n, n] of a language model's layer, or an encoder's."""
     import torch
 
     from spanformer.model.config import AttentionConfig, ModelConfig, PositionConfig
+    from spanformer.model.encoder import Encoder
     from spanformer.model.lm import LM
 
     counts = [int(found[1]) for found in re.finditer(r"(?:^|\+)\s*(\d+)\s+[A-Za-z]", kind)]
@@ -129,11 +128,11 @@ def _of_a_layer(kind: str, length: int) -> np.ndarray:
     place = PositionConfig(kind="none")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        lm = LM(ModelConfig(vocab=16, dim=16 * heads, layers=1, heads=heads, attention=attention, position=place))
-        return seen_in(lm, length)
+        config = ModelConfig(vocab=16, dim=16 * heads, layers=1, heads=heads, attention=attention, position=place)
+        return seen_in(LM(config) if causal else Encoder(replace(config, kind="encoder")), length)
 
 
-def seen_in(lm: LM, length: int) -> np.ndarray:
+def seen_in(lm: LM | Encoder, length: int) -> np.ndarray:
     """[H, n, n] what the heads of a model's first layer really see: the pairs that get weight, with random weights."""
     import torch
 

@@ -8,8 +8,8 @@ n tokens, H heads and G key/value heads of size D, B texts, P pairs of query and
     weights       b·B·H·P: of one that stores a weight for each pair its pattern sees
     ours          4·B·H·n: one number a query, the log of the softmax's sum; weights are computed again when needed
     activations   what a training step keeps of the operation until its backward pass, q, k, v and the output:
-                  b·B·n·D·(2·H + 2·G), and ours
-    cache         2·b·B·G·D times the keys that a later query can still see
+                  b·B·n·D·(2·H + 2·G), and ours; one output more where two parts are joined under one softmax
+    cache         2·b·B·G·D times the keys that ours holds on to, up to the farthest that a later query can see
 
 Mechanisms that are no masked softmax over pairs (linear, low_rank) say their own operations and numbers.
 A new mechanism is one line of `MECHANISMS`, and one function of `pairs` where its pattern is new.
@@ -27,6 +27,10 @@ BACKWARD = 2.5
 """products of a backward pass for each of the forward pass: 5 for 2"""
 LSE = 4
 """bytes of the log of a softmax's sum: it is kept in float32"""
+NOTE = 8
+"""bytes of a number that a cache notes of a key: it is kept in float64"""
+JOINED = 6
+"""numbers for each query in which two parts of a softmax are joined"""
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,9 @@ class Mechanism:
     """what it takes, with what is meant when it is not given"""
     pairs: Callable[..., float] | None
     """(n, causal, …): pairs of one head, on average where heads differ; None: it has none"""
-    cached: Callable[..., int] | None
-    """(n, …): keys that a later query can still see; None: it reads a text whole, and decodes nothing"""
+    cached: Callable[..., float] | None
+    """(n, …): keys that a cache holds, on average where heads differ; None: it reads a text whole, and decodes
+    nothing"""
     _: KW_ONLY
     absent: str = ""
     """which of its numbers may be 0"""
@@ -90,6 +95,10 @@ class Mechanism:
     """(n, D, …): numbers one head holds in the place of weights, where they are not one a pair"""
     state: Callable[..., int] | None = None
     """(D, …): numbers one head keeps for decoding in the place of keys and values"""
+    noted: bool = False
+    """a cache notes one number of each key and query head beside the key"""
+    kept: Callable[..., int] | None = None
+    """(D, …): numbers for each query of a head that are kept for the backward pass beside q, k, v and the output"""
     apart: bool = False
     """its keys are another text's"""
 
@@ -102,9 +111,21 @@ def _every(n: int, *_numbers: int) -> int:
     return n
 
 
+def _permuted(n: int, blocks: int, size: int, shift: int) -> int:
+    """From a block to the one that the permutation sends it to, whichever way."""
+    shift %= blocks
+    return size * (max(shift, blocks - shift) + 1 if shift else 1)
+
+
+def _joined(d: int) -> int:
+    """Two parts under one softmax: an output more, and what each query's share in either is computed from."""
+    return d + JOINED
+
+
 SINKS = Mechanism(
-    "the last w tokens, and the first s", "w + s", {"w": 256, "s": 4}, pairs.sinks, lambda n, w, s: w + s, absent="s"
-)
+    "the last w tokens, and the first s", "w + s", {"w": 256, "s": 4}, pairs.sinks, lambda n, w, s: w + s, absent="s",
+    kept=lambda d, w, s: _joined(d) if s else 0,
+)  # fmt: skip
 MECHANISMS: dict[str, Mechanism] = {
     "full": Mechanism("every earlier token", "n", {}, pairs.full, _every),
     "window": Mechanism("the last w tokens", "w", {"w": 256}, pairs.window, lambda n, w: w),
@@ -116,30 +137,34 @@ MECHANISMS: dict[str, Mechanism] = {
         lambda n, causal, z, ramp, most: _learned(n, causal, z, ramp), lambda n, z, ramp, most: most + ramp,
         absent="z"),
     "expire_span": Mechanism(
-        "a token is seen for e more, on average, and a ramp R", "e + R", {"e": 256, "R": 32}, _learned,
-        lambda n, e, ramp: e + ramp, absent="e"),
-    "forgetting": Mechanism("every earlier token, fading by the gates between", "n", {}, pairs.full, _every),
+        "a token is seen for e more, on average and S at most, and a ramp R", "e + R", {"e": 256, "R": 32, "S": 1024},
+        lambda n, causal, e, ramp, most: _learned(n, causal, e, ramp), lambda n, e, ramp, most: most + ramp,
+        absent="e", noted=True),
+    "forgetting": Mechanism(
+        "every earlier token, fading by the gates between", "n", {}, pairs.full, _every, noted=True),
     "sinks": SINKS,
     "sink_window": SINKS,
     "sink_span": Mechanism(
         "spans learned by head, z on average and a ramp R, and the first s tokens", "z + R + s",
         {"s": 4, "z": 256, "R": 32}, lambda n, causal, s, z, ramp: pairs.sinks(n, causal, z + ramp, s),
-        lambda n, s, z, ramp: s + z + ramp, absent="sz"),
+        lambda n, s, z, ramp: s + z + ramp, absent="sz", kept=lambda d, s, z, ramp: _joined(d) if s else 0),
     "dilated": Mechanism(
         "w tokens, s apart", "w", {"w": 256, "s": 4}, pairs.dilated, lambda n, w, s: (w - 1) * s + 1),
-    "strided": Mechanism("the last l tokens, and every l-th before", "l + n/l", {"l": 64}, pairs.strided, _every),
+    "strided": Mechanism(
+        "the last l tokens, and every l-th before", "l + n/l", {"l": 64}, pairs.strided, _every,
+        kept=lambda d, step: _joined(d)),
     "fixed": Mechanism(
         "a block of l, and the last c of every block before", "l/2 + c·n/2l", {"l": 64, "c": 8}, pairs.fixed,
-        lambda n, size, c: size + (n - 1) // size * min(c, size), absent="c"),
+        _every, absent="c"),
     "strided_heads": Mechanism(
         "the last l tokens in half of the heads, every l-th in the others", "(l + n/l) / 2", {"l": 64},
-        pairs.strided_heads, _every),
+        pairs.strided_heads, lambda n, step: (min(n, step + 1) + n) / 2),
     "fixed_heads": Mechanism(
         "a block of l in half of the heads, the last c of every block in the others", "(l/2 + c·n/2l) / 2",
-        {"l": 64, "c": 8}, pairs.fixed_heads, _every),
+        {"l": 64, "c": 8}, pairs.fixed_heads, lambda n, size, c: (min(n, size) + n) / 2),
     "blockwise": Mechanism(
         "one of k blocks of l, by a permutation (here: the s-th before)", "l", {"k": 4, "l": 64, "s": 0},
-        pairs.blockwise, lambda n, k, size, s: size * (s + 1), absent="s"),
+        pairs.blockwise, _permuted, absent="s"),
     "image_1d": Mechanism(
         "a block of l, and m tokens before it", "l/2 + m", {"l": 256, "m": 256}, pairs.image_1d,
         lambda n, size, m: size + m, absent="m"),
@@ -162,9 +187,11 @@ MECHANISMS: dict[str, Mechanism] = {
         _every, stored=lambda n, d, c: min(n, c) * n),
     "dot": Mechanism("every earlier token, scored by q·k", "n", {}, pairs.full, _every),
     "general": Mechanism(
-        "every earlier token, scored by q·W·k", "n", {}, pairs.full, _every, extra=lambda n, d: 2 * n * d * d),
+        "every earlier token, scored by q·W·k", "n", {}, pairs.full, _every, extra=lambda n, d: 2 * n * d * d,
+        kept=lambda d: d),
     "bilinear": Mechanism(
-        "every earlier token, scored by (q·W + w)·k", "n", {}, pairs.full, _every, extra=lambda n, d: 2 * n * d * d),
+        "every earlier token, scored by (q·W + w)·k", "n", {}, pairs.full, _every, extra=lambda n, d: 2 * n * d * d,
+        kept=lambda d: d),
     "additive": Mechanism(
         "every earlier token, scored by v·tanh(W·q + U·k)", "n", {}, pairs.full, _every, per_pair=6,
         extra=lambda n, d: 4 * n * d * d),
@@ -196,7 +223,8 @@ class AttentionCost:
     weight_bytes: int
     """weights, if one is stored for each pair seen; a state, if there is one in their place"""
     activation_bytes: int
-    """what the operation keeps for its backward pass, as ours does: q, k, v, the output, one number a query"""
+    """what the operation keeps for its backward pass, as ours does: q, k, v, the output, one number a query, and what
+    the mechanism needs beside"""
     dense_activation_bytes: int
     """the same with every pair's weight in the place of the output and that number"""
     cache_bytes: int | None
@@ -237,6 +265,7 @@ def attention_cost(kind: str, sizes: Sizes) -> AttentionCost:
     every, b = sizes.batch * sizes.heads, sizes.item
     total = int(every * flops)
     inputs = b * sizes.batch * n * d * (sizes.heads + 2 * sizes.groups)
+    kept = d + (mechanism.kept(d, *numbers) if mechanism.kept else 0)
     return AttentionCost(
         kind=":".join([kind.split(":")[0], *map(str, numbers)]),
         about=mechanism.about,
@@ -245,7 +274,7 @@ def attention_cost(kind: str, sizes: Sizes) -> AttentionCost:
         flops=total,
         flops_backward=int(total * BACKWARD),
         weight_bytes=int(b * every * held),
-        activation_bytes=inputs + b * every * n * d + sizes.kept_bytes,
+        activation_bytes=inputs + b * every * n * kept + sizes.kept_bytes,
         dense_activation_bytes=inputs + sizes.dense_bytes,
         cache_bytes=_cache(mechanism, numbers, sizes),
     )
@@ -258,4 +287,5 @@ def _cache(mechanism: Mechanism, numbers: list[int], sizes: Sizes) -> int | None
         return sizes.item * sizes.batch * sizes.heads * mechanism.state(sizes.head_dim, *numbers)
     keys = mechanism.cached(sizes.length, *numbers)
     keys = keys if mechanism.apart else min(sizes.length, keys)
-    return 2 * sizes.item * sizes.batch * sizes.groups * sizes.head_dim * keys
+    note = NOTE * sizes.batch * sizes.heads if mechanism.noted else 0
+    return int((2 * sizes.item * sizes.batch * sizes.groups * sizes.head_dim + note) * keys)

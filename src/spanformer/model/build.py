@@ -58,7 +58,9 @@ def make_block(config: ModelConfig, parts: list[HeadKind]) -> Block:
     feedforward = make_feedforward(config)
     norm2, cross, norm3 = None if feedforward is None else norm(), None, None
     if config.kind == "seq2seq":
-        cross = CrossAttention(config.dim, config.heads, config.groups, dropout=a.dropout, backend=a.backend)
+        cross = CrossAttention(
+            config.dim, config.heads, config.groups, scoring=config.cross, dropout=a.dropout, backend=a.backend
+        )
         norm3 = norm()
     return Block(attention, norm(), feedforward, norm2, config.order, cross, norm3)
 
@@ -98,7 +100,7 @@ def _make_heads(config: ModelConfig, part: HeadKind) -> Attention:
 
 
 def _window(config: ModelConfig, part: HeadKind) -> Attention:
-    window = part.numbers["window"] or config.attention.window
+    window = part.number("window", config.attention.window)
     return Window(part.heads, window, original=config.original, causal=config.causal)
 
 
@@ -141,16 +143,16 @@ def _forgetting(config: ModelConfig, part: HeadKind) -> Attention:
 
 
 def _sink_window(config: ModelConfig, part: HeadKind) -> Attention:
-    return Sinks(_window(config, part), kept=part.numbers["kept"] or 0)
+    return Sinks(_window(config, part), kept=part.number("kept"))
 
 
 def _sink_span(config: ModelConfig, part: HeadKind) -> Attention:
-    return Sinks(_adaptive_span(config, part), kept=part.numbers["kept"] or 0)
+    return Sinks(_adaptive_span(config, part), kept=part.number("kept"))
 
 
 def _longformer(config: ModelConfig, part: HeadKind) -> Attention:
-    window, dilation = part.numbers["window"] or config.attention.window, part.numbers["dilation"] or 1
-    most = part.numbers["globals"] or 0
+    window, dilation = part.number("window", config.attention.window), part.number("dilation")
+    most = part.number("globals")
     return Longformer(
         part.heads * config.head_dim, part.heads, window, positions=range(most), most=most, dilation=dilation,
         farthest=max(config.attention.max_span, window * dilation),

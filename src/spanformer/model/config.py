@@ -16,6 +16,10 @@ SPECIAL = {"lm": 0, "seq2seq": 2, "encoder": 1}
 end, encoder mask"""
 
 
+CROSS = ("scaled", "dot", "general", "bilinear", "additive")
+"""how a decoder may score what an encoder has read"""
+
+
 @dataclass(frozen=True)
 class AttentionConfig:
     kind: str = "adaptive_span"
@@ -177,11 +181,16 @@ class ModelConfig:
     """lm: a language model, trained to predict the next token; seq2seq: an encoder–decoder, trained on pairs of texts;
     encoder: looks in both directions, trained to guess tokens that are masked"""
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
+    cross: Literal["scaled", "dot", "general", "bilinear", "additive"] = "scaled"
+    """of seq2seq: how a decoder's queries and an encoder's keys are scored, q·k/√D, or as the attention of that name"""
 
     def __post_init__(self) -> None:
         _within("kind", repr(self.kind), self.kind in SPECIAL, f"one of {', '.join(SPECIAL)}")
         if self.kind != "seq2seq" and self.encoder != EncoderConfig():
             raise ValueError(f"model.encoder is set, and model.kind is {self.kind!r}; expected kind 'seq2seq'")
+        _within("cross", repr(self.cross), self.cross in CROSS, f"one of {', '.join(CROSS)}")
+        if self.kind != "seq2seq" and self.cross != "scaled":
+            raise ValueError(f"model.cross is set, and model.kind is {self.kind!r}; expected kind 'seq2seq'")
         if self.kind != "lm" and self.original:
             raise ValueError(
                 f"model.original is set, and model.kind is {self.kind!r}; the paper's code has language models only"
@@ -214,7 +223,7 @@ class ModelConfig:
         e = self.encoder
         return replace(
             self, kind="encoder", layers=e.layers or self.layers, attention=e.attention, position=e.position,
-            encoder=EncoderConfig(),
+            encoder=EncoderConfig(), cross="scaled",
         )  # fmt: skip
 
     @property

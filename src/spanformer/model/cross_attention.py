@@ -6,18 +6,32 @@ Shapes: B batch, T tokens of the decoder, S states of the encoder, H heads, Hkv 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 
-from spanformer.attention import Cross, View
+from spanformer.attention import Additive, Attention, Bilinear, Cross, Dot, General, View
 from spanformer.memory import Source
 from spanformer.model.layer import split_heads
 from spanformer.model.linear import Linear
 
+SCORINGS: dict[str, Callable[[int, int], Attention]] = {
+    "scaled": lambda heads, _size: Cross(heads),
+    "dot": lambda heads, _size: Dot(Cross(heads)),
+    "general": lambda heads, size: General(Cross(heads), size),
+    "bilinear": lambda heads, size: Bilinear(Cross(heads), size),
+    "additive": lambda heads, size: Additive(Cross(heads), size),
+}
+"""by `ModelConfig.cross`, from the number of heads and their size"""
+
 
 class CrossAttention(nn.Module):
-    def __init__(self, dim: int, heads: int, kv_heads: int, *, dropout: float = 0.0, backend: str = "auto") -> None:
+    def __init__(
+        self, dim: int, heads: int, kv_heads: int, *, scoring: str = "scaled", dropout: float = 0.0,
+        backend: str = "auto",
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.kv_heads, self.mechanism = kv_heads, Cross(heads)
+        self.kv_heads, self.mechanism = kv_heads, SCORINGS[scoring](heads, dim // heads)
         self.mechanism.dropout, self.mechanism.backend = dropout, backend
         inner = kv_heads * (dim // heads)
         self.query, self.out = Linear(dim, dim, bias=False), Linear(dim, dim, bias=False)
@@ -31,6 +45,7 @@ class CrossAttention(nn.Module):
 
     def forward(self, x: Tensor, source: Source) -> Tensor:
         """x [B, T, dim] → [B, T, dim]"""
-        q, view = split_heads(self.query(x), self.mechanism.heads), View(padding=source.padding)
+        q = self.mechanism.map_queries(split_heads(self.query(x), self.mechanism.heads))
+        view = View(padding=source.padding)
         found = self.mechanism.mix(q, source.k, source.v, self.mechanism.rule(view), view)
         return self.out(found.out.transpose(1, 2).reshape(x.shape))

@@ -70,6 +70,11 @@ class HeadKind:
     text: str = ""
     """the expression of a pattern"""
 
+    def number(self, name: str, section: int = 0) -> int:
+        """section: what [model.attention] says, for a number that was left out. A 0 that was written stays one."""
+        found = self.numbers[name]
+        return section if found is None else found
+
 
 def parse_layer(text: str, heads: int, where: str = "model.attention.stack") -> list[HeadKind]:
     """'6 window:64 + 2 adaptive_span' as its parts; a part without a number of heads is all of them."""

@@ -60,13 +60,17 @@ class SelfAttention(nn.Module):
                     "forgotten them; read the text with a cache (LM.read), or use learned sinks"
                 )
             groups = [(list(range(self.kv_heads)), past.shape[1])]
-        length = min(max(lookback), past.shape[1] + x.shape[1] - 1) + 1
+        far = max(lookback)
+        at_once = rule if rule is not None or past.shape[1] else self.mechanism.rule(self._stretch(view, past, 0))
+        if at_once is not None and not at_once.causal:
+            far = max(far, _farthest(at_once))
+        length = min(far, past.shape[1] + x.shape[1] - 1) + 1
         added = position.rule(view, length)
 
         def rule_for(need: int) -> Rule:
             if rule is not None:
                 return rule if added is None else rule + added
-            own = self.mechanism.rule(self._stretch(view, past, need))
+            own = self.mechanism.rule(self._stretch(view, past, need)) if at_once is None else at_once
             if added is None or not own.causal:
                 return own if added is None else own + added
             # a pattern need not say how far it reaches, and tables go no further than that
@@ -154,6 +158,11 @@ class SelfAttention(nn.Module):
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """[B, T, heads · D] → [B, heads, T, D], without a copy."""
     return x.view(x.shape[0], x.shape[1], heads, x.shape[2] // heads).transpose(1, 2)  # −1 is unknown without rows
+
+
+def _farthest(rule: Rule) -> int:
+    """How far to either side heads may look that go by blocks: what these hold ahead no lookback says."""
+    return max((max(part.reach_list()) - 1 for _, part in rule.parts() if part.blocks is not None), default=0)
 
 
 def _last(view: View, keys: int, queries: int) -> View:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from spanformer.attention import Attention, View
 from spanformer.memory.groups import group_heads
 from spanformer.model.block import Block
+from spanformer.model.encoder import Encoder
 from spanformer.model.lm import LM
 from spanformer.ops import Attended, Rule
 
@@ -24,8 +25,9 @@ LONGEST = 1024
 
 
 @torch.no_grad()
-def attention_maps(lm: LM, ids: Tensor) -> list[Tensor]:
-    """[layers] of [H, T, T]: how much of its attention query i gives to key j, for the text ids [T].
+def attention_maps(lm: LM | Encoder, ids: Tensor) -> list[Tensor]:
+    """[layers] of [H, T, T]: how much of its attention query i gives to key j, for the text ids [T]. An encoder's
+    tokens look ahead, too.
 
     A row sums to 1, or to less where something else takes part: sinks, persistent vectors, or the zeros before the
     text that the paper's code attends to.

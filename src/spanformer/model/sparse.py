@@ -25,41 +25,41 @@ def _pattern(config: ModelConfig, part: HeadKind) -> Attention:
 
 
 def _dilated(config: ModelConfig, part: HeadKind) -> Attention:
-    window, step = part.numbers["window"] or config.attention.window, part.numbers["step"] or 1
-    return DilatedWindow(part.heads, window, step, causal=config.causal)
+    window = part.number("window", config.attention.window)
+    return DilatedWindow(part.heads, window, part.number("step"), causal=config.causal)
 
 
 def _strided(use: str) -> Callable[[ModelConfig, HeadKind], Attention]:
     def make(config: ModelConfig, part: HeadKind) -> Attention:
         far = config.attention.max_span
-        return StridedSparse(part.heads, part.numbers["step"] or 1, use=use, causal=config.causal, longest=far)
+        return StridedSparse(part.heads, part.number("step"), use=use, causal=config.causal, longest=far)
 
     return make
 
 
 def _fixed(use: str) -> Callable[[ModelConfig, HeadKind], Attention]:
     def make(config: ModelConfig, part: HeadKind) -> Attention:
-        size, last = part.numbers["size"] or 1, part.numbers["last"] or 1
+        size, last = part.number("size"), part.number("last")
         return FixedSparse(part.heads, size, last, use=use, causal=config.causal, longest=config.attention.max_span)
 
     return make
 
 
 def _image_1d(config: ModelConfig, part: HeadKind) -> Attention:
-    return ImageLocal1D(part.heads, part.numbers["block"] or 1, part.numbers["memory"] or 0, causal=config.causal)
+    return ImageLocal1D(part.heads, part.number("block"), part.number("memory"), causal=config.causal)
 
 
 def _image_2d(config: ModelConfig, part: HeadKind) -> Attention:
-    width, high, wide, above, beside = (n or 0 for n in part.numbers.values())
+    width, high, wide, above, beside = map(part.number, part.numbers)
     return ImageLocal2D(part.heads, width, (high, wide), (above, beside), causal=config.causal)
 
 
 def _blockwise(config: ModelConfig, part: HeadKind) -> Attention:
-    return Blockwise(part.heads, part.numbers["blocks"] or 1, size=part.numbers["size"], causal=config.causal)
+    return Blockwise(part.heads, part.number("blocks"), size=part.number("size"), causal=config.causal)
 
 
 def _big_bird(config: ModelConfig, part: HeadKind) -> Attention:
-    block, window, tokens, random = (n or 0 for n in part.numbers.values())
+    block, window, tokens, random = map(part.number, part.numbers)
     return BigBird(
         part.heads, block, window=window, tokens=tokens, random=random, causal=config.causal,
         longest=config.attention.max_span,

@@ -56,7 +56,9 @@ def frame(figure, title: str, below: str, *, beside: float = 0.0) -> None:
     right = 1 - beside / figure.get_size_inches()[0]
     room = (0, (0.12 + 0.14 * lines) / inches, right, 1 - 0.4 / inches)
     figure.tight_layout(rect=room, pad=0.7, w_pad=1.5 + beside * 72 / 10, h_pad=2.0)
-    figure.suptitle(title, x=0.012, y=1 - 0.1 / inches, ha="left", va="top", fontsize=13, fontweight="bold")
+    head = figure.suptitle(title, x=0.012, y=1 - 0.1 / inches, ha="left", va="top", fontsize=13, fontweight="bold")
+    if (wide := head.get_window_extent().width / figure.bbox.width) > 0.976:  # a long one is written smaller, not cut
+        head.set_fontsize(13 * 0.976 / wide)
     figure.text(0.012, 0.08 / inches, below, fontsize=8, color="#555555", va="bottom")
 
 

@@ -89,12 +89,13 @@ def _name_tokens(axis, labels: Sequence[str], size: int) -> None:
 def _sentence(maps: Sequence[np.ndarray]) -> str:
     """How far heads look, on average over queries and weights."""
     far = [[_distance(weights) for weights in layer] for layer in maps]
+    away = "away" if any(np.triu(layer, 1).any() for layer in maps) else "back"
     flat = [(d, layer, head) for layer, row in enumerate(far, 1) for head, d in enumerate(row, 1)]
     if len(flat) == 1:
-        return f"On average it looks {flat[0][0]:.1f} tokens back."
+        return f"On average it looks {flat[0][0]:.1f} tokens {away}."
     (least, *nearest), (most, *farthest) = min(flat), max(flat)
     return (
-        f"Weighted by attention, head {farthest[1]} of layer {farthest[0]} looks farthest, {most:.1f} tokens back on "
+        f"Weighted by attention, head {farthest[1]} of layer {farthest[0]} looks farthest, {most:.1f} tokens {away} on "
         f"average, and head {nearest[1]} of layer {nearest[0]} nearest, {least:.1f}."
     )
 

@@ -117,4 +117,7 @@ class Blockwise(Pattern):
         return areas
 
     def lookback(self):
-        return UNLIMITED if self.size is None else len(self.permutation) * self.size - 1
+        if self.size is None:
+            return UNLIMITED
+        far = max(abs(to - block) for block, to in enumerate(self.permutation))  # the farthest block, either way
+        return (far + 1) * self.size - 1

@@ -44,4 +44,6 @@ def _value(node: ast.expr, text: str) -> int | bool | tuple[int, ...] | None:
 def _whole(node: ast.expr, text: str) -> int:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_whole(node.operand, text)  # what is too small, the pattern says itself
     raise ValueError(f"{ast.unparse(node)} in {text!r} is no whole number, and no list of them")
