@@ -61,7 +61,7 @@ def test_another_text_is_read_in_the_models_tokens(tmp_path: Path, capsys, token
     units = len((OTHER + "test").encode()) if tokens == "bpe" else len(ids)
     score = evaluate(load(run), ids, units=units, block=16)
     assert f"({len(ids):,} of {len(ids):,} tokens)" in out
-    found = re.search(r"^([\d.]+) bits per (byte|char|word)$", out, re.MULTILINE)
+    found = re.search(r"^([\d.]+) bits per (byte|character|word)$", out, re.MULTILINE)
     assert found and float(found[1]) == pytest.approx(score.bits, abs=1e-4)
     unknown = 0 if vocab.unknown is None else int((ids == vocab.unknown).sum())
     assert (unknown > 0) == (tokens in ("char", "word"))

@@ -46,6 +46,7 @@ class EvalOptions:
 
 def run(options: EvalOptions) -> None:
     from spanformer.cli.eval_others import eval_encoder, eval_pairs
+    from spanformer.cli.screen import UNITS
     from spanformer.data import prepare
     from spanformer.model.lm import LM
     from spanformer.model.load import load_any, load_meta
@@ -86,7 +87,7 @@ def run(options: EvalOptions) -> None:
         f"({score.tokens:,} of {len(ids):,} tokens)"
     )
     if options.protocol == "every":
-        print(f"{score.bits:.4f} bits per {data.unit}")
+        print(f"{score.bits:.4f} bits per {UNITS.get(data.unit, data.unit)}")
     unknown = 0 if data.vocab.unknown is None or not options.data else int((ids == data.vocab.unknown).sum())
     if unknown:
         print(f"the model does not know {unknown:,} of the tokens; they count as its one unknown token")
