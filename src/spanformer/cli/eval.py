@@ -23,6 +23,7 @@ class EvalOptions:
     copy: Annotated[str, tyro.conf.arg(name="from")] = ""
     """a copy of the named corpus that is already on disk"""
     split: Literal["train", "valid", "test"] = "test"
+    """which part of the text"""
     protocol: Literal["every", "original"] = "every"
     """every: each token counted once, in one stream; original: as the adaptive-span paper's code does, 8 lanes, whole
     blocks only"""
@@ -35,6 +36,7 @@ class EvalOptions:
     beams: int = 1
     """of an encoder–decoder: above 1, search for each answer with so many beams"""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: products in bfloat16 (autocast)"""
 
     def __post_init__(self) -> None:
         for name in ("lanes", "block", "limit"):
