@@ -248,6 +248,8 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "void").mkdir()
     make_tree(tmp_path / "two", {"a": 50, "b": 50})
     pack(tmp_path / "w.zip", three_files())
+    make_tree(tmp_path / "mixed", {"a.txt": 50, "b.txt": 50, "c.txt": 50})
+    pack(tmp_path / "mixed" / "w.tar.gz", three_files())
     make_tree(tmp_path, {"tiny.txt": 3})
     wrong = {
         "enwiki8": "source 'enwiki8' does not exist; did you mean 'enwik8'?",
@@ -259,6 +261,8 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
         str(tmp_path / "two"): "leaves nothing for the split 'train'; expected more text, a larger share, or three",
         str(tmp_path / "tiny.txt"): "leaves nothing for the split 'valid'; expected more text",
         str(tmp_path / "w.zip"): "w.zip is an archive; unpack it and give the folder",
+        str(tmp_path / "mixed"): "w.tar.gz is an archive; unpack it and give the folder",
+        str(tmp_path / "mixed" / "*.*"): "w.tar.gz is an archive; unpack it and give the folder",
     }
     for source, message in wrong.items():
         with pytest.raises(ValueError, match=message.replace("?", r"\?")):

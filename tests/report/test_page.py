@@ -99,6 +99,18 @@ def test_several_runs_stand_side_by_side(tmp_path):
     assert targets == {attributes["id"] for tag, attributes in read.tags if tag == "h2"} == {"run-1", "run-2"}
     assert "same (2)" in read.text and "What differs in their configurations" in read.text
     assert "model.attention.max_span" in read.text
+    assert "test bits" in read.text
+
+
+def test_columns_that_say_nothing_are_left_out(tmp_path):
+    runs = [[row for row in synthetic.events(**SMALL, name=name) if row.get("split") != "test"] for name in "ab"]
+    said = Reader(report(tmp_path, *runs)).text
+    assert "test bits" not in said and "peak memory" in said
+
+
+def test_characters_are_spelt_out(tmp_path):
+    said = Reader(report(tmp_path, synthetic.events(**SMALL, unit="char"))).text
+    assert "bits per character" in said and "per char " not in said and "per char." not in said
 
 
 def test_runs_of_different_units_are_not_compared(tmp_path):

@@ -165,6 +165,18 @@ def test_a_sweep_groups_by_limit_and_kind(tmp_path):
     assert compare.sweep_picture(runs[:2]) is None
 
 
+def test_a_sweep_shows_spans_of_zero(tmp_path):
+    runs = [made(tmp_path, f"at {limit}", max_span=limit) for limit in (128, 512)]
+    for run in runs:
+        run.steps[-1].spans[:] = 0.0
+    figure = compare.sweep_picture(runs).figure
+    figure.canvas.draw()
+    spans = figure.axes[1]
+    assert list(spans.lines[0].get_ydata()) == [0, 0]
+    assert np.isfinite(spans.transData.transform([(128, 0.0)])).all()  # a logarithmic axis has no place for them
+    assert [label.get_text() for label in spans.get_yticklabels()] == ["0", "1"]
+
+
 def test_runs_that_cannot_be_compared_are_not(tmp_path, run):
     words_run = made(tmp_path, "words", unit="word")
     assert compare.compare_pictures([run, words_run], ["a", "b"]) == []

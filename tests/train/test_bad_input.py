@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import ctypes
 import json
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -138,13 +140,38 @@ def test_a_folder_that_cannot_be(tmp_path: Path, capsys) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_permission(tmp_path: Path, capsys) -> None:
+def as_anyone(arguments: list[str]) -> subprocess.CompletedProcess:
+    """The command by a user for whom permissions hold, also where that is root: without the right to pass them by."""
+
+    def give_up_rights() -> None:
+        for right in (1, 2) if os.geteuid() == 0 else ():  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
+            if ctypes.CDLL(None).prctl(24, right, 0, 0, 0):  # PR_CAPBSET_DROP
+                os._exit(77)
+
+    command = [sys.executable, "-m", "spanformer", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=give_up_rights)
+    if done.returncode == 77:
+        pytest.skip("rights cannot be given up here")
+    return done
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gives up rights as Linux has them")
+def test_a_folder_without_permission(tmp_path: Path) -> None:
+    train(tiny(tmp_path, {"train.steps": 3}))
+    before = content(tmp_path / "run")
     (tmp_path / "closed").mkdir(mode=0o500)
     out = tmp_path / "closed" / "run"
-    assert refused(tmp_path, {"out": str(out)}, capsys) == (
-        f"{out} cannot be made or read (Permission denied); choose another --out"
-    )
+    done = as_anyone(["train", *options(tmp_path, {"out": str(out)})])
+    assert done.returncode == 2
+    assert done.stderr == f"spanformer: {out} cannot be made or read (Permission denied); choose another --out\n"
+    assert not content(tmp_path / "closed")
+    # a run that may be read only is not continued
+    events = tmp_path / "run" / "events.jsonl"
+    events.chmod(0o400)
+    done = as_anyone(["train", *options(tmp_path), "--resume"])
+    assert done.returncode == 2
+    assert done.stderr == f"spanformer: {events} cannot be written (Permission denied); choose another folder\n"
+    assert content(tmp_path / "run") == before
 
 
 def test_no_room_for_the_first_checkpoint(tmp_path: Path, capsys, monkeypatch) -> None:

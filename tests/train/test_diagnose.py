@@ -38,6 +38,9 @@ def test_spans_that_stand_still() -> None:
     assert diagnosis.look(SETTLED, [0.9, 0.0, 0.1, 0.0]) == [STILL]
     assert diagnosis.look(SETTLED + 10, [0.9, 0.0, 0.1, 0.0]) == []
     assert Diagnosis(CONFIG, [0.0] * 4).look(SETTLED, [0.0, 0.0, 1.5, 0.0]) == []
+    free = replace(CONFIG, model=ModelConfig(attention=AttentionConfig(max_span=1000, ramp=32.0, penalty=0.0)))
+    (text,) = Diagnosis(free, [0.0]).look(SETTLED, [0.0])
+    assert text == STILL.partition(", or lower")[0]  # there is no price to lower
     assert Diagnosis(CONFIG, [5.0] * 2).look(SETTLED, [5.0, 3.5]) == []  # backwards is a movement too
 
 

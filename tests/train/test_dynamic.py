@@ -39,6 +39,17 @@ def test_spans_of_every_character() -> None:
             assert torch.allclose(torch.tensor(row), expected[int(name[-1]) - 1])
 
 
+def test_what_is_looked_at_follows_the_tokens() -> None:
+    """What is paid for is what tokens choose, not the most they might."""
+    lm = model("dynamic_span")
+    most = lm.distances()
+    assert most == [[50 + 32] * 2] * 2  # nothing was read yet
+    lm(torch.arange(40)[None])
+    for found, chosen in zip(lm.distances(), lm.spans(), strict=True):
+        for n, z in zip(found, chosen, strict=True):
+            assert z is not None and z + 32 - 0.5 <= n <= z + 32 + 1.5 and n < 82
+
+
 def test_nothing_to_show_without_dynamic_spans() -> None:
     assert dynamic_event(model("adaptive_span"), np.zeros(30, np.uint8), Bytes()) is None
 

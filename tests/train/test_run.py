@@ -135,6 +135,9 @@ def test_patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.bits == pytest.approx(3.0)
     best = Checkpoints(tmp_path / "run" / "checkpoints").best()
     assert best is not None and best.name in ("step-00000006", "step-00000012")
+    # continued, it is still at its end
+    again = train(tiny(tmp_path, {"train.patience": 2, "train.steps": 100, "resume": True}))
+    assert (again.reason, again.steps) == (result.reason, 12)
 
 
 def test_only_an_evaluated_model_has_a_score(tmp_path: Path) -> None:

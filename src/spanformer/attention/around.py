@@ -35,5 +35,8 @@ class Around(Attention):
     def learned(self) -> list[float | None]:
         return self.inner.learned()
 
+    def looked(self) -> list[int]:
+        return self.inner.looked()
+
     def after_step(self) -> None:
         self.inner.after_step()

@@ -89,6 +89,11 @@ class Attention(nn.Module):
         """[heads] the span in tokens that each head has learned; None for one that learns none."""
         return [None] * self.heads
 
+    def looked(self) -> list[int]:
+        """[heads] how many distances each head looks at now, its own token among them; where tokens choose, the average
+        over those last read."""
+        return [n + 1 for n in self.lookback()]
+
     def map_queries(self, q: Tensor) -> Tensor:
         """q [B, H, Tq, D] → what is multiplied with the keys in their place. A layer does this with its queries before
         a position encoding turns them; `mix` is given what comes of it."""

@@ -57,7 +57,8 @@ class DynamicSpan(Attention):
         if view.x.ndim != 3 or view.x.shape[2] != self.dim:
             raise ValueError(f"view.x has shape {list(view.x.shape)}; expected [B, Tq, {self.dim}]")
         span = self._spans(view.x)
-        self._recent = span.detach().mean((0, 2))
+        recent = span.detach()
+        self._recent = torch.stack([recent.mean((0, 2)), (recent + self.ramp).ceil().mean((0, 2))])
         return Rule(self.heads, causal=self.causal, span=span, ramp=self.ramp, penalty=self.penalty * span.mean())
 
     def lookback(self) -> list[int]:
@@ -66,7 +67,10 @@ class DynamicSpan(Attention):
 
     def learned(self) -> list[float | None]:
         """[heads] the average over the tokens last read."""
-        return [None] * self.heads if self._recent is None else self._recent.tolist()
+        return [None] * self.heads if self._recent is None else self._recent[0].tolist()
+
+    def looked(self) -> list[int]:
+        return super().looked() if self._recent is None else [round(n) for n in self._recent[1].tolist()]
 
     def _spans(self, x: Tensor) -> Tensor:
         """[B, H, Tq] in tokens."""

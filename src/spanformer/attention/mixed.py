@@ -44,6 +44,9 @@ class Mixed(Attention):
     def learned(self) -> list[float | None]:
         return [z for part in self._parts() for z in part.learned()]
 
+    def looked(self) -> list[int]:
+        return [n for part in self._parts() for n in part.looked()]
+
     def after_step(self) -> None:
         for part in self._parts():
             part.after_step()

@@ -15,13 +15,15 @@ def parse(program: str, arguments: list[str]) -> DataConfig:
 
 
 def run(config: DataConfig) -> None:
+    from spanformer.cli.screen import UNITS
     from spanformer.data import prepare
 
     with waiting() as tell:
         data = prepare(config, on_progress=tell)
+    unit = UNITS.get(data.unit, data.unit)
     print(f"{config.source}: {data.vocab.size:,} different tokens, in {data.folder}")
     for name, split in data.splits.items():
-        print(f"  {name:<6}{split.tokens:>14,} tokens{split.units:>14,} {data.unit}s")
+        print(f"  {name:<6}{split.tokens:>14,} tokens{split.units:>14,} {unit}s")
 
 
 DATA = Leaf(DataConfig, run, parse)

@@ -3,6 +3,7 @@ encoder–decoder answers exactly; how many masked tokens an encoder guesses."""
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
@@ -22,6 +23,7 @@ class EvalOptions:
     copy: Annotated[str, tyro.conf.arg(name="from")] = ""
     """a copy of the named corpus that is already on disk"""
     split: Literal["train", "valid", "test"] = "test"
+    """which part of the text"""
     protocol: Literal["every", "original"] = "every"
     """every: each token counted once, in one stream; original: as the adaptive-span paper's code does, 8 lanes, whole
     blocks only"""
@@ -34,6 +36,7 @@ class EvalOptions:
     beams: int = 1
     """of an encoder–decoder: above 1, search for each answer with so many beams"""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: products in bfloat16 (autocast)"""
 
     def __post_init__(self) -> None:
         for name in ("lanes", "block", "limit"):
@@ -45,6 +48,7 @@ class EvalOptions:
 
 def run(options: EvalOptions) -> None:
     from spanformer.cli.eval_others import eval_encoder, eval_pairs
+    from spanformer.cli.screen import UNITS
     from spanformer.data import prepare
     from spanformer.model.lm import LM
     from spanformer.model.load import load_any, load_meta
@@ -54,7 +58,7 @@ def run(options: EvalOptions) -> None:
     meta, lm = load_meta(options.checkpoint), load_any(options.checkpoint)
     config = data_config(options, meta)
     with waiting() as tell:
-        data = prepare(config, on_progress=tell)
+        data = prepare(config, on_progress=tell, vocab=vocabulary(options, meta))
         check_vocabulary(meta, data.vocab.to_json(), lm.config.vocab, data.vocab.size)
         if not isinstance(lm, LM):
             if options.protocol != "every" or options.lanes:
@@ -71,19 +75,24 @@ def run(options: EvalOptions) -> None:
         ids = split.ids[: options.limit] if options.limit else split.ids
         block = options.block or (meta.get("config", {}).get("train", {}).get("block") or 512)
         units = split.units * len(ids) / split.tokens
+        read = functools.partial(tell, f"reading {options.split}")
         if options.protocol == "original":
-            score = evaluate_as_original(lm, ids, block=block, lanes=options.lanes or 8)
+            score = evaluate_as_original(
+                lm, ids, block=block, lanes=options.lanes or 8, dtype=options.dtype, on_progress=read,
+            )  # fmt: skip
         else:
             score = evaluate(
-                lm, ids, units=units, lanes=options.lanes or 1, block=block, dtype=options.dtype,
-                on_progress=lambda done, total: tell(f"reading {options.split}", done, total),
+                lm, ids, units=units, lanes=options.lanes or 1, block=block, dtype=options.dtype, on_progress=read,
             )  # fmt: skip
     print(
         f"{options.split}: {score.loss / math.log(2):.4f} bits per token, perplexity {score.perplexity:.2f} "
         f"({score.tokens:,} of {len(ids):,} tokens)"
     )
     if options.protocol == "every":
-        print(f"{score.bits:.4f} bits per {data.unit}")
+        print(f"{score.bits:.4f} bits per {UNITS.get(data.unit, data.unit)}")
+    unknown = 0 if data.vocab.unknown is None or not options.data else int((ids == data.vocab.unknown).sum())
+    if unknown:
+        print(f"the model does not know {unknown:,} of the tokens; they count as its one unknown token")
 
 
 def data_config(options: EvalOptions, meta: dict):
@@ -100,6 +109,16 @@ def data_config(options: EvalOptions, meta: dict):
     return replace(config, copy=options.copy) if options.copy else config
 
 
+def vocabulary(options: EvalOptions, meta: dict):
+    """The model's own for a text it was not trained on; None: that of the text, which is the model's then, or bytes."""
+    from spanformer.data.vocab import Bytes, from_json
+
+    if not options.data or not isinstance(meta.get("vocab"), dict):
+        return None
+    found = from_json(meta["vocab"])
+    return None if isinstance(found, Bytes) else found
+
+
 def run_config(meta: dict, checkpoint: str):
     from spanformer.model.fields import build
     from spanformer.train.config import RunConfig
@@ -113,10 +132,15 @@ def run_config(meta: dict, checkpoint: str):
 
 def check_vocabulary(meta: dict, now: object, known: int, size: int) -> None:
     then = meta.get("vocab")
-    if (then is not None and then != now) or (then is None and size > known):
+    if then is None and size != known:
         raise ValueError(
-            f"the text's vocabulary of {size:,} tokens is not the model's of {known:,}; choose a text prepared in the "
-            "same way, or bytes"
+            f"the model does not say which text its {known:,} tokens stand for; only one of {size:,} tokens could be "
+            "taken for a model of bytes"
+        )
+    if then is not None and then != now:
+        raise ValueError(
+            f"the text's vocabulary of {size:,} tokens is not the model's of {known:,}; the text it was trained on has "
+            "changed"
         )
 
 

@@ -22,6 +22,8 @@ def run(options: SpansOptions) -> None:
     from spanformer.report.spans_text import spans_table
 
     model = load_any(options.checkpoint)
+    if model.dynamic_parts() and not any(z is not None for layer in model.spans() for z in layer):
+        print("each token chooses its spans, so only the most that a head may see stands here; a run's report has more")
     print(spans_table(model.spans(), model.distances(), model.config.max_span, ascii_only=options.ascii))
 
 

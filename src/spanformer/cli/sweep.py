@@ -40,6 +40,8 @@ def run(config: SweepConfig) -> None:
 
 def one_run(config: SweepConfig, kind: str, limit: int) -> RunConfig:
     attention = dataclasses.replace(config.model.attention, kind=kind, max_span=limit, stack=())
+    if kind == "window":  # its limit is the window itself
+        attention = dataclasses.replace(attention, window=limit)
     return RunConfig(
         out=str(Path(config.out) / f"{kind}-{limit}"),
         resume=config.resume,

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,10 +56,17 @@ class Prepared:
     """train, valid and test"""
 
 
-def prepare(config: DataConfig, on_progress: OnProgress | None = None) -> Prepared:
-    """The tokens of a source, from the cache where they are already there."""
+def prepare(config: DataConfig, on_progress: OnProgress | None = None, *, vocab: Vocab | None = None) -> Prepared:
+    """The tokens of a source, from the cache where they are already there.
+
+    vocab: the vocabulary to use, that of a model which was trained on another text, instead of one learned from this.
+    """
+    if vocab is not None:
+        config = replace(config, tokens=vocab.kind, vocab=0, tokenizer="")  # pyright: ignore[reportArgumentType]
     corpus = find(config)
     made_of = _made_of(config, corpus)
+    if vocab is not None:
+        made_of["given"] = hashlib.sha256(json.dumps(vocab.to_json(), sort_keys=True).encode()).hexdigest()
     key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
     name = re.sub(r"[^\w.-]+", "-", f"{corpus.name}-{config.tokens}-{key}")
     folder = config.cache_folder() / "tokens" / name
@@ -73,7 +80,7 @@ def prepare(config: DataConfig, on_progress: OnProgress | None = None) -> Prepar
         new = folder.with_name(f".{name}-{secrets.token_hex(4)}")
         new.mkdir(parents=True)
         try:
-            _write(new, config, corpus, on_progress or silent)
+            _write(new, config, corpus, vocab, on_progress or silent)
             _put_in_place(new, folder)
         finally:
             shutil.rmtree(new, ignore_errors=True)
@@ -115,12 +122,12 @@ def _made_of(config: DataConfig, corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def _write(new: Path, config: DataConfig, corpus: Corpus, on_progress: OnProgress) -> None:
+def _write(new: Path, config: DataConfig, corpus: Corpus, vocab: Vocab | None, on_progress: OnProgress) -> None:
     splits = corpus.splits(on_progress)
     if config.limit:
         limits = {"train": config.limit, "valid": config.limit // 10, "test": config.limit // 10}
         splits = {split: limited(pieces, limits[split]) for split, pieces in splits.items()}
-    vocab = _vocab(config, splits["train"], on_progress)
+    vocab = vocab or _vocab(config, splits["train"], on_progress)
     counts = {}
     for split, pieces in splits.items():
         meter = Meter(f"encoding {split}", sum(map(len, pieces)), on_progress)

@@ -55,8 +55,6 @@ def find(config: DataConfig) -> Corpus:
     if path.is_dir():
         return _own(path.resolve().name, path, _walk(path), config)
     if path.is_file():
-        if is_archive(path):
-            raise ValueError(f"source {source} is an archive; unpack it and give the folder")
         return _own(path.stem, path.parent, [path], config)
     if glob.has_magic(source):
         files = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
@@ -81,10 +79,17 @@ def _named(config: DataConfig) -> Corpus:
     return Corpus(config.source, identity, splits)
 
 
+def _refuse_archives(files: Sequence[Path]) -> None:
+    """Read as it stands, an archive is no text but its bytes."""
+    for path in filter(is_archive, files):
+        raise ValueError(f"source {path} is an archive; unpack it and give the folder")
+
+
 def _own(
     name: str, root: Path, files: Sequence[Path], config: DataConfig, keep: Callable[[Path], bool] = lambda _: True
 ) -> Corpus:
     """Files below a root, split as they are named, or else by the shares."""
+    _refuse_archives(files)
 
     def splits(_on_progress: OnProgress) -> dict[str, list[Piece]]:
         pieces = [piece for piece in map(whole, filter(keep, files)) if len(piece)]

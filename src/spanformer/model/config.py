@@ -162,6 +162,7 @@ class ModelConfig:
     dim: int = 256
     """size of hidden states"""
     layers: int = 4
+    """blocks of attention and feed-forward, one after the other"""
     heads: int = 4
     """query heads a layer; each has dim / heads numbers"""
     kv_heads: int = 0
@@ -171,6 +172,7 @@ class ModelConfig:
     feedforward: FeedForwardConfig = field(default_factory=FeedForwardConfig)
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     norm: Literal["layer", "rms"] = "rms"
+    """LayerNorm, or RMSNorm, which neither centres nor shifts"""
     order: Literal["pre", "post"] = "pre"
     """norm before each part, or after its sum (as in the paper)"""
     persistent: int = 0

@@ -110,7 +110,7 @@ class Layered(nn.Module):
         return [block.attention.mechanism.lookback() for block in self.blocks if isinstance(block, Block)]
 
     def distances(self) -> list[list[int]]:
-        """[layers][heads] how many distances each head looks at now; a token's distance to itself is one of them,
-        unless `original` leaves it out."""
+        """[layers][heads] how many distances each head looks at now (with dynamic spans, the latest average); a token's
+        distance to itself is one of them, unless `original` leaves it out."""
         read_spans(self.spans_modules())
-        return [[n + (not self.config.original) for n in mechanism.lookback()] for mechanism in self.mechanisms()]
+        return [[n - self.config.original for n in mechanism.looked()] for mechanism in self.mechanisms()]

@@ -15,6 +15,7 @@ from spanformer.report.drawing import (
     label_ends,
     log_ticks,
     plain,
+    span_axis,
     subplots,
     time_unit,
     whole_steps,
@@ -96,9 +97,11 @@ def sweep_picture(runs: list[Run]) -> Picture | None:
         axis.set_xlabel("span limit (tokens)")
         axis.set_title(label, loc="left", fontsize=10)
         grid(axis)
-    for axis, show in ((axes[0, 1], tokens), (axes[0, 2], amount)):
-        axis.set_yscale("log")
-        log_ticks(axis.yaxis, [y for line in axis.lines for y in line.get_ydata()], show)
+    values = [[y for line in axis.lines for y in line.get_ydata()] for axis in axes[0]]
+    span_axis(axes[0, 1], max(1.0, *values[1]))  # a span may be 0
+    axes[0, 1].set_ylabel("")
+    axes[0, 2].set_yscale("log")
+    log_ticks(axes[0, 2].yaxis, values[2], amount)
     below = "Where several runs share a limit and a kind, their mean."
     frame(figure, "What a larger span limit brings, and what it costs", below, beside=1.15)
     for axis in axes[0]:

@@ -32,7 +32,13 @@ def side_by_side(runs: Sequence[Run], names: Sequence[str]) -> tuple[list[str], 
     """A header and a row for each run. FLOPs are those of a training step; of full: the same model with full attention.
     Best by: the costs for which no other run is both better and cheaper."""
     best = best_by(runs, names)
-    return HEADER, [_row(run, name, best.get(name, [])) for run, name in zip(runs, names, strict=True)]
+    return telling(HEADER, [_row(run, name, best.get(name, [])) for run, name in zip(runs, names, strict=True)])
+
+
+def telling(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """Without columns that say nothing of any run."""
+    kept = [at for at in range(len(header)) if any(row[at] != NOTHING for row in rows)]
+    return [header[at] for at in kept], [[row[at] for at in kept] for row in rows]
 
 
 def best_by(runs: Sequence[Run], names: Sequence[str]) -> dict[str, list[str]]:
@@ -67,8 +73,8 @@ def numbers(runs: Sequence[Run], names: Sequence[str]) -> list[dict]:
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """The table as Markdown, without columns that say nothing of any run."""
-    kept = [at for at in range(len(header)) if any(row[at] != NOTHING for row in rows)]
-    lines = [[header[at] for at in kept], ["---"] * len(kept), *([row[at] for at in kept] for row in rows)]
+    header, rows = telling(header, rows)
+    lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 

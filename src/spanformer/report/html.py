@@ -25,7 +25,10 @@ figure { margin: 1.5rem 0 2.2rem } figure h3 { margin-top: 0 } figcaption { marg
 img { display: block; max-width: 100%; background: #fff; border-radius: 0.4rem; border: 1px solid var(--line) }
 .wide { overflow-x: auto } table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums }
 th, td { text-align: left; padding: 0.25rem 0.7rem; border-bottom: 1px solid var(--line); white-space: nowrap }
-.long td { white-space: normal } .numbers td:not(:first-child), .numbers th:not(:first-child) { text-align: right }
+.long td, .numbers th, .numbers td:last-child { white-space: normal }
+.numbers { overflow-wrap: normal } .numbers th { vertical-align: bottom }
+.numbers td, .numbers th { padding: 0.25rem 0.5rem }
+.numbers td:not(:first-child), .numbers th:not(:first-child) { text-align: right }
 summary { cursor: pointer; margin: 1rem 0 0.5rem; font-weight: 600 }
 """
 # Should an escape ever be forgotten, the browser still runs nothing and asks nobody for anything.

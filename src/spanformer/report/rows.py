@@ -16,6 +16,8 @@ from spanformer.cost.model import Shape
 FORMAT = 1
 LARGEST = 2**53  # no run counts farther, and up to here every whole number is a float too
 UNITS = ("byte", "char", "word")
+SPELT = {"char": "character"}
+"""units as people read them"""
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,7 @@ def start(line: Line) -> Start:
         raise line.refuse("unit", f"one of {', '.join(UNITS)}")
     return Start(
         version=line.text("version", "unknown"), time=line.number("time", math.nan), run=line.text("run"),
-        config=line.table("config", {}), parameters=line.whole("parameters"), unit=unit,
+        config=line.table("config", {}), parameters=line.whole("parameters"), unit=SPELT.get(unit, unit),
         tokens=line.counts("tokens"), units=line.counts("units"), shape=line.shape("shape"),
         machine=line.table("machine", {}), objective=line.text("objective", "lm"),
     )  # fmt: skip

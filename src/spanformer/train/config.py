@@ -42,6 +42,7 @@ class TrainConfig:
     max_skips: int = 20
     """stop after so many skipped steps"""
     seed: int = 1
+    """of the first weights and of all that is drawn afterwards"""
     device: str = "auto"
     """cpu, cuda, …; auto: a GPU if there is one"""
     threads: int = 0

@@ -37,8 +37,8 @@ class Diagnosis:
         if settled and moved < STILL:
             found.append(("still", (
                 f"no span has moved by a token in {step:,} steps: raise optim.span_lr (now {o.span_lr or o.lr:g}) or "
-                f"model.attention.ramp (now {a.ramp:g}; only distances on the ramp teach a span), or lower "
-                f"model.attention.penalty (now {a.penalty:g})"
+                f"model.attention.ramp (now {a.ramp:g}; only distances on the ramp teach a span)"
+                + (f", or lower model.attention.penalty (now {a.penalty:g})" if a.penalty else "")
             )))  # fmt: skip
         if settled and at_limit >= CROWD * len(spans) and a.init < AT_LIMIT:
             found.append(("limit", (

@@ -80,7 +80,10 @@ def evaluate(
 
 
 @torch.no_grad()
-def evaluate_as_original(model: LM, ids: np.ndarray, *, block: int, lanes: int = 8) -> Score:
+def evaluate_as_original(
+    model: LM, ids: np.ndarray, *, block: int, lanes: int = 8, dtype: str = "float32",
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Score:  # fmt: skip
     """The protocol of the adaptive-span paper's code: lanes of equal length, whole blocks only, a mean over blocks.
 
     Leaves out the tokens that fill no block and every lane's first token.
@@ -97,9 +100,12 @@ def evaluate_as_original(model: LM, ids: np.ndarray, *, block: int, lanes: int =
     with _not_training(model):
         for at in starts:
             piece = torch.from_numpy(rows[:, at : at + block + 1].astype(np.int64)).to(device)
-            found = model(piece[:, :-1], state, targets=piece[:, 1:])
+            with autocast(dtype, device):
+                found = model(piece[:, :-1], state, targets=piece[:, 1:])
             state = found.state
             total += found.nll.double().sum()
+            if on_progress is not None:
+                on_progress(lanes * (at + block), len(ids))
     tokens = len(starts) * lanes * block
     return Score(float(total), tokens, tokens)
 

@@ -231,8 +231,8 @@ class Run:
         t, p = self.config.train, self.progress
         if t.eval_every and p.step % t.eval_every == 0 and p.scored_at != p.step:
             self._evaluate()
-            if t.patience and p.stale >= t.patience:
-                return f"{p.stale} evaluations brought no improvement"
+        if t.patience and p.stale >= t.patience:  # also of a run that is continued after it came to this end
+            return f"{p.stale} evaluation{'s' if p.stale > 1 else ''} brought no improvement"
         if t.save_every and p.step % t.save_every == 0 and self.unsaved:
             self._save()
         return ""
