@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
+from spanformer.hf.padding import pack_real
 from spanformer.hf.spans import NAME, HeadSpans, unwrap
 from spanformer.ops import attend
 
@@ -52,14 +53,15 @@ class Seen:
         that needs it."""
         return None if self.real is None else pack_real(self.real)
 
+    def contiguous(self) -> Seen:
+        """What transformers asks of a mask for a static cache alone; with a window that may be as long as its text."""
+        raise ValueError(_STATIC)
 
-def pack_real(real: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Of real [B, T], True where there is a token: (order [B, T] with real tokens first, its inverse, lengths [B] on
-    the CPU, how many they are); None if all are."""
-    if bool(real.all()):
-        return None
-    order = real.int().argsort(dim=1, descending=True, stable=True)
-    return order, order.argsort(dim=1), real.sum(1).cpu()
+
+_STATIC = (
+    "a static cache has room for every token of every head, which is what spans save; leave cache_implementation away, "
+    "or pass past_key_values=spanformer.hf.SpanCache(model)"
+)
 
 
 def make_mask(
@@ -81,10 +83,7 @@ def make_mask(
             "cannot express; detach the spans for such inputs"
         )
     if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
-        raise ValueError(
-            "a static cache has room for every token of every head, which is what spans save; leave "
-            "cache_implementation away, or pass past_key_values=spanformer.hf.SpanCache(model)"
-        )
+        raise ValueError(_STATIC)
     seen = Seen(kv_length, local_size)
     positions = torch.arange(kv_length, device=device)[None] + kv_offset
     if mask_function is not causal_mask_function:
