@@ -101,6 +101,18 @@ def test_a_tolerated_loss_takes_the_place_of_a_budget(folder: Path, tmp_path: Pa
     assert shares["0.9"] < 0.12 <= shares["0.00025"]
 
 
+def test_what_is_tolerated_is_not_chosen_on_held_out_text(folder: Path, tmp_path: Path) -> None:
+    plan, found = FitPlan(tolerance=0.00025, context=64, steps=0, survey=1, measure=2, baselines=False), []
+    (tmp_path / "numbers.txt").write_text(" ".join(map(str, range(1000))))
+    for valid in (folder / "prose.txt", tmp_path / "numbers.txt"):
+        notes: list[dict] = []
+        run = FitRun(str(folder), str(folder / "prose.txt"), str(valid), plan, torch.float32)
+        outcome = run.fit(lambda kind, row, notes=notes: notes.append(row) if kind == "note" else None)
+        found.append((outcome.share, outcome.bits["full"], notes))
+    assert found[0][1] != found[1][1]
+    assert len(found[0][2]) == 6 and found[0][2] == found[1][2] and found[0][0] == found[1][0]
+
+
 def test_a_short_context_and_texts_that_only_choose(folder: Path, tmp_path: Path) -> None:
     plan = FitPlan(budget=0.5, context=16, sinks=1, steps=1, survey=1, measure=1, baselines=False)
     (tmp_path / "numbers.txt").write_text(" ".join(map(str, range(1000))))  # no part is there twice

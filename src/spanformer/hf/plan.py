@@ -30,8 +30,8 @@ class FitPlan:
     budget: float = 0.25
     """share of the full key/value memory that may be kept, sinks included"""
     tolerance: float = 0.0
-    """instead of a budget: the loss on held-out text may rise by this share (0.01 is 1 %); the smallest memory that
-    the survey's windows reach it with is the budget, and learning improves on it"""
+    """instead of a budget: the loss may rise by this share (0.01 is 1 %), on texts of the data that are not learned
+    from; the smallest memory that the survey's windows reach it with is the budget, and learning improves on it"""
     context: int = 2048
     """tokens of a text; memory is counted for so many"""
     start: int = 0
@@ -160,7 +160,7 @@ class FitRun:
         plan, begun = self.plan, time.monotonic()
         bits = {"full": self.measure(None, "full", on_event)}
         found = found or self.survey(on_event)
-        share = self._tolerated(found, bits["full"], on_event) if plan.tolerance else plan.budget
+        share = self._tolerated(found, on_event) if plan.tolerance else plan.budget
         budget = Budget(share, plan.context, plan.sinks)
         config = FitConfig(steps=plan.steps, minutes=plan.minutes, lr=plan.lr,
                            ramp=max(1.0, min(96.0, plan.context / 16)),
@@ -182,26 +182,31 @@ class FitRun:
 
     def measure(self, windows: Tensor | None, title: str, on_event: Event = lambda _kind, _row: None) -> float:
         """Bits per byte of held-out text with these windows; None: every head sees everything."""
-        if windows is None:
-            windows = torch.full((len(self.layers), self.layers[0].groups), self.plan.context - self.plan.sinks)
-        set_windows(self.model, windows)
-        bits = bits_per_byte(
-            self.model, self.held_out, lambda done, total: _progress(on_event, f"measuring: {title}", done, total)
-        )
+        bits = self._bits(self.held_out, windows, title, on_event)
         targets = self.held_out.targets * len(self.held_out)
         loss = bits * math.log(2) * float(self.held_out.bytes.sum()) / targets
         if title in ("full", "fitted spans", "LoRA"):
             on_event("bits", {"bits": bits, "loss": loss, "tokens": targets})
         return bits
 
-    def _tolerated(self, found: Survey, full: float, on_event: Event) -> float:
-        """The smallest share whose windows, as the survey chooses them, raise the loss by no more than is tolerated."""
+    def _bits(self, texts: Windows, windows: Tensor | None, title: str, on_event: Event) -> float:
+        if windows is None:
+            windows = torch.full((len(self.layers), self.layers[0].groups), self.plan.context - self.plan.sinks)
+        set_windows(self.model, windows)
+        return bits_per_byte(
+            self.model, texts, lambda done, total: _progress(on_event, f"measuring: {title}", done, total)
+        )
+
+    def _tolerated(self, found: Survey, on_event: Event) -> float:
+        """The smallest share whose windows, as the survey chooses them, raise the loss on the texts kept aside by no
+        more than is tolerated."""
+        full = self._bits(self.trials, None, "full, on texts kept aside", on_event)
         low, high = (self.plan.sinks + 2) / self.plan.context, 1.0
         for _ in range(6):
             share = math.sqrt(low * high)
             budget = Budget(share, self.plan.context, self.plan.sinks)
             windows = budget.whole(allocate(found.costs, found.grid, budget)[0])
-            rise = self.measure(windows, f"a share of {share:.3f}", on_event) / full - 1
+            rise = self._bits(self.trials, windows, f"a share of {share:.3f}", on_event) / full - 1
             on_event("note", {"step": 0, "text": f"{share:.3f} of the memory raises the loss by {100 * rise:.2f} %"})
             low, high = (low, share) if rise <= self.plan.tolerance else (share, high)
         return high
