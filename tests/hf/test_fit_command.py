@@ -215,6 +215,25 @@ def test_bits_are_counted_on_the_end_of_each_window_and_bytes_by_hand(folder: Pa
     assert window_bits(model, windows[:1])[0] == pytest.approx(by_hand / 0.6931471805599453, rel=1e-5)
 
 
+def test_a_tokenizer_s_beginning_stands_before_every_text(folder: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A <s>", special_tokens=[("<s>", bos)]
+    )
+    windows = make_windows(PROSE * 4, tokenizer, context=64, start=40)
+    assert windows.ids[:, 0].tolist() == [bos] * len(windows) and int((windows.ids == bos).sum()) == len(windows)
+    raw = (PROSE * 4).encode()
+    assert tokenizer.decode(windows.ids[:, 1:].flatten()) == raw[: 63 * len(windows)].decode(errors="ignore")
+    assert windows.bytes.tolist() == [24] * len(windows)
+    with pytest.raises(ValueError, match="one window takes 999; give more text"):
+        make_windows(PROSE * 4, tokenizer, context=1000, start=40)
+    task, plain = (make_task(t, 256, 0.0, 3) for t in (tokenizer, transformers.AutoTokenizer.from_pretrained(folder)))
+    assert task.ids[0] == bos and bos not in task.ids[1:] and len(task.ids) <= 256
+    assert task.ids[1:5] == plain.ids[:4] and task.key == plain.key
+
+
 def test_tasks_are_the_same_for_the_same_seed_and_hold_their_key_where_they_say(folder: Path) -> None:
     model, tokenizer = load_model(str(folder))
     first, again, other = (make_task(tokenizer, 256, 0.5, seed) for seed in (3, 3, 4))
