@@ -122,12 +122,13 @@ def test_a_short_context_and_texts_that_only_choose(folder: Path, tmp_path: Path
     assert run.fit().share <= 0.5
 
 
-def test_a_model_that_cannot_be_fitted_is_refused_before_anything_is_measured(folder: Path, tmp_path: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    for config, reason in (
-        (transformers.MistralConfig(sliding_window=9), "sliding windows of their own"),
-        (transformers.CohereConfig(logit_scale=0.25), None),
-        (transformers.GraniteConfig(logits_scaling=8.0), None),
+def test_models_of_other_kinds_are_fitted_and_probed(folder: Path, tmp_path: Path) -> None:
+    """Windows of their own, and logits that are changed behind the output layer in ways that are known and not."""
+    tokenizer, kept = transformers.AutoTokenizer.from_pretrained(folder), {}
+    for config in (
+        transformers.MistralConfig(sliding_window=20),
+        transformers.CohereConfig(logit_scale=0.25),
+        transformers.GraniteConfig(logits_scaling=8.0),
     ):
         config.update({"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 256, "max_position_embeddings": 256,
                        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48,
@@ -137,10 +138,16 @@ def test_a_model_that_cannot_be_fitted_is_refused_before_anything_is_measured(fo
         name = tmp_path / config.model_type
         model.save_pretrained(name)
         tokenizer.save_pretrained(name)
-        plan = FitPlan(context=64, steps=1, survey=1, measure=1)
-        if reason:
-            with pytest.raises(ValueError, match=reason):
-                FitRun(str(name), str(folder / "prose.txt"), "", plan, torch.float32)
+        main(["fit-spans", str(name), "--data", str(folder / "prose.txt"), "--out", str(name / "fit"), "--budget",
+              "0.5", "--context", "64", "--steps", "2", "--survey", "1", "--measure", "1",
+              "--dtype", "float32"])  # fmt: skip
+        saved = json.loads((name / "fit" / "spans.json").read_text())
+        assert 0.45 < saved["share"] <= 0.5
+        again, _, fitted = load_fitted(str(name / "fit"))
+        assert fitted and window_table(again).tolist() == saved["windows"]
+        kept[config.model_type] = max(map(max, saved["windows"]))
+        main(["probe", str(name / "fit"), "--contexts", "200", "--depths", "2", "--tasks", "1", "--budget", "0.5"])
+    assert kept["mistral"] <= 20 < kept["cohere"]
     plain = model.forward
     model.forward = lambda **options: _doubled(plain(**options))
     with pytest.raises(ValueError, match=r"GraniteForCausalLM changes its logits behind the output layer"):
