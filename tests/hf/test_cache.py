@@ -213,3 +213,14 @@ def test_refusals() -> None:
         model(tokens(1, 1), past_key_values=cache)
     with pytest.raises(ValueError, match="is not moved to the CPU and back"):
         cache.offload(0, only_non_sliding=False)
+    for options, reason in (
+        ({"bits": 4}, "bits is 4; expected 0"),
+        ({"slack": -1}, "slack is -1; expected a number of tokens, 0 or more"),
+        ({"context": -1}, "context is -1; expected a number of tokens, 0 or more"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            hf.SpanCache(model, **options)
+    cache = hf.SpanCache(model)
+    hf.detach(model)
+    with pytest.raises(ValueError, match="a SpanCache is for a model with spans attached"):
+        generate(model, tokens(1, 8), past_key_values=cache)

@@ -37,6 +37,11 @@ class SpanCache(Cache):
     """
 
     def __init__(self, model: nn.Module, *, context: int = 0, slack: int = 0, bits: Literal[0, 8] = 0) -> None:
+        for name, number in (("context", context), ("slack", slack)):
+            if number < 0:
+                raise ValueError(f"{name} is {number}; expected a number of tokens, 0 or more")
+        if bits not in (0, 8):
+            raise ValueError(f"bits is {bits}; expected 0, for the model's own dtype, or 8")
         named = head_spans(model)
         places = [getattr(model.get_submodule(name), "layer_idx", None) for name in named]
         if sorted(p for p in places if p is not None) != list(range(len(named))):
@@ -97,6 +102,11 @@ class SpanLayer(CacheLayerMixin):
         """The new keys and values as they are, with a note on the keys: the attention function comes back with them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self.length != self.tokens.length:
+            raise ValueError(
+                "the last tokens were read by a model that does not attend through this cache: a SpanCache is for a "
+                "model with spans attached"
+            )
         self.length += key_states.shape[2]
         setattr(key_states, HELD, self)
         return key_states, value_states
