@@ -135,6 +135,7 @@ def attend_spans(
             "attached; detach and attach again after changing the configuration"
         )
     held = getattr(key, HELD, None)
+    query, key, value = _as_autocast(query, key, value)
     if held is not None:
         out = held.attend(query, key, value, seen, scaling, s_aux)
     elif seen.keys != key.shape[2]:
@@ -175,6 +176,14 @@ def attend_seen(
         q_positions=seen.q_positions if placed else None,
         k_positions=seen.k_positions if placed else None,
     ).out
+
+
+def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast in its dtype, as SDPA does: rotary positions leave queries and keys in float32 there."""
+    kind = tensors[0].device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(t.to(torch.get_autocast_dtype(kind)) for t in tensors)
 
 
 def register() -> None:

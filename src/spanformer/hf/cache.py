@@ -165,6 +165,8 @@ class SpanLayer(CacheLayerMixin):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float | None, s_aux: Tensor | None) -> Tensor:
         """q [B, H, T, D] over what is held and the new k [B, Hkv, T, D] and v [B, Hkv, T, Dv], which are kept."""
         t = q.shape[2]
+        if self.rings is None:
+            self.dtype = k.dtype  # autocast may have changed it on the way
         packed = seen.packed if seen.real is not None else None
         if self.rings is None and self.length == t:  # a text begins: all there is to see is here
             out = attend_seen(q, k, v, seen, self.spans, 0.0, scale, s_aux)
