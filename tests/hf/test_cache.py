@@ -74,6 +74,14 @@ def test_assisted_by_another_model() -> None:
     assert torch.equal(got, generate(model, ids))
 
 
+def test_a_cache_that_was_read_into_can_then_be_assisted() -> None:
+    model, ids = short("llama"), tokens(1, 80)
+    cache = hf.SpanCache(model)
+    read = torch.cat([generate(model, ids, past_key_values=cache), tokens(1, 7, seed=4)], 1)
+    got = generate(model, read, past_key_values=cache, prompt_lookup_num_tokens=5)
+    assert torch.equal(got, generate(model, read))
+
+
 @pytest.mark.parametrize("side", ["left", "right, then more"])
 def test_padding(side: str) -> None:
     model, ids = short("llama"), tokens(3, 40)

@@ -121,8 +121,9 @@ class SpanLayer(CacheLayerMixin):
         return -1
 
     def activate_past_recording(self) -> None:
-        if self.rings is None:
-            self.slack = max(self.slack, TAKEN_BACK)
+        self.slack = max(self.slack, TAKEN_BACK)
+        if self.rings is not None:
+            self.rings.resize(self.rings.reach, self.slack)
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Refuse what `crop` could not take back."""
