@@ -154,7 +154,7 @@ class Bench:
         run = self.run("prose", int(divisor))
         budget, shape = Budget(1 / int(divisor), CONTEXT, SINKS), (len(run.layers), run.layers[0].groups)
         sets = {
-            "full attention": torch.full(shape, budget.longest),
+            "full attention": budget.longest.expand(shape),
             "learned spans": torch.tensor(self.found[f"fit:prose:{divisor}"]["windows"]),
             "uniform windows": uniform(*shape, budget),
         }

@@ -7,6 +7,7 @@ namespace spanformer {
 namespace SPANFORMER_ISA {
 
 constexpr long FORWARD_QUERIES = 128;  // per item
+constexpr long SUMMED = 16;            // weights in a row, before they join their chunk's sum
 constexpr long FORWARD_KEYS = 256;     // per chunk: K and V of it stay in the cache for all the item's panels
 
 struct ForwardScratch {
@@ -57,12 +58,16 @@ static inline bool forward_run(const Scene& s, const Tile& t, bool masked, const
   // A lane whose every key is hidden so far keeps HIDDEN as its maximum; s − HIDDEN would give weight, so lift it.
   vf lifted[VECS], added[VECS] = {};
   for (int v = 0; v < VECS; v++) lifted[v] = vmax(x[v], set1(HIDDEN_AT_MOST));
-  for (long r = 0; r < t.n; r++)
-    for (int v = 0; v < VECS; v++) {
-      const vf e = vexp2(load(t.S + r * PANEL + v * W) - lifted[v]);
-      added[v] += e;
-      store(t.S + r * PANEL + v * W, e);
-    }
+  for (long r = 0; r < t.n;) {
+    vf some[VECS] = {};  // short sums first: the error of a sum grows with its length
+    for (const long end = std::min(r + SUMMED, t.n); r < end; r++)
+      for (int v = 0; v < VECS; v++) {
+        const vf e = vexp2(load(t.S + r * PANEL + v * W) - lifted[v]);
+        some[v] += e;
+        store(t.S + r * PANEL + v * W, e);
+      }
+    for (int v = 0; v < VECS; v++) added[v] += some[v];
+  }
   vi moved{};
   for (int v = 0; v < VECS; v++) moved |= x[v] != old[v];
   if (any(moved)) {

@@ -23,7 +23,7 @@ SPANFORMER_INLINE void product_rows(long K, const float* __restrict A, long lda,
 #pragma GCC unroll 16
   for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-    for (int n = 0; n < N; n++) c[m][n] = ADD ? load(C + m * ldc + n * W) : vf{};
+    for (int n = 0; n < N; n++) c[m][n] = vf{};
 #define SPANFORMER_STEPS(FROM, TO, FIRST, LAST)                                                     \
   for (long k = FROM; k < TO; k++) {                                                                \
     vf b[N];                                                                                        \
@@ -44,7 +44,10 @@ SPANFORMER_INLINE void product_rows(long K, const float* __restrict A, long lda,
 #pragma GCC unroll 16
   for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-    for (int n = 0; n < N; n++) store(C + m * ldc + n * W, c[m][n]);
+    for (int n = 0; n < N; n++) {
+      float* to = C + m * ldc + n * W;
+      store(to, ADD ? load(to) + c[m][n] : c[m][n]);  // what was there joins last: its error does not grow with K
+    }
 }
 
 template <Layout LAYOUT, int M, int N, bool ADD, bool HALVES>

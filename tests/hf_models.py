@@ -35,10 +35,13 @@ CONFIGS: dict[str, Callable] = {
 }  # fmt: skip
 
 
-def tiny(name: str, seed: int = 0):
-    """A model in eval mode, float32. Weights large enough that attention is far from uniform."""
+def tiny(name: str, seed: int = 0, **changes: object):
+    """A model in eval mode, float32. Weights large enough that attention is far from uniform. changes: of its
+    configuration."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+    config = CONFIGS[name]()
+    config.update(changes)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim == 2:

@@ -112,6 +112,29 @@ def test_bfloat16() -> None:
     assert model.model.layers[0].self_attn.spans.ratio.dtype == torch.float32
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_autocast(name: str) -> None:
+    """What Trainer's bf16=True is: weights in float32, products in bfloat16, queries and keys in either."""
+    model, ids = tiny(name), tokens(2, 40)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        own = model(ids, use_cache=False).logits.float()
+        hf.attach(model)
+        full = model(ids, use_cache=False).logits.float()
+    with torch.no_grad():
+        exact = model(ids, use_cache=False).logits
+    assert (full - exact).abs().max() < 1.5 * (own - exact).abs().max()
+    hf.detach(model)
+    hf.attach(model, max_span=64, init=0.1, ramp=4)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        for spans in hf.head_spans(model).values():
+            assert spans.ratio.grad is not None and bool(spans.ratio.grad.isfinite().all())
+        with torch.no_grad():
+            whole, cache = model(ids, use_cache=False).logits, hf.SpanCache(model)
+            parts = [model(ids[:, a:b], past_key_values=cache).logits for a, b in ((0, 30), (30, 31), (31, 40))]
+    assert (torch.cat(parts, 1) - whole).abs().max() < 0.1 * whole.abs().max()
+
+
 def test_ratios_stay_float32_when_the_model_is_cast_later() -> None:
     """And what was read from them before a move is read again."""
     model = hf.attach(tiny("llama"), max_span=100, init=0.123, ramp=5)

@@ -74,6 +74,14 @@ def test_assisted_by_another_model() -> None:
     assert torch.equal(got, generate(model, ids))
 
 
+def test_a_cache_that_was_read_into_can_then_be_assisted() -> None:
+    model, ids = short("llama"), tokens(1, 80)
+    cache = hf.SpanCache(model)
+    read = torch.cat([generate(model, ids, past_key_values=cache), tokens(1, 7, seed=4)], 1)
+    got = generate(model, read, past_key_values=cache, prompt_lookup_num_tokens=5)
+    assert torch.equal(got, generate(model, read))
+
+
 @pytest.mark.parametrize("side", ["left", "right, then more"])
 def test_padding(side: str) -> None:
     model, ids = short("llama"), tokens(3, 40)
@@ -140,6 +148,44 @@ def test_crop_and_rows() -> None:
     assert cache.get_seq_length() == 0 and cache.bytes() == 0 and cache.full_bytes() == 0
 
 
+@pytest.mark.parametrize("back", [5, 9, 12])
+def test_crop_behind_padding_takes_back_real_tokens_only_where_there_are(back: int) -> None:
+    """Of row 1 the last 8 of 20 are padding, of row 0 none; then 3 more of both are read."""
+    model, ids, more = short("llama"), tokens(2, 20), tokens(2, 3, seed=9)
+    mask = torch.ones_like(ids)
+    mask[1, 12:] = 0
+    both = torch.cat([mask, torch.ones_like(more)], 1)
+    read, length = torch.cat([ids, more], 1), 23 - back
+    for cache in (hf.SpanCache(model, slack=16), transformers.DynamicCache(config=model.config)):
+        with torch.no_grad():
+            model(ids, attention_mask=mask, past_key_values=cache)
+            model(more, attention_mask=both, position_ids=(both.cumsum(1) - 1)[:, 20:], past_key_values=cache)
+            cache.crop(-back)
+            cache.reorder_cache(torch.tensor([1, 0]))
+            left, new = both[[1, 0], :length], tokens(2, 4, seed=3)
+            shown = torch.cat([left, torch.ones_like(new)], 1)
+            places = (shown.cumsum(1) - 1)[:, length:]
+            got = model(new, attention_mask=shown, position_ids=places, past_key_values=cache).logits
+            assert cache.get_seq_length() == length + 4
+            for row, old in enumerate((1, 0)):
+                alone = torch.cat([read[old, :length][both[old, :length].bool()], new[row]])
+                assert (got[row] - model(alone[None]).logits[0, -4:]).abs().max() < 2e-5
+
+
+def test_a_crop_that_one_layer_refuses_changes_none() -> None:
+    model, ids = short("llama"), tokens(1, 60)
+    with torch.no_grad():
+        for spans, ratio in zip(hf.head_spans(model).values(), (1.0, 1.0, 0.1), strict=True):
+            spans.ratio.fill_(ratio)
+        cache = hf.SpanCache(model)
+        model(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match="cannot be cropped from 60 to 50 tokens"):
+            cache.crop(-10)
+        got = model(tokens(1, 2, seed=3), past_key_values=cache).logits
+        want = model(torch.cat([ids, tokens(1, 2, seed=3)], 1), use_cache=False).logits[:, -2:]
+        assert (got - want).abs().max() < 2e-5
+
+
 def test_spans_that_change_are_followed() -> None:
     model, ids = short("llama"), tokens(1, 50)
     cache = hf.SpanCache(model)
@@ -175,3 +221,14 @@ def test_refusals() -> None:
         model(tokens(1, 1), past_key_values=cache)
     with pytest.raises(ValueError, match="is not moved to the CPU and back"):
         cache.offload(0, only_non_sliding=False)
+    for options, reason in (
+        ({"bits": 4}, "bits is 4; expected 0"),
+        ({"slack": -1}, "slack is -1; expected a number of tokens, 0 or more"),
+        ({"context": -1}, "context is -1; expected a number of tokens, 0 or more"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            hf.SpanCache(model, **options)
+    cache = hf.SpanCache(model)
+    hf.detach(model)
+    with pytest.raises(ValueError, match="a SpanCache is for a model with spans attached"):
+        generate(model, tokens(1, 8), past_key_values=cache)

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from spanformer import hf
 from spanformer.hf.baselines import by_mass, local_global, uniform
 from spanformer.hf.controller import Budget, Price, allocate
-from spanformer.hf.fit import FitConfig, learn, set_windows, window_table
+from spanformer.hf.fit import FitConfig, budget_of, full_states, learn, set_windows, trial, window_table
 from spanformer.hf.survey import default_grid, survey
 from spanformer.hf.text import Windows, bits_per_byte
 
@@ -30,8 +30,8 @@ def test_whole_windows_keep_the_budget_and_waste_less_than_a_token_a_head(share:
     wanted = torch.rand(5, 3, generator=torch.Generator().manual_seed(0)) * 90 + 1
     fitted = budget.fit(wanted)
     whole = budget.whole(fitted)
-    assert fitted.mean() == pytest.approx(min(budget.tokens - SINKS, budget.longest), rel=1e-4)
-    assert whole.min() >= 1 and whole.max() <= budget.longest
+    assert fitted.mean() == pytest.approx(min(budget.tokens - SINKS, CONTEXT - SINKS), rel=1e-4)
+    assert whole.min() >= 1 and whole.max() <= CONTEXT - SINKS
     assert share - 1 / CONTEXT < budget.share_of(whole) <= share + 1e-9
     hand = sum(min(w + SINKS, CONTEXT) for row in whole.tolist() for w in row) / (15 * CONTEXT)
     assert budget.share_of(whole) == pytest.approx(hand)
@@ -130,7 +130,7 @@ def test_the_head_that_needs_everything_gets_it(far: tuple[int, int]) -> None:
     assert len(trials) == 4
     even = uniform(3, 2, budget)
     learned = bits_per_byte(model, held_out)
-    set_windows(model, torch.full((3, 2), budget.longest))
+    set_windows(model, budget.longest.expand(3, 2))
     full = bits_per_byte(model, held_out)
     set_windows(model, even)
     assert abs(learned - full) < abs(bits_per_byte(model, held_out) - full)
@@ -157,8 +157,6 @@ def test_survey_prices_what_a_forward_pass_shows() -> None:
     model.requires_grad_(False)
     train = texts(2)
     found = survey(model, train, sinks=SINKS, grid=[64, 80], drawings=64)
-    from spanformer.hf.fit import full_states, trial
-
     reference = [full_states(model, row, START, CONTEXT) for row in train.ids]
     windows = torch.full((3, 2), CONTEXT - SINKS)
     windows[1, 0] = 80
@@ -167,6 +165,37 @@ def test_survey_prices_what_a_forward_pass_shows() -> None:
     # queries at 48 … 94 look evenly: at position i, i + 1 − 80 − 2 of i + 1 keys are outside
     outside = sum(max(0, i + 1 - 80 - SINKS) / (i + 1) for i in range(START - 1, CONTEXT - 1)) / (CONTEXT - START)
     assert float(found.lost[1, 0, 1]) == pytest.approx(outside, rel=1e-3)
+
+
+def test_layers_with_a_window_of_their_own_are_fitted_within_it() -> None:
+    """Gemma 3: windows of 40 tokens but in the middle layer. All heads look evenly; only those of layer 0 matter."""
+    model = tiny("gemma3", sliding_window=40)
+    with torch.no_grad():
+        for n, layer in enumerate(model.model.layers):
+            layer.self_attn.q_proj.weight *= 0.01
+            layer.self_attn.v_proj.weight *= 3 if n == 0 else 0.1
+    hf.attach(model, max_span=CONTEXT, sinks=SINKS).requires_grad_(False)
+    layers = list(hf.head_spans(model).values())
+    budget, train = budget_of(layers, 0.6, CONTEXT, SINKS), texts(2)
+    assert budget.own == (40, None, 40) and budget.longest.tolist() == [[40], [94], [40]]
+    assert budget.share_of(torch.tensor([[40, 10], [94, 20], [7, 60]])) == pytest.approx(
+        (40 + 10 + 96 + 22 + 7 + 40) / (2 * (40 + 96 + 40))
+    )
+    found = survey(model, train, sinks=SINKS, grid=[16, 32, 48, 64], drawings=64)
+    assert (found.costs[[0, 2], :, 2:] == 0).all() and (found.costs[1, :, 2:] > 0).all()
+    reference = [full_states(model, row, START, CONTEXT) for row in train.ids]
+    windows = budget.longest.expand(3, 2).clone()
+    windows[2, 0] = 32
+    assert found.costs[2, 0, 1] == pytest.approx(trial(model, windows, train, reference), rel=0.5)
+    # a query that looks evenly at 40 tokens loses 8 of them, without sinks
+    assert found.lost[2].tolist() == [pytest.approx([0.6, 0.2, 0, 0], abs=0.01)] * 2
+    learned = learn(model, train, train, budget, found, FitConfig(steps=4, check=2, ramp=24, last_ramp=8))
+    assert 0.58 < budget.share_of(learned) <= 0.6 and (learned <= budget.longest).all()
+    assert torch.equal(window_table(model), learned)
+    assert float(learned[0].float().mean()) > float(learned[2].float().mean())
+    assert uniform(3, 2, budget_of(layers, 0.8, CONTEXT, SINKS)).tolist() == [[40, 40], [59, 58], [40, 40]]
+    with pytest.raises(ValueError, match=r"budget is 0.01, 0.6 of 58.6667 tokens a head.*ask for 0.0284 or more"):
+        budget_of(layers, 0.01, CONTEXT, SINKS)
 
 
 def test_baselines_spend_the_same_budget() -> None:

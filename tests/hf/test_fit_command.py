@@ -101,6 +101,18 @@ def test_a_tolerated_loss_takes_the_place_of_a_budget(folder: Path, tmp_path: Pa
     assert shares["0.9"] < 0.12 <= shares["0.00025"]
 
 
+def test_what_is_tolerated_is_not_chosen_on_held_out_text(folder: Path, tmp_path: Path) -> None:
+    plan, found = FitPlan(tolerance=0.00025, context=64, steps=0, survey=1, measure=2, baselines=False), []
+    (tmp_path / "numbers.txt").write_text(" ".join(map(str, range(1000))))
+    for valid in (folder / "prose.txt", tmp_path / "numbers.txt"):
+        notes: list[dict] = []
+        run = FitRun(str(folder), str(folder / "prose.txt"), str(valid), plan, torch.float32)
+        outcome = run.fit(lambda kind, row, notes=notes: notes.append(row) if kind == "note" else None)
+        found.append((outcome.share, outcome.bits["full"], notes))
+    assert found[0][1] != found[1][1]
+    assert len(found[0][2]) == 6 and found[0][2] == found[1][2] and found[0][0] == found[1][0]
+
+
 def test_a_short_context_and_texts_that_only_choose(folder: Path, tmp_path: Path) -> None:
     plan = FitPlan(budget=0.5, context=16, sinks=1, steps=1, survey=1, measure=1, baselines=False)
     (tmp_path / "numbers.txt").write_text(" ".join(map(str, range(1000))))  # no part is there twice
@@ -110,12 +122,13 @@ def test_a_short_context_and_texts_that_only_choose(folder: Path, tmp_path: Path
     assert run.fit().share <= 0.5
 
 
-def test_a_model_that_cannot_be_fitted_is_refused_before_anything_is_measured(folder: Path, tmp_path: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    for config, reason in (
-        (transformers.MistralConfig(sliding_window=9), "sliding windows of their own"),
-        (transformers.CohereConfig(logit_scale=0.25), None),
-        (transformers.GraniteConfig(logits_scaling=8.0), None),
+def test_models_of_other_kinds_are_fitted_and_probed(folder: Path, tmp_path: Path) -> None:
+    """Windows of their own, and logits that are changed behind the output layer in ways that are known and not."""
+    tokenizer, kept = transformers.AutoTokenizer.from_pretrained(folder), {}
+    for config in (
+        transformers.MistralConfig(sliding_window=20),
+        transformers.CohereConfig(logit_scale=0.25),
+        transformers.GraniteConfig(logits_scaling=8.0),
     ):
         config.update({"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 256, "max_position_embeddings": 256,
                        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48,
@@ -125,10 +138,16 @@ def test_a_model_that_cannot_be_fitted_is_refused_before_anything_is_measured(fo
         name = tmp_path / config.model_type
         model.save_pretrained(name)
         tokenizer.save_pretrained(name)
-        plan = FitPlan(context=64, steps=1, survey=1, measure=1)
-        if reason:
-            with pytest.raises(ValueError, match=reason):
-                FitRun(str(name), str(folder / "prose.txt"), "", plan, torch.float32)
+        main(["fit-spans", str(name), "--data", str(folder / "prose.txt"), "--out", str(name / "fit"), "--budget",
+              "0.5", "--context", "64", "--steps", "2", "--survey", "1", "--measure", "1",
+              "--dtype", "float32"])  # fmt: skip
+        saved = json.loads((name / "fit" / "spans.json").read_text())
+        assert 0.45 < saved["share"] <= 0.5
+        again, _, fitted = load_fitted(str(name / "fit"))
+        assert fitted and window_table(again).tolist() == saved["windows"]
+        kept[config.model_type] = max(map(max, saved["windows"]))
+        main(["probe", str(name / "fit"), "--contexts", "200", "--depths", "2", "--tasks", "1", "--budget", "0.5"])
+    assert kept["mistral"] <= 20 < kept["cohere"]
     plain = model.forward
     model.forward = lambda **options: _doubled(plain(**options))
     with pytest.raises(ValueError, match=r"GraniteForCausalLM changes its logits behind the output layer"):
@@ -201,6 +220,25 @@ def test_bits_are_counted_on_the_end_of_each_window_and_bytes_by_hand(folder: Pa
         logits = model(windows.ids[:1]).logits[0]
     by_hand = sum(-float(logits[t - 1].log_softmax(-1)[raw[t] and windows.ids[0, t]]) for t in range(40, 64))
     assert window_bits(model, windows[:1])[0] == pytest.approx(by_hand / 0.6931471805599453, rel=1e-5)
+
+
+def test_a_tokenizer_s_beginning_stands_before_every_text(folder: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A <s>", special_tokens=[("<s>", bos)]
+    )
+    windows = make_windows(PROSE * 4, tokenizer, context=64, start=40)
+    assert windows.ids[:, 0].tolist() == [bos] * len(windows) and int((windows.ids == bos).sum()) == len(windows)
+    raw = (PROSE * 4).encode()
+    assert tokenizer.decode(windows.ids[:, 1:].flatten()) == raw[: 63 * len(windows)].decode(errors="ignore")
+    assert windows.bytes.tolist() == [24] * len(windows)
+    with pytest.raises(ValueError, match="one window takes 999; give more text"):
+        make_windows(PROSE * 4, tokenizer, context=1000, start=40)
+    task, plain = (make_task(t, 256, 0.0, 3) for t in (tokenizer, transformers.AutoTokenizer.from_pretrained(folder)))
+    assert task.ids[0] == bos and bos not in task.ids[1:] and len(task.ids) <= 256
+    assert task.ids[1:5] == plain.ids[:4] and task.key == plain.key
 
 
 def test_tasks_are_the_same_for_the_same_seed_and_hold_their_key_where_they_say(folder: Path) -> None:

@@ -82,6 +82,21 @@ def test_greedy_is_one_pass_at_a_time_and_padding_changes_nothing() -> None:
             assert torch.equal(made(alone[:, : 13 + n]).logits[:, -1].argmax(-1), alone[:, 13 + n])
 
 
+def test_crop_behind_padding_takes_back_real_tokens_only_where_there_are() -> None:
+    made, ids, more = model(), tokens(2, 20), tokens(2, 4, seed=9)
+    mask = torch.ones_like(ids)
+    mask[1, 12:] = 0
+    with torch.no_grad():
+        cache = made(ids, attention_mask=mask, use_cache=True).past_key_values
+        cache.crop(-5)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        got = made(more, past_key_values=cache).logits
+        for row, (old, length) in enumerate(((1, 12), (0, 15))):
+            alone = made(torch.cat([ids[old, :length], more[row]])[None]).logits[0, length:]
+            assert (got[row] - alone).abs().max() < 2e-5
+    assert cache.get_seq_length() == 19
+
+
 def test_the_loss_is_shifted_ignores_and_carries_the_penalty() -> None:
     made, ids = model(), tokens(2, 20)
     labels = ids.clone()

@@ -163,10 +163,11 @@ def test_a_window_that_changed() -> None:
         model(tokens(1, 12))
 
 
-def test_a_static_cache() -> None:
-    model = hf.attach(tiny("llama"))
+@pytest.mark.parametrize("name, length", [("llama", 5), ("mistral", 5), ("mistral", 20), ("gemma3", 20)])
+def test_a_static_cache(name: str, length: int) -> None:
+    model = hf.attach(tiny(name))
     with pytest.raises(ValueError, match=r"a static cache has room for every token.*SpanCache"):
-        model.generate(tokens(1, 5), max_new_tokens=2, pad_token_id=0, cache_implementation="static")
+        model.generate(tokens(1, length), max_new_tokens=2, pad_token_id=0, cache_implementation="static")
 
 
 @pytest.mark.parametrize(

@@ -94,10 +94,13 @@ def test_the_one_window_keeps_the_fewest_tokens() -> None:
     assert min(by_hand, key=by_hand.__getitem__) == 20
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_windows_are_a_model_any_engine_reads(name: str, tmp_path) -> None:
+ALL = {"layer_types": ["full_attention"] * 3}
+
+
+@pytest.mark.parametrize("name, changes", [("llama", {}), ("qwen3", {}), ("gemma3", ALL)])
+def test_windows_are_a_model_any_engine_reads(name: str, changes: dict, tmp_path) -> None:
     """A uniform span with the sharpest ramp is a window, so the exported model must then agree."""
-    model, ids = tiny(name), tokens(1, 60)
+    model, ids = tiny(name, **changes), tokens(1, 60)
     hf.attach(model, max_span=64, init=0.25, ramp=1e-3, sinks=0)
     other, windows = hf.to_windows(model, context=60)
     assert windows.sliding_window == 17 and windows.layer_types == ["sliding_attention"] * 3
@@ -129,6 +132,12 @@ def test_what_cannot_be_exported() -> None:
     ):
         with pytest.raises(ValueError, match=reason):
             hf.to_windows(hf.attach(tiny(name)))
+    config = transformers.Cohere2Config(
+        hidden_size=32, num_hidden_layers=3, vocab_size=97, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=48, pad_token_id=0, initializer_range=0.3, **ALL,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="Cohere2ForCausalLM makes layers with a window differ from others in more"):
+        hf.to_windows(hf.attach(transformers.AutoModelForCausalLM.from_config(config), max_span=64, init=0.3))
     peft = pytest.importorskip("peft", reason='needs peft: pip install "spanformer[dev]"')
     adapted = peft.get_peft_model(tiny("llama"), peft.LoraConfig(target_modules=["q_proj"], r=2))
     with pytest.raises(ValueError, match=r"adapters of PEFT beside its weights; export model.merge_and_unload\(\)"):

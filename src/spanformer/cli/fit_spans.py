@@ -103,9 +103,12 @@ class Rows:
             self.write("note", {"step": row["step"], "text": text})
 
     def _step(self, row: dict, seconds: float) -> dict:
-        group, sinks, context = self.run.group, self.run.plan.sinks, self.run.plan.context
+        group, context = self.run.group, self.run.plan.context
         spans = [[w for w in layer for _ in range(group)] for layer in row["windows"]]
-        reach = [[min(context, int(w + row["ramp"] / 2) + 1 + sinks) for w in layer] for layer in spans]
+        reach = [
+            [min(context, own.window or context, int(w + row["ramp"] / 2) + 1 + own.sinks) for w in layer]
+            for layer, own in zip(spans, self.run.layers, strict=True)
+        ]
         flat = [w for layer in spans for w in layer]
         tokens = row["step"] * context
         return {

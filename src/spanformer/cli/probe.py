@@ -35,10 +35,10 @@ class ProbeOptions:
 
 
 def run(options: ProbeOptions) -> None:
-    from spanformer.hf.attach import attach
+    from spanformer.hf.attach import attach, detach
     from spanformer.hf.baselines import uniform
     from spanformer.hf.controller import Budget
-    from spanformer.hf.fit import set_windows, window_table
+    from spanformer.hf.fit import budget_of, check_layers, set_windows
     from spanformer.hf.probe import FINDS, Found, as_rows, probe, table
     from spanformer.hf.saved import load_fitted
     from spanformer.hf.spans import head_spans
@@ -62,13 +62,13 @@ def run(options: ProbeOptions) -> None:
             model, tokenizer, fitted = load_fitted(name)
             look(f"{name}, {'its spans' if fitted else 'full attention'}")
         if budget:
-            if not fitted:
-                attach(model, max_span=budget.context, sinks=options.sinks)
-            own = max(spans.sinks for spans in head_spans(model).values())
-            if own != options.sinks:
-                raise ValueError(f"sinks is {options.sinks}, and {name} was fitted with {own}; ask for as many")
-            layers, heads = window_table(model).shape
-            set_windows(model, uniform(layers, heads, budget))
+            if fitted:
+                detach(model)
+            attach(model, max_span=budget.context, sinks=options.sinks)
+            spans = list(head_spans(model).values())
+            check_layers(spans)
+            budget = budget_of(spans, options.budget, budget.context, options.sinks)
+            set_windows(model, uniform(len(spans), spans[0].groups, budget))
             look(f"{name}, uniform windows of {options.budget:g}")
     for title, rows in found.items():
         for find, what in (("key", "pass keys in filler"), ("pair", "boxes among others")):

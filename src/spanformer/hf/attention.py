@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
+from spanformer.hf.padding import pack_real
 from spanformer.hf.spans import NAME, HeadSpans, unwrap
 from spanformer.ops import attend
 
@@ -52,14 +53,15 @@ class Seen:
         that needs it."""
         return None if self.real is None else pack_real(self.real)
 
+    def contiguous(self) -> Seen:
+        """What transformers asks of a mask for a static cache alone; with a window that may be as long as its text."""
+        raise ValueError(_STATIC)
 
-def pack_real(real: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Of real [B, T], True where there is a token: (order [B, T] with real tokens first, its inverse, lengths [B] on
-    the CPU, how many they are); None if all are."""
-    if bool(real.all()):
-        return None
-    order = real.int().argsort(dim=1, descending=True, stable=True)
-    return order, order.argsort(dim=1), real.sum(1).cpu()
+
+_STATIC = (
+    "a static cache has room for every token of every head, which is what spans save; leave cache_implementation away, "
+    "or pass past_key_values=spanformer.hf.SpanCache(model)"
+)
 
 
 def make_mask(
@@ -81,10 +83,7 @@ def make_mask(
             "cannot express; detach the spans for such inputs"
         )
     if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
-        raise ValueError(
-            "a static cache has room for every token of every head, which is what spans save; leave "
-            "cache_implementation away, or pass past_key_values=spanformer.hf.SpanCache(model)"
-        )
+        raise ValueError(_STATIC)
     seen = Seen(kv_length, local_size)
     positions = torch.arange(kv_length, device=device)[None] + kv_offset
     if mask_function is not causal_mask_function:
@@ -136,6 +135,7 @@ def attend_spans(
             "attached; detach and attach again after changing the configuration"
         )
     held = getattr(key, HELD, None)
+    query, key, value = _as_autocast(query, key, value)
     if held is not None:
         out = held.attend(query, key, value, seen, scaling, s_aux)
     elif seen.keys != key.shape[2]:
@@ -176,6 +176,14 @@ def attend_seen(
         q_positions=seen.q_positions if placed else None,
         k_positions=seen.k_positions if placed else None,
     ).out
+
+
+def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast in its dtype, as SDPA does: rotary positions leave queries and keys in float32 there."""
+    kind = tensors[0].device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(t.to(torch.get_autocast_dtype(kind)) for t in tensors)
 
 
 def register() -> None:

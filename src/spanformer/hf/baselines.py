@@ -1,6 +1,6 @@
 """Windows that are not learned, to hold learned ones against at equal memory.
 
-    uniform        every head keeps the same number of tokens
+    uniform        every head keeps the same number of tokens, but for layers whose own window is shorter
     local_global   five layers with a short window to one that keeps all, as several published models are built
     by_mass        training-free: windows that lose the least attention, measured on calibration text
 
@@ -19,11 +19,13 @@ LOCAL_LAYERS = 5
 
 
 def uniform(layers: int, heads: int, budget: Budget) -> Tensor:
-    return budget.whole(torch.full((layers, heads), budget.tokens - budget.sinks))
+    return budget.whole(budget.fit(torch.ones(layers, heads)))
 
 
 def local_global(layers: int, heads: int, budget: Budget) -> Tensor:
     """Every sixth layer keeps all; what that leaves of the budget is shared evenly by the others."""
+    if budget.own:
+        raise ValueError("this model has sliding windows of its own; another order of local and global is not measured")
     is_global = torch.arange(layers) % (LOCAL_LAYERS + 1) == LOCAL_LAYERS
     left = budget.tokens * layers - budget.context * int(is_global.sum())
     each = left / max(layers - int(is_global.sum()), 1) - budget.sinks
@@ -34,7 +36,7 @@ def local_global(layers: int, heads: int, budget: Budget) -> Tensor:
             f"{LOCAL_LAYERS} local layers to one global need more than that"
         )
     windows = torch.full((layers, heads), each)
-    windows[is_global] = float(budget.longest)
+    windows[is_global] = float(budget.context - budget.sinks)
     return budget.whole(windows)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from spanformer.hf.attention import HELD, Seen, attend_seen
+from spanformer.hf.padding import Read
 from spanformer.hf.spans import HeadSpans, cache_bytes, head_spans
 from spanformer.memory import HeadCache
 from spanformer.ops import Rule
@@ -36,6 +37,11 @@ class SpanCache(Cache):
     """
 
     def __init__(self, model: nn.Module, *, context: int = 0, slack: int = 0, bits: Literal[0, 8] = 0) -> None:
+        for name, number in (("context", context), ("slack", slack)):
+            if number < 0:
+                raise ValueError(f"{name} is {number}; expected a number of tokens, 0 or more")
+        if bits not in (0, 8):
+            raise ValueError(f"bits is {bits}; expected 0, for the model's own dtype, or 8")
         named = head_spans(model)
         places = [getattr(model.get_submodule(name), "layer_idx", None) for name in named]
         if sorted(p for p in places if p is not None) != list(range(len(named))):
@@ -46,6 +52,12 @@ class SpanCache(Cache):
         spans = dict(zip(places, named.values(), strict=True))
         super().__init__(layers=[SpanLayer(spans[n], context, slack, bits) for n in range(len(named))])
         self._model = model
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back so many tokens, as a negative number; padding among them counts. All layers do, or none."""
+        for layer in self.layers:
+            layer.check_crop(tokens_to_remove)  # type: ignore[attr-defined]
+        super().crop(tokens_to_remove)
 
     def bytes(self) -> int:
         """What is allocated for keys and values, exactly."""
@@ -74,6 +86,8 @@ class SpanLayer(CacheLayerMixin):
         self.room = 0
         """no text so far is longer: a ring that will be longer than this, less the sinks beside it, is not yet"""
         self.rings: HeadCache | None = None
+        self.tokens = Read()
+        """which of them are no padding: the rings hold no other"""
         self._rule: tuple[tuple, Rule] | None = None
 
     # ---- what transformers calls
@@ -88,6 +102,11 @@ class SpanLayer(CacheLayerMixin):
         """The new keys and values as they are, with a note on the keys: the attention function comes back with them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self.length != self.tokens.length:
+            raise ValueError(
+                "the last tokens were read by a model that does not attend through this cache: a SpanCache is for a "
+                "model with spans attached"
+            )
         self.length += key_states.shape[2]
         setattr(key_states, HELD, self)
         return key_states, value_states
@@ -102,20 +121,28 @@ class SpanLayer(CacheLayerMixin):
         return -1
 
     def activate_past_recording(self) -> None:
-        if self.rings is None:
-            self.slack = max(self.slack, TAKEN_BACK)
+        self.slack = max(self.slack, TAKEN_BACK)
+        if self.rings is not None:
+            self.rings.resize(self.rings.reach, self.slack)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Take back so many tokens, as a negative number."""
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Refuse what `crop` could not take back."""
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop was given {tokens_to_remove}; expected a negative number, how many tokens to take back"
             )
+        if self.rings is not None:
+            self.rings.check_crop(self.rings.seen - self.tokens.last(-tokens_to_remove))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.check_crop(tokens_to_remove)
         if self.rings is not None and tokens_to_remove:
-            self.rings.crop(self.rings.seen + tokens_to_remove)
+            self.rings.crop(self.rings.seen - self.tokens.last(-tokens_to_remove))
+            self.tokens.drop(-tokens_to_remove)
             self.length += tokens_to_remove
 
     def reset(self) -> None:
+        self.tokens = Read()
         self.rings, self.room, self.length, self.is_initialized = None, 0, 0, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -139,10 +166,13 @@ class SpanLayer(CacheLayerMixin):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float | None, s_aux: Tensor | None) -> Tensor:
         """q [B, H, T, D] over what is held and the new k [B, Hkv, T, D] and v [B, Hkv, T, Dv], which are kept."""
         t = q.shape[2]
+        if self.rings is None:
+            self.dtype = k.dtype  # autocast may have changed it on the way
         packed = seen.packed if seen.real is not None else None
         if self.rings is None and self.length == t:  # a text begins: all there is to see is here
             out = attend_seen(q, k, v, seen, self.spans, 0.0, scale, s_aux)
             rings = self._rings(t)
+            self.tokens.add(t, None if packed is None else seen.real)
             if packed is None:
                 rings.append(k, v)
             else:
@@ -151,6 +181,7 @@ class SpanLayer(CacheLayerMixin):
         if torch.is_grad_enabled() and q.requires_grad:
             raise ValueError("a SpanCache gives no gradients; read on under torch.no_grad(), or without a cache")
         rings, rule = self._rings(t), self.rule(s_aux)
+        self.tokens.add(t, None if packed is None else seen.real)
         if packed is None:
             return rings.attend(q, k, v, rule, scale=scale).out
         order, back, lengths = packed
@@ -204,6 +235,7 @@ class SpanLayer(CacheLayerMixin):
     def _take_rows(self, index: Tensor) -> None:
         if self.rings is not None:
             self.rings = self.rings.rows(index)
+            self.tokens.rows(index)
             self.batch_size = len(index)
 
 

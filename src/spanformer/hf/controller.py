@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,11 +20,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of a full cache may be kept: `share` of `context` tokens for every head, sinks included."""
+    """How much of a full cache may be kept: `share` of what all heads keep of `context` tokens, sinks included."""
 
     share: float
     context: int
     sinks: int
+    own: tuple[int | None, ...] = ()
+    """[L] the sliding window that a layer has of its own, None for none; empty: no layer has one. That window is all
+    such a layer keeps in a full cache, and it has no sinks"""
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
@@ -32,27 +36,43 @@ class Budget:
             raise ValueError(
                 f"sinks is {self.sinks} of {self.context} tokens of context; expected at least two tokens beside them"
             )
-        if self.tokens < self.sinks + 1:
+        if self.share < self.least:
+            need = float((self.aside + 1).double().mean())
             raise ValueError(
-                f"budget is {self.share:g}, {self.tokens:.1f} of {self.context} tokens a head, but {self.sinks} sinks "
-                f"and the token itself take {self.sinks + 1}; ask for {(self.sinks + 1) / self.context:.4f} or more, "
-                "or for fewer sinks"
+                f"budget is {self.share:g}, {self.tokens:.1f} of {float(self.full.double().mean()):g} tokens a head, "
+                f"but {self.sinks} sinks and the token itself take {need:g}; ask for {self.least:.4f} or more, or for "
+                "fewer sinks"
             )
+
+    @cached_property
+    def full(self) -> Tensor:
+        """[L or 1, 1] tokens that a head of the layer keeps in a full cache."""
+        return torch.tensor([[min(self.context, window or self.context)] for window in self.own or (None,)])
+
+    @cached_property
+    def aside(self) -> Tensor:
+        """[L or 1, 1] sinks of the layer"""
+        return torch.tensor([[self.sinks if window is None else 0] for window in self.own or (None,)])
+
+    @property
+    def longest(self) -> Tensor:
+        """[L or 1, 1] the longest window: with the sinks it is the full cache"""
+        return self.full - self.aside
 
     @property
     def tokens(self) -> float:
         """what a head may keep on average, sinks included"""
-        return self.share * self.context
+        return self.share * float(self.full.double().mean())
 
     @property
-    def longest(self) -> int:
-        """the longest window: with the sinks it is the whole context"""
-        return self.context - self.sinks
+    def least(self) -> float:
+        """the share that sinks and the token itself take"""
+        return float((self.aside + 1).sum() / self.full.sum().double())
 
     def share_of(self, windows: Tensor) -> float:
         """The share of a full cache that these windows and their sinks keep; a key with any weight counts whole."""
-        kept = (windows.double().ceil() + self.sinks).clamp(max=self.context)
-        return float(kept.mean()) / self.context
+        kept = torch.minimum(windows.double().ceil() + self.aside, self.full.double())
+        return float(kept.sum() / self.full.expand_as(windows).sum())
 
     def fit(self, windows: Tensor, *, shortest: float = 1.0, spare: float = 0.0) -> Tensor:
         """The windows times one factor, so that their mean is the budget's, each from `shortest` to the longest.
@@ -60,22 +80,23 @@ class Budget:
         A window that would be longest may be longer by up to `spare` tokens, so that a soft edge centred on it dims
         nothing; it is counted as the longest.
         """
-        goal = self.tokens - self.sinks
-        low, high = 0.0, self.longest / max(float(windows.min()), 1e-9)
+        goal = self.tokens - float(self.aside.double().mean())
+        low, high = 0.0, int(self.longest.max()) / max(float(windows.min()), 1e-9)
         for _ in range(60):  # the mean grows with the factor: halve the interval
             middle = (low + high) / 2
-            small = float((windows * middle).clamp(shortest, self.longest).mean()) < goal
+            small = float((windows * middle).clamp(min=shortest).minimum(self.longest).mean()) < goal
             low, high = (middle, high) if small else (low, middle)
-        return (windows * low).clamp(shortest, self.longest + spare)
+        return (windows * low).clamp(min=shortest).minimum(self.longest + spare)
 
     def whole(self, windows: Tensor) -> Tensor:
         """Whole tokens, as a cache keeps them, and never more than the budget: [L, H] int64."""
-        found = windows.clamp(1, self.longest).floor().long()
-        spare = int(self.tokens * found.numel() + 1e-6) - int((found + self.sinks).sum())
+        longest = self.longest.expand_as(windows)
+        found = windows.clamp(min=1).minimum(longest).floor().long()
+        spare = int(self.tokens * found.numel() + 1e-6) - int((found + self.aside).sum())
         order = (windows - found).flatten().argsort(descending=True)
-        room = found.flatten()
+        room, most = found.flatten(), longest.flatten()
         for index in order.tolist():
-            if spare > 0 and room[index] < self.longest:
+            if spare > 0 and room[index] < most[index]:
                 room[index] += 1
                 spare -= 1
         return room.view_as(found)
@@ -88,20 +109,19 @@ def allocate(costs: Tensor, grid: list[int], budget: Budget) -> tuple[Tensor, fl
     A curve counts by its lower convex hull: between two windows tried, cost is taken as linear, and a window that is
     worse than such a mixture of its neighbours is passed over.
     """
-    if sorted(set(grid)) != grid or grid[0] < 1 or grid[-1] > budget.longest:
-        raise ValueError(f"grid is {grid}; expected rising windows of 1 to {budget.longest} tokens")
-    tried = [*grid, budget.longest] if grid[-1] < budget.longest else grid
-    flat = costs.reshape(-1, len(grid)).double().tolist()
+    most = budget.longest.expand(costs.shape[:2]).flatten().tolist()
+    if sorted(set(grid)) != grid or grid[0] < 1 or grid[-1] > budget.context:
+        raise ValueError(f"grid is {grid}; expected rising windows of 1 to {budget.context} tokens")
     windows, pieces = [], []
-    for head, curve in enumerate(flat):
-        points = list(zip(tried, [*curve, 0.0][: len(tried)], strict=True))
-        hull = _hull(points)
+    for head, (curve, longest) in enumerate(zip(costs.flatten(0, 1).double().tolist(), most, strict=True)):
+        points = [(w, c) for w, c in zip(grid, curve, strict=True) if w <= longest]
+        hull = _hull(points if points and points[-1][0] == longest else [*points, (longest, 0.0)])
         windows.append(float(hull[0][0]))
         for (w0, c0), (w1, c1) in itertools.pairwise(hull):
             pieces.append(((c0 - c1) / (w1 - w0), head, w1 - w0))
-    spare = (budget.tokens - budget.sinks) * len(flat) - sum(windows)
+    spare = budget.tokens * len(most) - int(budget.aside.expand(costs.shape[:2]).sum()) - sum(windows)
     if spare < 0:  # even the shortest windows tried are too long: all alike
-        return torch.full(costs.shape[:2], budget.tokens - budget.sinks), math.inf
+        return budget.fit(torch.ones(costs.shape[:2])), math.inf
     price = 0.0
     for slope, head, more in sorted(pieces, reverse=True):
         price = slope

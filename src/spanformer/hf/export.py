@@ -92,6 +92,8 @@ def to_windows(
             )
         if "use_sliding_window" in values:
             values["use_sliding_window"] = True
+        if "full_attention" in (rotary := values.get("rope_parameters") or {}):  # Gemma 3 turns by kind of layer
+            rotary["sliding_attention"] = rotary["full_attention"]
     values |= {"layer_types": windows.layer_types, "sliding_window": windows.sliding_window}
     values.pop("architectures", None)
     with torch.random.fork_rng(devices=[]):
@@ -99,7 +101,29 @@ def to_windows(
     weights = {name: t for name, t in base.state_dict().items() if not name.endswith(f".{NAME}.ratio")}
     other.load_state_dict(weights)
     other.generation_config = base.generation_config
-    return other.to(base.device).train(base.training), windows
+    other.to(base.device).train(base.training)
+    _check_same(base, other, min(windows.sliding_window, 16))
+    return other, windows
+
+
+@torch.no_grad()
+def _check_same(model: PreTrainedModel, other: PreTrainedModel, length: int) -> None:
+    """Refuse a kind of model whose layers with a window are different in other ways too (Cohere 2 turns keys and
+    queries in those alone): on a text as short as the window both must compute the same."""
+    ids = torch.arange(length, device=model.device)[None] % model.config.vocab_size
+    modes, spans = (model.training, other.training), model.config._attn_implementation
+    try:
+        model.set_attn_implementation(other.config._attn_implementation)  # type: ignore[arg-type]
+        one, two = (each.eval()(input_ids=ids, use_cache=False).logits.float() for each in (model, other))
+    finally:
+        model.set_attn_implementation(spans)  # type: ignore[arg-type]
+        model.train(modes[0])
+        other.train(modes[1])
+    if float((one - two).abs().max()) > 0.01 * float(one.abs().max()):
+        raise ValueError(
+            f"{type(model).__name__} makes layers with a window differ from others in more than that, so its spans "
+            "cannot be exported as windows by layer; save it with save_pretrained instead"
+        )
 
 
 @torch.no_grad()

@@ -206,12 +206,18 @@ def _kl(model: PreTrainedModel, states: Tensor, wanted: Tensor) -> Tensor:
     return (goal.exp() * (goal - now)).sum()
 
 
+def budget_of(layers: list[HeadSpans], share: float, context: int, sinks: int) -> Budget:
+    """A share of what these layers keep in a full cache."""
+    own = tuple(layer.window for layer in layers)
+    return Budget(share, context, sinks, own if any(own) else ())
+
+
 def check_layers(layers: list[HeadSpans]) -> None:
     """Refuse what fitting cannot describe."""
-    if len({layer.groups for layer in layers}) != 1 or any(layer.window is not None for layer in layers):
+    if len({layer.groups for layer in layers}) != 1:
         raise ValueError(
-            "this model's layers have different numbers of key/value heads or sliding windows of their own; spans are "
-            "fitted to models whose layers are alike"
+            "this model's layers have different numbers of key/value heads; spans are fitted to models whose layers "
+            "are alike"
         )
     if any(layer.kv_heads != layer.groups for layer in layers):
         raise ValueError('spans are attached per="head"; fitting learns one for each key/value head: per="kv_head"')

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreT
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from spanformer.hf.attention import pack_real
+from spanformer.hf.padding import Read, pack_real
 from spanformer.memory import Cache as Rings
 from spanformer.model.config import ModelConfig
 from spanformer.model.fields import as_dict, build
@@ -106,7 +106,7 @@ class SpanformerForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"past_key_values is a {type(cache).__name__}; this model makes its own, leave it away")
         rings = cache.begin(len(ids))
         packed = None if real is None else pack_real(real)
-        cache.length += ids.shape[1]
+        cache.tokens.add(ids.shape[1], None if packed is None else real)
         if packed is None:
             logits = self.lm.read(ids, rings)
         else:
@@ -154,8 +154,7 @@ class LMCache(Cache):
         super().__init__(layers=[])
         self.lm = lm
         self.rings: Rings | None = None
-        self.length = 0
-        """tokens as transformers counts them, padding included"""
+        self.tokens = Read()
 
     def begin(self, batch: int) -> Rings:
         """The rings; they are made when it is known for how many rows."""
@@ -168,33 +167,39 @@ class LMCache(Cache):
         return 0 if self.rings is None else self.rings.bytes()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.length
+        return self.tokens.length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1
 
     def reset(self) -> None:
-        self.rings, self.length = None, 0
+        self.rings, self.tokens = None, Read()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.rings is not None:
-            self.rings.reorder(beam_idx)
+            self._reorder(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back so many tokens, as a negative number."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop was given {tokens_to_remove}; expected a negative number of tokens to take back")
         if self.rings is not None:
-            self.rings.crop(self.rings.seen + tokens_to_remove)
-            self.length += tokens_to_remove
+            self.rings.crop(self.rings.seen - self.tokens.last(-tokens_to_remove))
+            self.tokens.drop(-tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.rings is not None:
+            self.tokens.rows(torch.arange(self.rings.batch).repeat_interleave(repeats))
             self.rings = self.rings.fork(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.rings is not None:
-            self.rings.reorder(torch.arange(self.rings.batch)[indices.cpu()])
+            self._reorder(torch.arange(self.rings.batch)[indices.cpu()])
+
+    def _reorder(self, index: Tensor) -> None:
+        assert self.rings is not None
+        self.tokens.rows(index)
+        self.rings.reorder(index)
 
     @property
     def batch_size(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from spanformer.hf.attach import attach
 from spanformer.hf.baselines import by_mass, uniform
 from spanformer.hf.controller import Budget, allocate
-from spanformer.hf.fit import Event, FitConfig, check_layers, learn, set_windows
+from spanformer.hf.fit import Event, FitConfig, budget_of, check_layers, learn, set_windows
 from spanformer.hf.lora import check_peft, learn_lora
 from spanformer.hf.saved import save_fitted
 from spanformer.hf.spans import head_spans
@@ -30,8 +30,8 @@ class FitPlan:
     budget: float = 0.25
     """share of the full key/value memory that may be kept, sinks included"""
     tolerance: float = 0.0
-    """instead of a budget: the loss on held-out text may rise by this share (0.01 is 1 %); the smallest memory that
-    the survey's windows reach it with is the budget, and learning improves on it"""
+    """instead of a budget: the loss may rise by this share (0.01 is 1 %), on texts of the data that are not learned
+    from; the smallest memory that the survey's windows reach it with is the budget, and learning improves on it"""
     context: int = 2048
     """tokens of a text; memory is counted for so many"""
     start: int = 0
@@ -117,6 +117,7 @@ class FitRun:
         self.model.requires_grad_(False)
         self.layers = list(head_spans(self.model).values())
         check_layers(self.layers)
+        self.budget(plan.budget)  # refused now, not after the survey
         made = {"context": plan.context, "start": plan.first}
         need = max(plan.survey, plan.steps) + TRIALS
         texts = make_windows(text if valid else text[:cut], self.tokenizer, limit=need, **made)
@@ -129,6 +130,9 @@ class FitRun:
         texts = Windows(texts.ids[order], texts.bytes[order], plan.first)
         self.trials, self.train = texts[:TRIALS], texts[TRIALS:]
         self.held_out = make_windows(other, self.tokenizer, limit=plan.measure, **made)
+
+    def budget(self, share: float) -> Budget:
+        return budget_of(self.layers, share, self.plan.context, self.plan.sinks)
 
     @property
     def spans(self) -> int:
@@ -160,8 +164,8 @@ class FitRun:
         plan, begun = self.plan, time.monotonic()
         bits = {"full": self.measure(None, "full", on_event)}
         found = found or self.survey(on_event)
-        share = self._tolerated(found, bits["full"], on_event) if plan.tolerance else plan.budget
-        budget = Budget(share, plan.context, plan.sinks)
+        share = self._tolerated(found, on_event) if plan.tolerance else plan.budget
+        budget = self.budget(share)
         config = FitConfig(steps=plan.steps, minutes=plan.minutes, lr=plan.lr,
                            ramp=max(1.0, min(96.0, plan.context / 16)),
                            last_ramp=max(1.0, min(32.0, plan.context / 32)))  # fmt: skip
@@ -182,26 +186,31 @@ class FitRun:
 
     def measure(self, windows: Tensor | None, title: str, on_event: Event = lambda _kind, _row: None) -> float:
         """Bits per byte of held-out text with these windows; None: every head sees everything."""
-        if windows is None:
-            windows = torch.full((len(self.layers), self.layers[0].groups), self.plan.context - self.plan.sinks)
-        set_windows(self.model, windows)
-        bits = bits_per_byte(
-            self.model, self.held_out, lambda done, total: _progress(on_event, f"measuring: {title}", done, total)
-        )
+        bits = self._bits(self.held_out, windows, title, on_event)
         targets = self.held_out.targets * len(self.held_out)
         loss = bits * math.log(2) * float(self.held_out.bytes.sum()) / targets
         if title in ("full", "fitted spans", "LoRA"):
             on_event("bits", {"bits": bits, "loss": loss, "tokens": targets})
         return bits
 
-    def _tolerated(self, found: Survey, full: float, on_event: Event) -> float:
-        """The smallest share whose windows, as the survey chooses them, raise the loss by no more than is tolerated."""
-        low, high = (self.plan.sinks + 2) / self.plan.context, 1.0
+    def _bits(self, texts: Windows, windows: Tensor | None, title: str, on_event: Event) -> float:
+        if windows is None:
+            windows = self.budget(1.0).longest.expand(len(self.layers), self.layers[0].groups)
+        set_windows(self.model, windows)
+        return bits_per_byte(
+            self.model, texts, lambda done, total: _progress(on_event, f"measuring: {title}", done, total)
+        )
+
+    def _tolerated(self, found: Survey, on_event: Event) -> float:
+        """The smallest share whose windows, as the survey chooses them, raise the loss on the texts kept aside by no
+        more than is tolerated."""
+        full = self._bits(self.trials, None, "full, on texts kept aside", on_event)
+        low, high = self.budget(1.0).least + 1 / self.plan.context, 1.0
         for _ in range(6):
             share = math.sqrt(low * high)
-            budget = Budget(share, self.plan.context, self.plan.sinks)
+            budget = self.budget(share)
             windows = budget.whole(allocate(found.costs, found.grid, budget)[0])
-            rise = self.measure(windows, f"a share of {share:.3f}", on_event) / full - 1
+            rise = self._bits(self.trials, windows, f"a share of {share:.3f}", on_event) / full - 1
             on_event("note", {"step": 0, "text": f"{share:.3f} of the memory raises the loss by {100 * rise:.2f} %"})
             low, high = (low, share) if rise <= self.plan.tolerance else (share, high)
         return high

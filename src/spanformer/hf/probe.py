@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from spanformer.hf.text import check_logits, hidden_states, logits_of
+from spanformer.hf.text import beginning, check_logits, hidden_states, logits_of
 
 SUBJECTS = ("The river", "A merchant", "The old clock", "Her brother", "The garden", "A traveller", "The harbour",
             "His letter", "The village", "An engineer", "The forest", "A teacher")  # fmt: skip
@@ -92,8 +92,8 @@ def make_task(tokenizer: Any, context: int, depth: float, seed: int, find: Find 
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    begin, asked, answer = encode(needle), encode(question), encode(" " + key)
-    room = context - len(begin) - len(asked) - len(answer)
+    first, hidden, asked, answer = beginning(tokenizer), encode(needle), encode(question), encode(" " + key)
+    room = context - len(first) - len(hidden) - len(asked) - len(answer)
     if room < 1:
         raise ValueError(
             f"context is {context}, and the pass key with its question takes {context - room}; ask for more tokens"
@@ -103,7 +103,7 @@ def make_task(tokenizer: Any, context: int, depth: float, seed: int, find: Find 
         sentences.append(sentence)
         room -= len(sentence)
     before = round(depth * len(sentences))
-    text = [*sentences[:before], begin, *sentences[before:], asked, answer]
+    text = [first, *sentences[:before], hidden, *sentences[before:], asked, answer]
     ids = [token for part in text for token in part]
     distance = sum(map(len, sentences[before:])) + len(asked) + 1
     return Task(ids, len(answer), depth, distance, key)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from spanformer.hf.attention import make_mask
-from spanformer.hf.spans import NAME
+from spanformer.hf.spans import NAME, HeadSpans, unwrap
 from spanformer.hf.text import Windows, hidden_states, logits_of
 from spanformer.ops import Rule, attend
 
@@ -35,7 +35,8 @@ BLOCK = 64
 
 @dataclass(frozen=True, eq=False)
 class Survey:
-    """Both tables are [L, Hkv, G]: of a head that keeps grid[g] tokens beside the sinks, all others keeping all."""
+    """Both tables are [L, Hkv, G]: of a head that keeps grid[g] tokens beside the sinks, all others keeping all. A
+    layer with a sliding window of its own has no sinks, and loses nothing at that window and beyond."""
 
     grid: list[int]
     costs: Tensor
@@ -69,7 +70,7 @@ def survey(
     costs = lost = None
     before = model.config._attn_implementation
     assert before is not None
-    seen: list[tuple[Tensor, Tensor, Tensor, float | None, Tensor, Tensor]] = []
+    seen: list[tuple[Tensor, Tensor, Tensor, float | None, Tensor, Tensor, int | None]] = []
 
     def watch(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, _mask, scaling: float | None = None, **others):
         if NAME not in module._modules:
@@ -79,9 +80,12 @@ def survey(
                 f"{type(module).__name__} has learned sinks (s_aux), which are not surveyed; learn its spans in a loop "
                 "of your own with spanformer.hf.attach"
             )
-        full = attend(q, k, v, Rule(q.shape[1]), scale=scaling)
+        spans = unwrap(module._modules[NAME])
+        assert isinstance(spans, HeadSpans)
+        own = spans.window
+        full = attend(q, k, v, Rule(q.shape[1], reach=own), scale=scaling)
         out = full.out if full.out.requires_grad else full.out.requires_grad_()
-        seen.append((q.detach(), k.detach(), v.detach(), scaling, out, full.lse.detach()))
+        seen.append((q.detach(), k.detach(), v.detach(), scaling, out, full.lse.detach(), own))
         return out.transpose(1, 2), None
 
     AttentionInterface.register(IMPLEMENTATION, watch)
@@ -122,12 +126,14 @@ def _drawn_gradients(model, row: Tensor, start: int, drawings: int, generator, s
 @torch.no_grad()
 def _price(layer, grads: list[Tensor], grid: list[int], sinks: int, start: int) -> tuple[Tensor, Tensor]:
     """(½ Σ_blocks (g · δ)² averaged over drawings, attention lost), each [Hkv, G]."""
-    q, k, v, scaling, full, lse = layer
+    q, k, v, scaling, full, lse, own = layer
     heads, groups, length = q.shape[1], k.shape[1], q.shape[2]
     costs, lost = torch.zeros(groups, len(grid)), torch.zeros(groups, len(grid))
     pad = -length % BLOCK
     for n, window in enumerate(grid):
-        cut = attend(q, k, v, Rule(heads, reach=window, kept=sinks), scale=scaling)
+        if own is not None and window >= own:  # nothing more is hidden
+            continue
+        cut = attend(q, k, v, Rule(heads, reach=window, kept=sinks if own is None else 0), scale=scaling)
         change = (cut.out - full.detach()).float()
         for g in grads:
             moved = (change * g).sum(-1)[0].view(groups, heads // groups, length).sum(1)  # [Hkv, T]

@@ -94,19 +94,31 @@ def read_text(source: str) -> str:
     return "\n".join(Path(name).read_text(encoding="utf-8", errors="replace") for name in files)
 
 
+def beginning(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before every text by itself (a beginning-of-text token), if anything: a model that has
+    always seen it is another one without."""
+    whole, plain = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    return whole[: next((n for n in range(len(whole)) if whole[n : n + len(plain)] == plain), 0)]
+
+
 def make_windows(text: str, tokenizer: Any, *, context: int, start: int, limit: int = 0) -> Windows:
-    """Windows of `context` tokens one after another; limit: at most so many, spread over the text (0: all)."""
-    if not 1 <= start < context:
-        raise ValueError(f"start is {start}; expected a position from 1 to {context - 1}, inside the context")
+    """Windows of `context` tokens one after another, each a text with its beginning; limit: at most so many, spread
+    over the text (0: all)."""
+    first = beginning(tokenizer)
+    if not max(1, len(first)) <= start < context:
+        least = max(1, len(first))
+        raise ValueError(f"start is {start}; expected a position from {least} to {context - 1}, inside the context")
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
-    count = len(ids) // context
+    size = context - len(first)
+    count = len(ids) // size
     if count == 0:
         raise ValueError(
-            f"the text has {len(ids):,} tokens, and one window takes {context:,}; give more text or a shorter context"
+            f"the text has {len(ids):,} tokens, and one window takes {size:,}; give more text or a shorter context"
         )
-    windows = ids[: count * context].view(count, context)
+    windows = ids[: count * size].view(count, size)
     if limit and limit < count:
         windows = windows[torch.linspace(0, count - 1, limit).round().long()]
+    windows = torch.cat([torch.tensor(first, dtype=torch.long).expand(len(windows), -1), windows], 1)
     spelt = [tokenizer.decode(row, clean_up_tokenization_spaces=False) for row in windows[:, start:].tolist()]
     return Windows(windows, torch.tensor([len(each.encode()) for each in spelt]), start)
 

@@ -273,16 +273,18 @@ class HeadCache:
     # ---- changing it
 
     @torch.inference_mode(False)
-    def resize(self, reach: Sequence[int]) -> None:
-        """Rings for other reaches, because spans have changed: what still fits is kept. What a ring has forgotten does
-        not come back when it grows: it is not seen, or is zeros again if the text began with zeros."""
-        if (new := check_reach(reach)) == self.reach:
+    def resize(self, reach: Sequence[int], slack: int | None = None) -> None:
+        """Rings for other reaches, because spans have changed, or for another slack: what still fits is kept. What a
+        ring has forgotten does not come back when it grows: it is not seen, or is zeros again if the text began with
+        zeros."""
+        slack = self.slack if slack is None else slack
+        if (new := check_reach(reach)) == self.reach and slack == self.slack:
             return
         if len(new) != len(self.reach):
             raise ValueError(f"reach names {len(new)} key/value heads; expected {len(self.reach)}")
         old, capacity = self.store, self.store.capacities
         lost = torch.maximum(self.written, self.place)[:, None] - torch.tensor(capacity)
-        self.reach, self.written = new, self.place.clone()
+        self.reach, self.slack, self.written = new, slack, self.place.clone()
         self.store = self._allocate(self.batch)
         move(old, self.store, self.place, lost)
         if not self.zeros:
