@@ -81,10 +81,10 @@ def rounding(model: transformers.PreTrainedModel, length: int) -> None:
     # transformers' own norm computes in float32 whatever the model is in
     norm.forward = lambda self, x: self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
     try:
-        truth = model.double()(ids).logits
+        truth = torch.nn.Module.double(model)(ids).logits  # its own refuses to cast what was a GGUF file
     finally:
         norm.forward = before
-        model.float()
+        torch.nn.Module.float(model)
     between = float((found["full spans"] - found["its own (sdpa)"]).abs().max())
     print(f"logits of {length} random tokens, up to {float(truth.abs().max()):.1f}; the two differ by {between:.1e}")
     for name, logits in found.items():
