@@ -50,6 +50,15 @@ def test_what_is_looked_at_follows_the_tokens() -> None:
             assert z is not None and z + 32 - 0.5 <= n <= z + 32 + 1.5 and n < 82
 
 
+def test_what_is_looked_at_follows_expiry() -> None:
+    lm = model("expire_span")
+    assert lm.distances() == [[50 + 32] * 2] * 2
+    lm(torch.arange(40)[None])
+    for found, lasts in zip(lm.distances(), lm.spans(), strict=True):
+        for n, e in zip(found, lasts, strict=True):
+            assert e is not None and e + 32 - 0.5 <= n <= e + 32 + 1.5 and n < 82
+
+
 def test_nothing_to_show_without_dynamic_spans() -> None:
     assert dynamic_event(model("adaptive_span"), np.zeros(30, np.uint8), Bytes()) is None
 

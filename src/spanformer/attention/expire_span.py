@@ -48,7 +48,7 @@ class ExpireSpan(Attention):
         """[1, dim]: w"""
         self.bias = nn.Parameter(torch.full((1,), float(init)))
         """[1]: b"""
-        self._recent: tuple[Tensor, Tensor] | None = None
+        self._recent: tuple[Tensor, Tensor, Tensor] | None = None
 
     def rule(self, view: View) -> Rule:
         keys = key_states(view, self.dim)
@@ -59,7 +59,8 @@ class ExpireSpan(Attention):
             seen = span.clamp(max=self.max_span * float(torch.rand(())))  # the host's generator: nobody waits
         first = keys.shape[1] - queries - torch.arange(keys.shape[1], device=keys.device)  # to the first query
         with torch.no_grad():
-            self._recent = span.mean(), (seen + self.ramp > first + queries - 1).float().sum(1).mean()
+            lasts = seen + self.ramp
+            self._recent = span.mean(), (lasts > first + queries - 1).float().sum(1).mean(), lasts.ceil().mean()
             on_ramp = self._on_ramp(seen, first, queries)
         penalty = self.penalty * (seen * on_ramp).sum() / (self.ramp * max(queries * len(keys), 1))
         return Rule(self.heads, causal=self.causal, key_span=seen[:, None], ramp=self.ramp, penalty=penalty)
@@ -79,6 +80,10 @@ class ExpireSpan(Attention):
     def learned(self) -> list[float | None]:
         """[heads] the average over the memories last read."""
         return [None if self._recent is None else float(self._recent[0])] * self.heads
+
+    def looked(self) -> list[int]:
+        """[heads] over a long text a token sees as many memories as one lasts."""
+        return super().looked() if self._recent is None else [round(float(self._recent[2]))] * self.heads
 
     def alive(self) -> float | None:
         """How many of the memories last read the newest token still sees, on average over the batch."""
