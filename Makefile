@@ -12,7 +12,7 @@ demo: .venv/installed
 	$(BIN)/spanformer train runs/demo.toml --out results/demo
 
 test: .venv/with-dev
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 check: .venv/with-dev
 	$(BIN)/ruff check .
