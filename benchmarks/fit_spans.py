@@ -14,6 +14,7 @@ Pieces, each kept in --out/fit-spans.json when done, so that the whole may be ru
     measure:prose  measure:code                 everything found so far, on held-out text, beside the baselines
     lora:prose:3                                LoRA on top of the spans, and what it measures
     probe:3                                     pass keys: full, learned and uniform at a third
+    picture                                     fit-spans.png: loss against memory, of all that was measured
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from spanformer.hf.survey import Survey
 CONTEXT, SINKS, DIVISORS = 2048, 4, (2, 3, 4, 8)
 PIECES = [
     "survey:prose", *(f"fit:prose:{d}" for d in DIVISORS), "measure:prose", "survey:code",
-    *(f"fit:code:{d}" for d in DIVISORS), "measure:code", "lora:prose:3", "probe:3",
+    *(f"fit:code:{d}" for d in DIVISORS), "measure:code", "lora:prose:3", "probe:3", "picture",
 ]  # fmt: skip
 
 
@@ -168,6 +169,42 @@ class Bench:
                 print(table(found, f"{name}: {find}"), flush=True)
         self.keep(f"probe:{divisor}", rows)
 
+    def picture(self) -> None:
+        """Loss against memory on prose and on code; solid: fitted to text of that kind, dashed: of the other."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        colours = {
+            "uniform": "C7",
+            "local/global 5:1": "C4",
+            "attention mass": "C1",
+            "survey only": "C0",
+            "learned": "C2",
+        }
+        figure, axes = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True)
+        for axis, domain in zip(axes, ("prose", "code"), strict=True):
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for place, row in self.found[f"measure:{domain}"].items():
+                if place != "full":
+                    lines.setdefault(place.rsplit(" /", 1)[0], []).append((row["share"], 100 * row["rise"]))
+            for name, points in sorted(lines.items()):
+                method, _, source = name.partition(", ")
+                style = "--" if source not in ("", domain) else "-"
+                label = f"{method}, from {'this' if style == '-' else 'the other'} kind of text" if source else method
+                axis.plot(*zip(*sorted(points), strict=True), "o" + style, color=colours[method], label=label, ms=4)
+            axis.set_title(f"measured on {domain}")
+            axis.set_xscale("log", base=2)
+            axis.set_xticks([1 / d for d in DIVISORS], [f"1/{d}" for d in DIVISORS])
+            axis.set_xlabel("key/value memory kept")
+            axis.grid(alpha=0.3)
+        axes[0].set_ylabel("rise of bits per byte over full attention, %")
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside right center", fontsize=8)
+        figure.set_layout_engine("constrained")
+        figure.savefig(self.options.out / "fit-spans.png", dpi=110)
+
 
 def _tell(kind: str, row: dict) -> None:
     shown = {k: round(v, 5) if isinstance(v, float) else v for k, v in row.items() if k not in ("windows",)}
@@ -197,7 +234,7 @@ def main() -> None:
     print(json.dumps(asdict(FitPlan())), flush=True)
     for piece in options.only:
         name, *rest = piece.split(":")
-        if piece in bench.found and name != "measure" and not options.again:
+        if piece in bench.found and not options.again and name != "measure":
             continue
         getattr(bench, name)(*rest)
 
