@@ -11,8 +11,9 @@ demo: .venv/installed
 	rm -rf results/demo
 	$(BIN)/spanformer train runs/demo.toml --out results/demo
 
+# One thread for each of the two processes: tests of threads ask for their own.
 test: .venv/with-dev
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 check: .venv/with-dev
 	$(BIN)/ruff check .
