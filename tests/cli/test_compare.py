@@ -169,4 +169,6 @@ def test_shipped_comparisons_train(tmp_path, file):
         check_alike(comparison.runs)
     train_each(comparison.runs)
     found = [read_run(Path(run.out)) for run in comparison.runs]
-    assert len(found) == len(comparison.runs) and all(run.steps[-1].step == 2 and run.steps[-1].loss > 0 for run in found)
+    assert len(found) == len(comparison.runs) and all(
+        run.steps[-1].step == 2 and run.steps[-1].loss > 0 for run in found
+    )

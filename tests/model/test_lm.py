@@ -9,8 +9,9 @@ import torch
 
 from small_models import CONFIGS, SMALL, make, text, with_attention
 from spanformer.memory.groups import group_heads
-from spanformer.model.config import ModelConfig
+from spanformer.model.config import ModelConfig, PositionConfig
 from spanformer.model.lm import LM, State
+from spanformer.position import POSITIONS
 
 
 def read(lm: LM, x: torch.Tensor, pieces: list[int]) -> tuple[torch.Tensor, State]:
@@ -80,6 +81,23 @@ def test_heads_are_grouped_by_what_they_need() -> None:
     assert group_heads([31, 8000, 40, 31], 8192) == [([1], 8000), ([0, 2, 3], 40)]
     assert group_heads([1000, 8000, 7000, 31], 8192) == [([1, 2], 8000), ([0], 1000), ([3], 32)]
     assert group_heads([31, 8000], 0) == [([0, 1], 0)]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in POSITIONS if not kind.startswith("learned")])
+def test_heads_served_apart_know_their_places(kind: str) -> None:
+    """One head looks far back and the others do not: they are served in two calls, under every position encoding."""
+    position = PositionConfig(kind=kind)  # pyright: ignore[reportArgumentType]
+    lm = make(replace(with_attention(SMALL, max_span=300), position=position))
+    with torch.no_grad():
+        for module in lm.spans_modules():
+            module.ratio.zero_()
+            module.ratio[1] = 1.0
+    x = text(1, 420)
+    lookback = lm.lookback()[0]
+    assert len(group_heads(lookback, 300)) == 2
+    whole = lm(x).logits  # nothing remembered: one call for all
+    streamed, _ = read(lm, x, [330, 90])
+    assert torch.allclose(streamed, whole, rtol=1e-9, atol=1e-9)
 
 
 def test_packed_documents_do_not_see_each_other() -> None:

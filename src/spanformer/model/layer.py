@@ -20,6 +20,9 @@ from spanformer.model.linear import Linear, product
 from spanformer.ops import Attended, Rule, merge
 from spanformer.position import Position
 
+Turn = Callable[[Tensor, Tensor, View], tuple[Tensor, Tensor]]
+"""queries and keys, each made to know where it stands (`Position.turn`)"""
+
 
 class SelfAttention(nn.Module):
     def __init__(self, dim: int, kv_heads: int, mechanism: Attention, persistent: Persistent | None) -> None:
@@ -79,7 +82,7 @@ class SelfAttention(nn.Module):
         if len(groups) == 1:
             ruled = rule_for(groups[0][1])
             penalty = ruled.penalty
-            found = self._attend(q, fresh, past, ruled, view, position, groups[0][1], None)
+            found = self._attend(q, fresh, past, ruled, view, position.turn, groups[0][1], None)
         else:
             found, penalty = self._by_groups(q, fresh, past, rule_for, view, position, groups)
         if self.persistent is not None:
@@ -125,7 +128,8 @@ class SelfAttention(nn.Module):
             rule = rule_for(need)
             penalty = rule.penalty if penalty is None else penalty  # the layer's, said by every rule
             part = rule.for_heads(heads, kv_heads)
-            parts.append(self._attend(q.index_select(1, index), some, past, part, view, position, need, kv_heads))
+            turn = position.turn_of(heads)
+            parts.append(self._attend(q.index_select(1, index), some, past, part, view, turn, need, kv_heads))
             order += heads
         back = torch.tensor(sorted(range(len(order)), key=order.__getitem__), device=q.device)
         found = Attended(
@@ -135,7 +139,7 @@ class SelfAttention(nn.Module):
         return found, penalty
 
     def _attend(
-        self, q: Tensor, fresh, past: Tensor, rule: Rule, view: View, position: Position, need: int, kv_heads
+        self, q: Tensor, fresh, past: Tensor, rule: Rule, view: View, turn: Turn, need: int, kv_heads
     ) -> Attended:
         """Attention of some heads over the last `need` remembered tokens and the new ones; kv_heads None: all."""
         k, v = fresh
@@ -143,8 +147,8 @@ class SelfAttention(nn.Module):
             memory = past[:, past.shape[1] - need :]
             k = torch.cat([self._project(memory, self.key, kv_heads), k], 2)
             v = torch.cat([self._project(memory, self.value, kv_heads), v], 2)
-        view = replace(self._stretch(view, past, need), turn=position.turn)
-        q, k = position.turn(q, k, view)
+        view = replace(self._stretch(view, past, need), turn=turn)
+        q, k = turn(q, k, view)
         return self.mechanism.mix(q, k, v, rule, view)
 
     def _project(self, memory: Tensor, linear: nn.Linear, kv_heads: list[int] | None) -> Tensor:

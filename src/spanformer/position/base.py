@@ -43,6 +43,10 @@ class Position(nn.Module):
         """q [B, H, Tq, D] and k [B, Hkv, Tk, D], each made to know where it stands."""
         return q, k
 
+    def turn_of(self, heads: list[int]) -> Callable[[Tensor, Tensor, Places], tuple[Tensor, Tensor]]:
+        """`turn` for queries of these heads alone; the same for all, unless heads turn in ways of their own."""
+        return self.turn
+
     def turner(self, positions: Callable[[], Tensor], dtype: torch.dtype) -> Turner | None:
         """What `turn` does to queries and keys [B, H, T, D] of the same tokens, at positions [T] or [B, T], made ready
         to be used by many layers: for keys that are kept turned. None: nothing. The positions are asked for only if

@@ -40,6 +40,10 @@ class TransformerXL(Position):
     def turn(self, q: Tensor, k: Tensor, view: Places) -> tuple[Tensor, Tensor]:
         return self._turn(q, k)
 
+    def turn_of(self, heads: list[int]) -> Callable[[Tensor, Tensor, Places], tuple[Tensor, Tensor]]:
+        u = self.u[heads]
+        return lambda q, k, view: (q + u[:, None].to(q.dtype), k)
+
     def turner(self, positions: Callable[[], Tensor], dtype: torch.dtype) -> Turner:
         return self._turn
 
