@@ -109,6 +109,7 @@ class _ThroughRelu(torch.autograd.Function):
         x, up, inner, down = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         g_inner, *g_down = _gradients(grad, inner, down, (True, *wanted[3:]))
+        assert g_inner is not None
         # in place: nobody else has seen this gradient
         torch.ops.aten.threshold_backward.grad_input(g_inner, inner, 0, grad_input=g_inner)
         return *_gradients(g_inner, x, up, wanted), *g_down
