@@ -33,7 +33,7 @@ PAPER = (
         "wiki103_pers": (36, 512, 8, 0, 2048, 2048, 256, 64, 0.3, 2.5e-4, 8_000, 800_000, 5e-7),
     },
 )
-OTHERS = ("runs/seq2seq.toml", "runs/masked.toml")
+OTHERS = ("runs/seq2seq.toml", "runs/masked.toml", "runs/etc.toml")
 """runs of what is no language model"""
 THEN = {
     "enwik8_large": 20_000, "text8_large": 20_000, "enwik8_pers_small": 30_000, "enwik8_pers": 10_000,
@@ -115,7 +115,7 @@ def shrink(config: RunConfig, folder: Path) -> RunConfig:
     m = config.model
     heads = min(m.heads, 4)
     pairs = m.kind == "seq2seq"  # these keep their own text, which is made in a moment
-    block = config.train.block if pairs else 16
+    block = config.train.block if pairs else 48 if config.train.sentences else 16
     source = config.data.source if pairs else str(write_text(folder / "text.txt"))
     return RunConfig(
         out=str(folder / "run"),

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from etc_oracle import PARTS, oracle
 from largest import largest_tensor
+from spanformer.attention import View
 from spanformer.attention.etc import GlobalLocal, Projected, Structure
+from spanformer.ops import Rule
 
 H, D = 2, 4
-PARTS = ("l2l", "l2g", "g2g", "g2l")
 TABLES = PARTS
 
 
@@ -25,44 +27,6 @@ def made(b: int, n: int, m: int, clip: int) -> dict[str, Tensor]:
         tensors[f"k_{part}"], tensors[f"v_{part}"] = rand(b, H, sizes[part], D), rand(b, H, sizes[part], D)
         tensors[part] = rand(H, 2 * clip + 1 if part in ("l2l", "g2g") else 2, D)
     return tensors
-
-
-def oracle(t: dict[str, Tensor], structure: Structure, radius: int, clip: int, hard: bool) -> list[Tensor]:
-    """long out, long lse, global out, global lse: every pair's score by the definition, one pair at a time."""
-    (b, _, n, _), m = t["q_long"].shape, t["q_global"].shape[2]
-    segments = structure.segments.tolist()
-    found = []
-    for kind, length in (("l", n), ("g", m)):
-        q = t["q_long"] if kind == "l" else t["q_global"]
-        outs, lses = [], []
-        for row in range(b):
-            for i in range(length):
-                scores, values = [], []
-                for j in range(n + m):
-                    part, at = (f"{kind}2l", j) if j < n else (f"{kind}2g", j - n)
-                    padding = structure.long_padding if j < n else structure.global_padding
-                    if padding is not None and padding[row, at]:
-                        continue
-                    if part == "l2l" and abs(i - at) > radius:
-                        continue
-                    if part in ("l2l", "g2g"):
-                        label = max(-clip, min(clip, i - at)) + clip
-                    else:
-                        label = int(segments[row][i] == at if part == "l2g" else segments[row][at] == i)
-                    if part == "g2l" and hard and not label:
-                        continue
-                    key = t[f"k_{part}"][row, :, at] + t[part][:, label]  # [H, D]
-                    scores.append((q[row, :, i] * key).sum(-1) / math.sqrt(D))
-                    values.append(t[f"v_{part}"][row, :, at])
-                if not scores:
-                    outs.append(q.new_zeros(H, D)), lses.append(q.new_full((H,), -math.inf))
-                    continue
-                score = torch.stack(scores, 1)  # [H, what is seen]
-                outs.append(torch.einsum("hj,hjd->hd", score.softmax(1), torch.stack(values, 1)))
-                lses.append(score.logsumexp(1))
-        found += [torch.stack(outs).view(b, length, H, D).transpose(1, 2)]
-        found += [torch.stack(lses).view(b, length, H).transpose(1, 2)]
-    return found
 
 
 def module_run(t: dict[str, Tensor], structure: Structure, module: GlobalLocal) -> list[Tensor]:
@@ -158,8 +122,8 @@ def test_dropout_drops_weights_of_all_parts_while_training():
     torch.manual_seed(0)
     t = made(1, 40, 4, 1)
     ones = {name: torch.ones_like(s) if name[0] == "v" else torch.zeros_like(s) for name, s in t.items()}
-    module = GlobalLocal(H, D, 8, clip=1, dropout=0.5).double()
-    module.backend = "banded"
+    module = GlobalLocal(H, D, 8, clip=1).double()
+    module.backend, module.dropout = "banded", 0.5
     structure = Structure(segments_of(1, 40, 4))
     results = module_run(ones, structure, module)
     assert results[0].std() > 0.05 and results[2].std() > 0.05  # each row's sum of weights is no longer 1
@@ -173,7 +137,7 @@ def test_dropout_drops_weights_of_all_parts_while_training():
     [
         ((0, 4, 2), {}, "heads is 0 and head_dim 4; expected at least 1 each"),
         ((2, 4, -1), {}, "radius is -1 and clip 12; expected numbers of tokens, 0 or more"),
-        ((2, 4, 2), {"dropout": 1.0}, r"dropout is 1\.0; expected a share of the weights"),
+        ((2, 4, 2), {"segment": 0}, "segment is 0; expected at least 1 token for each global one"),
     ],
 )
 def test_bad_options_are_refused(arguments, options, message):
@@ -200,3 +164,12 @@ def test_bad_options_are_refused(arguments, options, message):
 def test_bad_structures_are_refused(structure, message):
     with pytest.raises(ValueError, match=message):
         module_run(made(1, 6, 2, 1), structure, GlobalLocal(H, D, 2, clip=1))
+
+
+def test_a_layer_that_cannot_serve_it_is_told():
+    module, q = GlobalLocal(H, D, 2), torch.randn(1, H, 6, D)
+    with pytest.raises(ValueError, match=r"view.segments is missing; expected the number \[B, n\]"):
+        module.mix(q, q, q, module.rule(), View())
+    slopes = module.rule() + Rule(H, causal=False, distance_bias=torch.zeros(H, 3))
+    with pytest.raises(ValueError, match="ETC tells distances by labels of its own"):
+        module.mix(q, q, q, slopes, View(segments=torch.zeros(1, 4, dtype=torch.long)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from definitions import DEFINITIONS, HALVES, NUMBERS, sees
@@ -75,9 +77,13 @@ def test_random_and_etc():
     drawn, etc = MECHANISMS["random"].pairs, MECHANISMS["etc"].pairs
     assert drawn is not None and etc is not None
     assert drawn(10, True, 3) == sum(min(3, i + 1) for i in range(10)) and drawn(10, False, 30) == 100
-    n, g, r = 11, 3, 2
-    tokens = [("g", i) for i in range(g)] + [("l", i) for i in range(n)]
-    near = sum(a[0] == "g" or b[0] == "g" or abs(a[1] - b[1]) <= r for a in tokens for b in tokens)
-    assert etc(n, False, r, g) == near
+    n, s, r = 11, 4, 2
+    tokens = [("g", i) for i in range(3)] + [("l", i) for i in range(n)]
+    for hard in (0, 1):
+        seen = 0
+        for (a, i), (b, j) in itertools.product(tokens, tokens):
+            near, own = abs(i - j) <= r, i == j // s
+            seen += {"ll": near, "lg": True, "gg": True, "gl": own or not hard}[a + b]
+        assert etc(n, False, r, s, 12, hard) == seen
     with pytest.raises(ValueError, match="etc reads a text whole"):
-        etc(n, True, r, g)
+        etc(n, True, r, s, 12, 0)

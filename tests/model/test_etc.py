@@ -1,153 +1,242 @@
-"""The ETC encoder, its masked-token head, and the contrastive loss of whole sentences."""
+"""Encoders with ETC's global tokens: against the equation, and the contrastive loss of whole segments."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spanformer.data import mask_tokens
-from spanformer.model.cpc import mask_sentences, nce, predict_sentences
-from spanformer.model.etc import ETC
+from etc_oracle import PARTS, oracle
+from family import rms
+from spanformer import Encoder
+from spanformer.attention.etc import Structure
+from spanformer.data import mask_segments, mask_tokens
+from spanformer.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, PositionConfig
+from spanformer.model.cpc import SHARE, nce
 
-MASK = 0
+MASK = 19
+SMALL = ModelConfig(
+    vocab=20, dim=16, layers=2, heads=2, kind="encoder", attention=AttentionConfig(kind="etc:3:4:2"),
+    position=PositionConfig(kind="none"),
+)  # fmt: skip
 
 
-def make(**options) -> ETC:
+def make(kind: str = "etc:3:4:2", **changes) -> Encoder:
     torch.manual_seed(0)
-    return ETC(20, 16, 2, 2, 3, **{"clip": 2, **options})
+    return Encoder(replace(SMALL, attention=AttentionConfig(kind=kind), **changes))
 
 
-def text(b: int = 2, sentences: int = 3, words: int = 4, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    x = torch.randint(1, 20, (b, sentences * words), generator=g)
-    return x, torch.arange(sentences).repeat_interleave(words).expand_as(x), torch.zeros(b, sentences, dtype=torch.long)
+def text(b: int = 2, n: int = 12, seed: int = 0) -> Tensor:
+    return torch.randint(0, 19, (b, n), generator=torch.Generator().manual_seed(seed))
+
+
+class TestEquation:
+    """One layer without feed-forward: logits of global and long tokens and every gradient, in float64."""
+
+    def expected(self, model: Encoder, x: Tensor, segments: Tensor, padding: Tensor, kind: str) -> Tensor:
+        layer, (b, n) = model.blocks[0].attention, x.shape  # pyright: ignore
+        m, heads, mechanism = -(-n // 4), layer.heads, layer.mechanism
+        tokens = model.embedding.weight[x]  # pyright: ignore
+        h = torch.cat([model.summaries.weight.expand(b, m, -1), tokens], 1)  # pyright: ignore
+        top, long = rms(h, model.blocks[0].norm1.weight).split([m, n], 1)  # pyright: ignore
+        split = lambda t, p: (t @ p.weight.T).view(b, t.shape[1], heads, -1).transpose(1, 2)  # noqa: E731
+        own = mechanism.own or None
+        t = {"q_long": split(long, layer.query), "q_global": split(top, own["query"] if own else layer.query)}
+        for part in PARTS:
+            from_ = long if part[2] == "l" else top
+            for short, name in (("k", "key"), ("v", "value")):
+                p = own[f"{name}_{part}"] if own and part != "l2l" else getattr(layer, name)
+                t[f"{short}_{part}"] = split(from_, p)
+            t[part] = getattr(mechanism, part)
+        there = [[any(segments[r, i] == g and not padding[r, i] for i in range(n)) for g in range(m)] for r in range(b)]
+        structure = Structure(segments, padding, ~torch.tensor(there))
+        out, _, above, _ = oracle(t, structure, 3, 2, kind.endswith(":1"))
+        found = torch.cat([above, out], 2).transpose(1, 2).reshape(b, m + n, -1)
+        h = h + found @ layer.out.weight.T
+        return rms(h, model.norm.weight) @ model.head.weight.T  # pyright: ignore
+
+    @pytest.mark.parametrize("given", [True, False])
+    @pytest.mark.parametrize("kind", ["etc:3:4:2", "etc:3:4:2:1", "etc_apart:3:4:2", "etc_apart:3:4:2:1"])
+    @pytest.mark.parametrize(("backend", "dtype"), [("banded", torch.float64), ("native", torch.float32)])
+    def test_equals_it(self, kind, backend, dtype, given):
+        model = make(kind, layers=1, feedforward=FeedForwardConfig(kind="none")).double()
+        model.mechanisms()[0].backend = backend
+        with torch.no_grad():
+            for p in model.parameters():  # what starts at zero would hide what is behind it
+                p.add_(torch.randn_like(p), alpha=0.2)
+        x = text(2, 13)
+        segments, padding = (torch.arange(13) // 4).expand(2, 13).clone(), torch.zeros(2, 13, dtype=torch.bool)
+        options = {}
+        if given:
+            segments[0] = torch.tensor([0, 0, 2, 2, 2, -1, -1, 1, 1, 1, 1, 1, 1])  # the fourth has no token
+            padding[1, 8:] = True
+            options = {"segments": segments, "padding": padding}
+        missing = torch.zeros(2, 4, dtype=torch.bool)
+        missing[0, 3] = missing[1, 2:] = given
+        missing = torch.cat([missing, padding], 1)[..., None]
+        weight = torch.randn(2, 17, 20, dtype=torch.float64).masked_fill(missing, 0)
+
+        def gradients(run) -> dict[str, Tensor]:
+            model.zero_grad()
+            out = run()
+            (out * weight.to(out.dtype)).sum().backward()
+            shown = out.detach().masked_fill(missing, 0)
+            return {"logits": shown, **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+
+        wanted = gradients(lambda: self.expected(model, x, segments, padding, kind))
+        model.to(dtype)
+
+        def ours() -> Tensor:
+            encoded = model.encode(model.embedding(x), **options)
+            return model.head.logits(torch.cat([encoded.summaries, encoded.states], 1))
+
+        found = gradients(ours)
+        assert set(found) == set(wanted)
+        for name, right in wanted.items():
+            error = (found[name].double() - right).abs().max() / right.abs().max()
+            assert error < (1e-10 if dtype == torch.float64 else 2e-5), name
 
 
 class TestEncoder:
-    def test_shapes_and_that_every_parameter_learns(self):
-        for shared in (True, False):
-            etc = make(shared=shared)
-            long, top = etc(*text())
-            assert long.shape == (2, 12, 16) and top.shape == (2, 3, 16)
-            (etc.guess(long, text()[1], text()[0]).mean() + top.square().mean()).backward()
-            lazy = [name for name, p in etc.named_parameters() if p.grad is None or not p.grad.abs().sum()]
+    def test_every_parameter_learns(self):
+        for kind in ("etc:3:4:2", "etc_apart:3:4:2"):
+            model, x = make(kind), text()
+            hidden = mask_segments(x.numpy(), np.arange(12)[None].repeat(2, 0) // 4, 0.5, mask=MASK, seeds=[(0,), (1,)])
+            found = model(**{name: torch.from_numpy(a) for name, a in vars(hidden).items()}, targets=x)
+            (found.nll.mean() + found.penalty).backward()
+            lazy = {name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum()}
             assert not lazy, lazy
 
-    def test_projections_of_its_own_for_each_part_unless_shared(self):
-        one, own = (dict(make(shared=shared).layers[0].named_parameters()) for shared in (True, False))
-        assert sum("key" in name for name in one) == 1 and sum("key" in name for name in own) == 4
-        assert sum("query" in name for name in one) == 1 and sum("query" in name for name in own) == 2
-        # given the shared weights everywhere, both are the same function
-        a, c = make(shared=True), make(shared=False)
-        given = a.state_dict()
-        c.load_state_dict({name: given[name if name in given else _shared(name)] for name in c.state_dict()})
-        for u, v in zip(a(*text()), c(*text()), strict=True):
-            assert torch.allclose(u, v, atol=1e-6)
+    def test_shapes_of_what_is_encoded(self):
+        found = make().encode(torch.randn(2, 11, 16))
+        assert found.states.shape == (2, 11, 16) and found.summaries.shape == (2, 3, 16)
+        assert make("window:4").encode(torch.randn(2, 11, 16)).summaries.shape == (2, 0, 16)
+
+    def test_own_projections_start_as_the_layers(self):
+        """So that both are the same function before training."""
+        one, own = make("etc:3:4:2"), make("etc_apart:3:4:2")
+        known = one.state_dict()
+        own.load_state_dict(known, strict=False)
+        for block in own.layers():
+            a = block.attention
+            a.mechanism.start_from(a.query, a.key, a.value)
+        assert torch.allclose(one(text()).logits, own(text()).logits, atol=1e-5)
+        assert len(own.state_dict()) == len(known) + 2 * 7
 
     def test_padding_changes_nothing(self):
-        etc = make().eval()
-        x, segments, top = text()
-        long, summary = etc(x, segments, top)
+        model, x = make().eval(), text()
         padding = torch.zeros(2, 15, dtype=torch.bool)
         padding[:, 12:] = True
-        global_padding = torch.tensor([[False] * 3 + [True]] * 2)
-        more = F.pad(x, (0, 3), value=7), F.pad(segments, (0, 3), value=3), F.pad(top, (0, 1))
-        padded = etc(*more, padding=padding, global_padding=global_padding)
-        assert torch.allclose(padded.long[:, :12], long, atol=1e-5)
-        assert torch.allclose(padded.top[:, :3], summary, atol=1e-5)
+        more = model(F.pad(x, (0, 3), value=7), padding=padding).logits
+        assert torch.allclose(more[:, :12], model(x).logits, atol=1e-5)  # pyright: ignore
 
     def test_a_far_token_is_heard_through_the_global_ones_only(self):
         """Two layers of radius 3 reach 6 tokens; the first token reaches the last by l2g of what g2l took."""
-        etc = make().eval()
-        x, segments, top = text(b=1)
+        model, x = make().eval(), text(b=1)
         changed = x.clone()
-        changed[0, 0] = x[0, 0] % 19 + 1
-        moved = (etc(x, segments, top).long - etc(changed, segments, top).long).abs().amax(2)[0]
-        assert (moved > 1e-7).all()
-        alone = torch.ones(1, 3, dtype=torch.bool)  # no global token is there
-        moved = [etc(t, segments, top, global_padding=alone).long for t in (x, changed)]
-        moved = (moved[0] - moved[1]).abs().amax(2)[0]
-        assert (moved[:7] > 1e-7).all() and (moved[7:] == 0).all()
+        changed[0, 0] = (x[0, 0] + 1) % 19
 
-    def test_hard_summaries_of_one_layer_see_their_sentence_only(self):
-        torch.manual_seed(0)
-        etc = ETC(20, 16, 1, 2, 3, hard_g2l=True).eval()
-        x, segments, top = text(b=1)
+        def moved(**options) -> Tensor:
+            return (model(x, **options).logits - model(changed, **options).logits).abs().amax(2)[0]  # pyright: ignore
+
+        assert (moved() > 1e-7).all()
+        none = torch.full((1, 12), -1)  # no global token has a segment: none is there
+        assert (moved(segments=none)[:7] > 1e-7).all() and (moved(segments=none)[7:] == 0).all()
+
+    def test_hard_summaries_of_one_layer_see_their_segment_only(self):
+        model, x = make("etc:3:4:2:1", layers=1).eval(), text(b=1)
         changed = x.clone()
-        changed[0, 0] = x[0, 0] % 19 + 1
-        moved = (etc(x, segments, top).top - etc(changed, segments, top).top).abs().amax(2)[0]
+        changed[0, 0] = (x[0, 0] + 1) % 19
+        a, b = (model.encode(model.embedding(t)).summaries for t in (x, changed))
+        moved = (a - b).abs().amax(2)[0]
         assert moved[0] > 1e-6 and (moved[1:] == 0).all()
 
     def test_masked_tokens_are_learned(self):
-        """Each sentence repeats one word: a masked one is known from its neighbours."""
-        torch.manual_seed(1)
-        etc = make()
-        optimizer = torch.optim.Adam(etc.parameters(), lr=1e-2)
+        """Each segment repeats one word: a masked one is known from its neighbours."""
+        model = make()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
         losses = []
         for step in range(60):
             g = torch.Generator().manual_seed(step)
-            x = torch.randint(1, 20, (8, 3), generator=g).repeat_interleave(4, 1)
-            hidden = mask_tokens(x.numpy(), 0.25, vocab=20, mask=MASK, seeds=[(step, row) for row in range(8)])
+            x = torch.randint(0, 19, (8, 3), generator=g).repeat_interleave(4, 1)
+            hidden = mask_tokens(x.numpy(), 0.25, vocab=19, mask=MASK, seeds=[(step, row) for row in range(8)])
             seen, at, targets = (torch.from_numpy(a) for a in (hidden.x, hidden.at, hidden.y))
-            _, segments, top = text(8)
-            loss = etc.guess(etc(seen, segments, top).long, at, targets).mean()
+            loss = model(seen, at=at, targets=targets).nll.mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
         assert losses[0] > 2.5 and sum(losses[-10:]) / 10 < 1.6, losses
 
+    def test_it_can_be_the_reading_half_of_an_encoder_decoder(self):
+        from spanformer import Seq2Seq
+        from spanformer.model.config import EncoderConfig
+
+        reading = EncoderConfig(attention=AttentionConfig(kind="etc:3:4"), position=PositionConfig(kind="none"))
+        model = Seq2Seq(ModelConfig(vocab=20, dim=16, layers=1, heads=2, kind="seq2seq", encoder=reading))
+        assert model(text(), text(n=5)).logits.shape == (2, 5, 20)  # pyright: ignore
+
     @pytest.mark.parametrize(
-        ("options", "message"),
+        ("changes", "message"),
         [
-            ({"vocab": 0}, "vocab is 0, global_vocab 1 and layers 2; expected at least 1 each"),
-            ({"dim": 15}, "dim is 15; expected a multiple of heads, 2"),
+            ({"kind": "lm"}, "etc reads a text whole, in both directions; expected model.kind 'encoder'"),
+            ({"heads": 4, "kv_heads": 2}, "model.kv_heads is 2; etc adds labels to the keys of every head, expected 0"),
+            ({"position": PositionConfig(kind="rotary")}, "model.position.kind is 'rotary'; etc tells distances by"),
+            ({"attention": AttentionConfig(stack=("etc", "window:8"))}, "model.attention.stack mixes etc with other"),
+            ({"attention": AttentionConfig(stack=("etc:8:4", "etc:8:2"))}, "or etc of different segments"),
+            ({"attention": AttentionConfig(kind="1 etc + 1 window:8")}, "GlobalLocal"),
         ],
     )
-    def test_bad_options_are_refused(self, options, message):
+    def test_what_does_not_go_together_is_refused(self, changes, message):
+        from spanformer import LM
+
+        config = replace(replace(SMALL, attention=AttentionConfig(kind="etc")), **changes)
         with pytest.raises(ValueError, match=message):
-            ETC(**{"vocab": 20, "dim": 16, "layers": 2, "heads": 2, "radius": 3, **options})
+            (LM if config.kind == "lm" else Encoder)(config)
+
+    def test_layers_may_differ_in_radius(self):
+        model = Encoder(replace(SMALL, attention=AttentionConfig(stack=("etc:1:4", "etc:5:4"))))
+        assert model(text()).logits is not None
 
     def test_bad_inputs_are_refused(self):
-        x, segments, top = text()
-        with pytest.raises(ValueError, match=r"top has shape \[1, 3\] and dtype torch.int64; expected ids, one row"):
-            make()(x, segments, top[:1])
-        with pytest.raises(ValueError, match=r"at has shape \[2, 3\] and targets \[2, 4\]; expected \[2, N\] both"):
-            make().guess(torch.zeros(2, 12, 16), x[:, :3], x[:, :4])
-        with pytest.raises(ValueError, match="token 1 is outside the vocabulary of 1"):
-            make()(x, segments, top + 1)
+        x = text()
+        with pytest.raises(ValueError, match=r"segments holds 3; expected −1 … 2, as there are 3 global tokens"):
+            make()(x, segments=torch.full((2, 12), 3))
+        with pytest.raises(ValueError, match="segments is given, and no layer has global tokens"):
+            make("window:4")(x, segments=torch.zeros_like(x))
+        with pytest.raises(ValueError, match="picked is given without alone and alone_padding"):
+            make()(x, picked=torch.zeros(2, 2, dtype=torch.long))
 
 
 class TestContrastive:
-    def test_picked_sentences_are_masked_and_set_apart(self):
-        x, segments, _ = text(b=3, sentences=5)
-        segments = segments.clone()
-        segments[:, -2:] = -1  # of no sentence
-        padding = torch.zeros_like(x, dtype=torch.bool)
-        padding[0, :6] = True  # the first sentence, and half of the second
-        masked = mask_sentences(x, segments, 0.4, MASK, padding=padding, generator=torch.Generator().manual_seed(2))
-        expected, alone = x.clone(), []
-        for row, sentence in zip(masked.rows.tolist(), masked.sentences.tolist(), strict=True):
-            its = [i for i in range(20) if segments[row, i] == sentence and not padding[row, i]]
-            assert its
-            alone.append(x[row, its].tolist())
-            expected[row, its] = MASK
-        assert torch.equal(masked.x, expected) and 2 <= len(alone) < 13
-        kept = [row[~hidden].tolist() for row, hidden in zip(masked.alone, masked.padding, strict=True)]
-        assert kept == alone
+    def test_picked_segments_are_masked_and_set_apart(self):
+        ids, segments = text(3, 20).numpy(), (np.arange(20) // 4 * np.ones((3, 1), int)).astype(int)
+        segments[:, -2:] = -1  # of no segment
+        segments[0, :6] = -1
+        seen = np.where(np.arange(20) % 7 == 0, MASK, ids)
+        found = mask_segments(ids, segments, 0.5, mask=MASK, seeds=[(row,) for row in range(3)], seen=seen)
+        assert found.picked.shape == (3, 2)  # half of the four that the first row has
+        expected = seen.copy()
+        for row, numbers in enumerate(found.picked):
+            for place, number in enumerate(numbers):
+                its = [i for i in range(20) if segments[row, i] == number]
+                assert found.alone[row, place][~found.alone_padding[row, place]].tolist() == ids[row, its].tolist()
+                expected[row, its] = MASK
+        assert (found.x == expected).all() and found.x.dtype == np.int64
+        again = mask_segments(ids[1:], segments[1:], 0.5, mask=MASK, seeds=[(1,), (2,)])
+        assert (again.picked == found.picked[1:]).all()
 
-    def test_a_share_of_all_and_never_fewer_than_two(self):
-        x, segments, _ = text(b=40, sentences=10)
-        g = torch.Generator().manual_seed(0)
-        picked = len(mask_sentences(x, segments, 0.25, MASK, generator=g).rows)
-        assert 70 <= picked <= 130
-        for seed in range(5):
-            g = torch.Generator().manual_seed(seed)
-            assert len(mask_sentences(x[:1], segments[:1], 1e-9, MASK, generator=g).rows) == 2
+    def test_two_at_least_and_never_all_alike(self):
+        ids, segments = np.zeros((40, 40), int), np.broadcast_to(np.arange(40) // 4, (40, 40))
+        seeds = [(row,) for row in range(40)]
+        assert mask_segments(ids, segments, 1e-9, mask=1, seeds=seeds).picked.shape == (40, 2)
+        picked = mask_segments(ids, segments, 0.3, mask=1, seeds=seeds).picked
+        assert picked.shape == (40, 3) and set(picked.ravel()) == set(range(10))
 
     def test_the_loss_is_its_equation(self):
         g = torch.Generator().manual_seed(0)
@@ -170,40 +259,49 @@ class TestContrastive:
                 other = codes + size * torch.randn(6, 6, generator=g, dtype=torch.float64)
                 assert nce(3 * F.normalize(other, dim=1), codes) > matched
 
-    def test_training_tells_sentences_apart(self):
-        """A masked sentence has words of its own, known by the text's topic and by where it stands in it."""
-        torch.manual_seed(0)
+    def test_the_penalty_is_that_of_summaries_guessed_and_read_alone(self):
+        model, x = make().eval(), text(3, 14)
+        segments = (torch.arange(14) // 4).expand(3, 14)
+        found = mask_segments(x.numpy(), segments.numpy(), 0.5, mask=MASK, seeds=[(row,) for row in range(3)])
+        guesses, codes = [], []
+        for row, numbers in enumerate(found.picked):
+            above = model.encode(model.embedding(torch.from_numpy(found.x[row : row + 1]))).summaries[0]
+            for number in numbers:
+                guesses.append(above[number])
+                its = x[row, segments[row] == number]
+                codes.append(model.encode(model.embedding(its[None])).summaries[0, 0])
+        tensors = {name: torch.from_numpy(a) for name, a in vars(found).items()}
+        penalty = model(**tensors).penalty
+        assert torch.allclose(penalty, SHARE * nce(torch.stack(guesses), torch.stack(codes)), atol=1e-6)
+
+    def test_training_tells_segments_apart(self):
+        """A masked segment has words of its own, known by the text's topic and by where it stands in it."""
         topics, sentences, words = 4, 3, 2
-        etc = ETC(1 + topics * sentences * words, 32, 2, 2, 4, clip=2)
-        optimizer = torch.optim.Adam(etc.parameters(), lr=3e-3)
-        _, segments, top = text(topics, sentences, 4)
+        torch.manual_seed(0)
+        model = Encoder(replace(SMALL, vocab=1 + topics * sentences * words, dim=32))
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        segments = (torch.arange(12) // 4).expand(topics, 12)
         losses = []
         for step in range(60):
             g = torch.Generator().manual_seed(step)
             topic = torch.randperm(topics, generator=g)[:, None]
-            x = 1 + (topic * sentences + segments) * words + torch.randint(words, segments.shape, generator=g)
-            masked = mask_sentences(x, segments, 0.25, MASK, generator=g)
-            loss = predict_sentences(etc, etc(masked.x, segments, top).top, masked, top)
+            x = (topic * sentences + segments) * words + torch.randint(words, segments.shape, generator=g)
+            seeds = [(step, row) for row in range(topics)]
+            hidden = mask_segments(x.numpy(), segments.numpy(), 0.25, mask=model.mask, seeds=seeds)
+            loss = model(**{name: torch.from_numpy(a) for name, a in vars(hidden).items()}).penalty
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            losses.append(loss.item() / math.log(len(masked.rows)))  # 1: guesses that know nothing
-        assert sum(losses[:10]) / 10 > 0.8 and sum(losses[-20:]) / 20 < 0.6, losses
+            losses.append(loss.item() / SHARE / math.log(8))  # 1: guesses that know nothing
+        assert sum(losses[:5]) / 5 > 0.8 and sum(losses[-20:]) / 20 < 0.6, losses
 
     def test_bad_input_is_refused(self):
-        x, segments, _ = text()
-        with pytest.raises(ValueError, match=r"x has shape \[2, 12\] and segments \[2, 11\]; expected \[B, n\] both"):
-            mask_sentences(x, segments[:, 1:], 0.5, MASK)
-        with pytest.raises(ValueError, match=r"share is 1\.5; expected the share of sentences to mask"):
-            mask_sentences(x, segments, 1.5, MASK)
-        with pytest.raises(ValueError, match="the batch has 1 sentences; expected at least 2"):
-            mask_sentences(x[:1], torch.zeros_like(x[:1]), 0.5, MASK)
+        x, seeds = text().numpy(), [(0,), (1,)]
+        with pytest.raises(ValueError, match=r"ids has shape \[2, 12\] and segments \[2, 11\]; expected \[B, T\] both"):
+            mask_segments(x, x[:, 1:], 0.5, mask=MASK, seeds=seeds)
+        with pytest.raises(ValueError, match=r"share is 1\.5; expected the share of segments to mask"):
+            mask_segments(x, x, 1.5, mask=MASK, seeds=seeds)
+        with pytest.raises(ValueError, match="a row has 1 segments; expected 2 or more"):
+            mask_segments(x, np.zeros_like(x), 0.5, mask=MASK, seeds=seeds)
         with pytest.raises(ValueError, match=r"predicted has shape \[1, 4\] and codes \[1, 4\]; expected one"):
             nce(torch.zeros(1, 4), torch.zeros(1, 4))
-
-
-def _shared(name: str) -> str:
-    for part in ("l2g", "g2g", "g2l"):
-        for which in ("key", "value"):
-            name = name.replace(f"{which}.{part}", f"{which}.l2l")
-    return name.replace(".top.", ".long.")

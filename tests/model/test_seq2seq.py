@@ -339,7 +339,9 @@ def test_the_encoder_sees_both_directions_and_no_padding() -> None:
 def test_every_kind_looks_ahead_in_an_encoder_or_is_refused(kind: str) -> None:
     """And looks back only in the decoder of an encoder–decoder."""
     source, hidden, x = texts()
-    attention, position = AttentionConfig(kind=kind, max_span=32, window=8), PositionConfig(kind="t5")
+    etc = kind.startswith("etc")
+    attention = AttentionConfig(kind=kind, max_span=32, window=8)
+    position = PositionConfig(kind="none" if etc else "t5")
     try:
         model = Encoder(replace(ENCODER, attention=attention, position=position, layers=1)).double().eval()
     except ValueError as refused:
@@ -352,6 +354,8 @@ def test_every_kind_looks_ahead_in_an_encoder_or_is_refused(kind: str) -> None:
         padded = torch.where(hidden, (source + 5) % VOCAB, source)
         found, again = (model(ids, padding=hidden).logits[~hidden] for ids in (source, padded))
         torch.testing.assert_close(found, again, rtol=0, atol=1e-12)
+    if etc:  # no decoder can be made of it
+        return
     model = make(replace(SMALL, attention=attention, position=position))
     later = x.clone()
     later[:, 6:] = (later[:, 6:] + 1) % VOCAB

@@ -32,13 +32,16 @@ PAIRS: dict[str, Any] = {
     "train.block": 32, "data.tokens": "char", "train.eval_tokens": 200,
 }  # fmt: skip
 MASKED: dict[str, Any] = {"model.kind": "encoder", "model.attention.dropout": 0.1}
+SENTENCES: dict[str, Any] = MASKED | {
+    "model.attention.kind": "etc:3:4", "model.position.kind": "none", "train.sentences": 0.3
+}  # fmt: skip
 KINDS = {"seq2seq": PAIRS, "encoder": MASKED}
 ALONE = World(0, 1, torch.device("cpu"), "one")
 
 
 def changes(kind: str, folder: Path, more: dict[str, Any] | None = None) -> dict[str, Any]:
-    if kind == "encoder":
-        return MASKED | (more or {})
+    if kind != "seq2seq":
+        return {"encoder": MASKED, "etc": SENTENCES}[kind] | (more or {})
     texts = folder / "pairs"
     if not texts.exists():
         texts.mkdir()
@@ -47,7 +50,7 @@ def changes(kind: str, folder: Path, more: dict[str, Any] | None = None) -> dict
     return PAIRS | {"data.source": str(texts)} | (more or {})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "etc"])
 def test_it_goes_on_exactly(tmp_path: Path, kind: str) -> None:
     train(tiny(tmp_path, changes(kind, tmp_path, {"out": str(tmp_path / "straight")})))
     train(tiny(tmp_path, changes(kind, tmp_path, {"train.steps": 6})))
@@ -110,6 +113,34 @@ def test_masks_follow_from_seed_and_place(tmp_path: Path) -> None:
     assert not torch.equal(first[0].arguments["at"], first[1].arguments["at"])
     assert first[0].arguments["at"].shape == (4, round(0.15 * 16)) and first[0].tokens == 4 * 16
     assert int(first[0].arguments["x"].max()) == 256
+
+
+def test_segments_are_masked_for_those_that_tell_them_apart(tmp_path: Path) -> None:
+    config = tiny(tmp_path, SENTENCES | {"model.vocab": 257})
+    data = prepare(config.data)
+    plain = make_objective(data, tiny(tmp_path, MASKED | {"model.vocab": 257}), slice(0, 4)).draw().arguments
+    found = make_objective(data, config, slice(0, 4)).draw().arguments
+    assert torch.equal(found["at"], plain["at"]) and torch.equal(found["targets"], plain["targets"])
+    assert found["picked"].shape == (4, 2) and found["alone"].shape == (4, 2, 4)  # two at least, of four
+    segments = torch.arange(16).div(4, rounding_mode="floor")
+    hidden = (segments == found["picked"][..., None]).any(1)
+    assert torch.equal(found["x"], plain["x"].masked_fill(hidden, 256))
+    train(config)
+    penalties = [row.penalty for row in read_run(tmp_path / "run").steps]
+    assert penalties[0] > 0.25 * math.log(8) / 2  # eight segments are told apart in a batch
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model.attention.kind": "window:8"}, "not every layer has global tokens to be told apart"),
+        ({"model.attention.kind": "etc:3:16"}, "masks whole segments of 16 tokens, and a text has 16; expected a"),
+    ],
+)
+def test_segments_that_cannot_be_told_apart_are_refused(tmp_path: Path, changed: dict, message: str) -> None:
+    config = tiny(tmp_path, SENTENCES | {"model.vocab": 257} | changed)
+    with pytest.raises(ValueError, match=message):
+        make_objective(prepare(config.data), config, slice(0, 4))
 
 
 def test_exact_match_is_what_greedy_decoding_writes(tmp_path: Path) -> None:

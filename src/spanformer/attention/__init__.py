@@ -8,6 +8,7 @@ from spanformer.attention.chunked import Chunked
 from spanformer.attention.cross import Cross
 from spanformer.attention.dilated import DilatedWindow
 from spanformer.attention.dynamic_span import DynamicSpan
+from spanformer.attention.etc import GlobalLocal
 from spanformer.attention.expire_span import ExpireSpan
 from spanformer.attention.forgetting import Forgetting
 from spanformer.attention.full import Full
@@ -31,6 +32,7 @@ ATTENTIONS = {
     "dilated": DilatedWindow,
     "dot": Dot,
     "dynamic_span": DynamicSpan,
+    "etc": GlobalLocal,
     "expire_span": ExpireSpan,
     "fixed": FixedSparse,
     "forgetting": Forgetting,
@@ -64,6 +66,7 @@ __all__ = [
     "Forgetting",
     "Full",
     "General",
+    "GlobalLocal",
     "ImageLocal1D",
     "ImageLocal2D",
     "Longformer",

@@ -39,6 +39,9 @@ class View:
     """[B, Tk, dim] the hidden states that the keys were made of, for a mechanism that `reads_keys`."""
     chosen: Tensor | None = None
     """[B, Tk] bool, True for the tokens of each example that see all others and are seen by them (Longformer)."""
+    segments: Tensor | None = None
+    """[B, n] integers, of a text behind m global tokens (ETC): which of those each of the last n keys belongs to; −1:
+    none. Tk is m + n."""
     turn: Callable[[Tensor, Tensor, View], tuple[Tensor, Tensor]] | None = None
     """What the layer's position encoding did to q and k, for a mechanism that makes queries and keys of its own."""
 

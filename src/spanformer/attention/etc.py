@@ -21,9 +21,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from spanformer.attention.base import Attention, View, key_states
 from spanformer.ops import Attended, Rule, attend, merge
 
 Two = tuple[Tensor, Tensor]
+PARTS = ("l2l", "l2g", "g2g", "g2l")
+DISTANCES = ("distance_bias", "distance_vec", "distance_value", "distance_scale")
+"""what a position encoding may add to a rule"""
 
 
 class Projected(NamedTuple):
@@ -52,29 +56,77 @@ class Structure(NamedTuple):
     """[B, m] bool"""
 
 
-class GlobalLocal(nn.Module):
-    """ETC's attention. Labels' vectors start at zero: at first no pair is told apart."""
+class GlobalLocal(Attention):
+    """ETC's attention. In a layer a text's global tokens come first, and `View.segments` says whose each of the others
+    is. Labels' vectors start at zero: at first no pair is told apart. `segment`: there is a global token for so many
+    long ones. `apart`: global tokens have queries of their own, and the parts beside l2l keys and values, which start
+    as the layer's; otherwise all use the layer's, as in the paper's models that start from BERT's."""
 
-    backend: str = "auto"
-    """see `spanformer.attend`"""
+    causal = False
+    alone = True
+    turnable = False  # the labels' vectors would not turn along
 
     def __init__(
-        self, heads: int, head_dim: int, radius: int, *, clip: int = 12, hard_g2l: bool = False, dropout: float = 0.0
-    ) -> None:
+        self, heads: int, head_dim: int, radius: int, *, segment: int = 16, clip: int = 12, hard_g2l: bool = False,
+        apart: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         if heads < 1 or head_dim < 1:
             raise ValueError(f"heads is {heads} and head_dim {head_dim}; expected at least 1 each")
         if radius < 0 or clip < 0:
             raise ValueError(f"radius is {radius} and clip {clip}; expected numbers of tokens, 0 or more")
-        if not 0 <= dropout < 1:
-            raise ValueError(f"dropout is {dropout}; expected a share of the weights, 0 … 1 without 1")
-        self.heads, self.radius, self.clip, self.hard_g2l, self.dropout = heads, radius, clip, hard_g2l, dropout
+        if segment < 1:
+            raise ValueError(f"segment is {segment}; expected at least 1 token for each global one")
+        self.heads, self.radius, self.segment, self.clip, self.hard_g2l = heads, radius, segment, clip, hard_g2l
         self.l2l = nn.Parameter(torch.zeros(heads, 2 * clip + 1, head_dim))
         """[H, 2·clip + 1, D]: row d + clip for distance d = i − j, as in g2g"""
         self.g2g = nn.Parameter(torch.zeros(heads, 2 * clip + 1, head_dim))
         self.l2g = nn.Parameter(torch.zeros(heads, 2, head_dim))
         """[H, 2, D]: row 1 for a pair of one segment, 0 for others, as in g2l"""
         self.g2l = nn.Parameter(torch.zeros(heads, 2, head_dim))
+        names = ("query", *(f"{which}_{part}" for part in PARTS[1:] for which in ("key", "value")))
+        dim = heads * head_dim
+        self.own = nn.ModuleDict({name: nn.Linear(dim, dim, bias=False) for name in names if apart})
+
+    def rule(self, view: View | None = None) -> Rule:
+        """What long tokens see of each other; `mix` adds the other parts."""
+        return Rule(self.heads, causal=False, reach=self.radius + 1, ahead=self.radius)
+
+    def lookback(self) -> list[int]:
+        return [self.radius] * self.heads
+
+    @torch.no_grad()
+    def start_from(self, query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
+        for name, mine in self.own.items():
+            mine.get_parameter("weight").copy_({"query": query, "key": key, "value": value}[name.split("_")[0]].weight)
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View) -> Attended:
+        if view.segments is None:
+            raise ValueError("view.segments is missing; expected the number [B, n] of each long token's global token")
+        if any(getattr(rule, name) is not None for name in DISTANCES):
+            raise ValueError(
+                "ETC tells distances by labels of its own, and adds nothing else to scores; expected position kind "
+                "none, sinusoidal or learned"
+            )
+        m = k.shape[2] - view.segments.shape[1]
+        (top_k, long_k), (top_v, long_v) = ((t[:, :, :m], t[:, :, m:]) for t in (k, v))
+        of_long, of_top = (long_k, long_v), (top_k, top_v)
+        given = Projected(q[:, :, m:], q[:, :, :m], of_long, of_top, of_top, of_long)
+        hidden = (None, None) if view.padding is None else (view.padding[:, m:], view.padding[:, :m])
+        long, top = self(self._apart(given, view) if self.own else given, Structure(view.segments, *hidden))
+        return Attended(torch.cat([top.out, long.out], 2), torch.cat([top.lse, long.lse], 2))
+
+    def _apart(self, given: Projected, view: View) -> Projected:
+        """The same with projections of its own."""
+        x, m = key_states(view, self.heads * given.q_long.shape[3]), given.q_global.shape[2]
+        of = {"g": x[:, :m], "l": x[:, m:]}
+
+        def made(name: str, stream: str) -> Tensor:
+            t = self.own[name](of[stream])
+            return t.view(*t.shape[:2], self.heads, -1).transpose(1, 2)
+
+        parts = {part: (made(f"key_{part}", part[2]), made(f"value_{part}", part[2])) for part in PARTS[1:]}
+        return given._replace(q_global=made("query", "g"), **parts)
 
     def forward(self, given: Projected, structure: Structure) -> tuple[Attended, Attended]:
         """What the long tokens attend to, out [B, H, n, D] and lse [B, H, n], and the global ones, [B, H, m, ·]."""
@@ -131,7 +183,7 @@ class GlobalLocal(nn.Module):
 
     def extra_repr(self) -> str:
         hard = ", hard_g2l=True" if self.hard_g2l else ""
-        return f"heads={self.heads}, radius={self.radius}, clip={self.clip}{hard}"
+        return f"heads={self.heads}, radius={self.radius}, segment={self.segment}, clip={self.clip}{hard}"
 
 
 def _hide(padding: Tensor | None) -> Tensor | None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import KW_ONLY, asdict, dataclass, fields
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 
 from spanformer.cost import pairs
 
@@ -126,6 +126,10 @@ SINKS = Mechanism(
     "the last w tokens, and the first s", "w + s", {"w": 256, "s": 4}, pairs.sinks, lambda n, w, s: w + s, absent="s",
     kept=lambda d, w, s: _joined(d) if s else 0,
 )  # fmt: skip
+ETC = Mechanism(
+    "r tokens to either side, and a global one for every s, beside the text", "2r + 1 + 2n/s + n/s²",
+    {"r": 32, "s": 16, "c": 12, "h": 0}, pairs.etc, None, absent="rch",
+)  # fmt: skip
 MECHANISMS: dict[str, Mechanism] = {
     "full": Mechanism("every earlier token", "n", {}, pairs.full, _every),
     "window": Mechanism("the last w tokens", "w", {"w": 256}, pairs.window, lambda n, w: w),
@@ -179,9 +183,8 @@ MECHANISMS: dict[str, Mechanism] = {
         "blocks of b: k near, the first g, r at random", "(k + g + r)·b", {"b": 64, "k": 3, "g": 2, "r": 3},
         pairs.big_bird, _every, absent="gr"),
     "random": Mechanism("r tokens drawn for each", "r", {"r": 64}, pairs.random, _every),
-    "etc": Mechanism(
-        "r tokens to either side, and g global ones beside the text", "2r + 1 + 2g", {"r": 128, "g": 64}, pairs.etc,
-        None, absent="rg"),
+    "etc": ETC,
+    "etc_apart": replace(ETC, about=ETC.about + ", with projections of their own"),
     "chunked": Mechanism(
         "every earlier token, c queries at a time", "n", {"c": 512}, lambda n, causal, c: pairs.full(n, causal),
         _every, stored=lambda n, d, c: min(n, c) * n),

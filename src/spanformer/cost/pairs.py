@@ -71,11 +71,13 @@ def longformer(n: int, causal: bool, w: int, g: int, s: int) -> int:
     return dilated(n, False, side, s) + 2 * front - twice
 
 
-def etc(n: int, causal: bool, radius: int, g: int) -> int:
-    """g global tokens beside the n: global to global, global to long, long to global, and long to long where |d| ≤ r"""
+def etc(n: int, causal: bool, radius: int, segment: int, clip: int, hard: int) -> int:
+    """a global token for every s of the n: global to global, long to global, global to long (hard: to those of its own
+    segment), and long to long where |d| ≤ r; however many labels there are"""
     if causal:
         raise ValueError("etc reads a text whole, in both directions; ask for --no-causal")
-    return g * g + 2 * g * n + window(n, False, radius + 1)
+    g = -(-n // segment)
+    return g * g + g * n + (n if hard else g * n) + window(n, False, radius + 1)
 
 
 def big_bird(n: int, causal: bool, block: int, near: int, g: int, drawn: int) -> int:

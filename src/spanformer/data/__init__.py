@@ -3,7 +3,7 @@
 from spanformer.data.bpe import BPE
 from spanformer.data.config import DataConfig
 from spanformer.data.lanes import Batch, Lanes, Scored, every_token
-from spanformer.data.masking import MaskedBatch, mask_tokens
+from spanformer.data.masking import HiddenSegments, MaskedBatch, mask_segments, mask_tokens
 from spanformer.data.pairs import PairBatch, Pairs, PairStream
 from spanformer.data.prepare import Prepared, Split, load, prepare
 from spanformer.data.sources import SOURCES
@@ -16,6 +16,7 @@ __all__ = [
     "Bytes",
     "Chars",
     "DataConfig",
+    "HiddenSegments",
     "Lanes",
     "MaskedBatch",
     "PairBatch",
@@ -29,6 +30,7 @@ __all__ = [
     "every_token",
     "from_json",
     "load",
+    "mask_segments",
     "mask_tokens",
     "prepare",
 ]

@@ -2,7 +2,9 @@
 
 Of every row a share of the tokens is asked for; of these, 80 % are replaced by the mask, 10 % by any token, and 10 %
 stay as they are, so that a model cannot trust a token for not being the mask. Every row has equally many.
-Shapes: B rows, T tokens of a row, N of them asked for.
+
+For ETC's contrastive task (model/cpc.py) whole segments, such as sentences, are hidden as well.
+Shapes: B rows, T tokens of a row, N of them asked for; P segments hidden in a row, S tokens of the longest.
 """
 
 from __future__ import annotations
@@ -39,3 +41,44 @@ def mask_tokens(
         seen = np.where(kind < REPLACED, mask, np.where(kind < REPLACED + SHUFFLED, other, x[row, at[row]]))
         x[row, at[row]] = seen
     return MaskedBatch(x, at, np.take_along_axis(ids, at, 1).astype(np.int64))
+
+
+@dataclass(frozen=True)
+class HiddenSegments:
+    x: np.ndarray
+    """[B, T] int64, what the model sees"""
+    picked: np.ndarray
+    """[B, P] int64, rising: the segments that are masked"""
+    alone: np.ndarray
+    """[B, P, S] int64, the tokens of each"""
+    alone_padding: np.ndarray
+    """[B, P, S] bool, True behind the end of a segment"""
+
+
+def mask_segments(
+    ids: np.ndarray, segments: np.ndarray, share: float, *, mask: int, seeds: Sequence[Sequence[int]],
+    seen: np.ndarray | None = None,
+) -> HiddenSegments:  # fmt: skip
+    """ids and segments [B, T]: the number of each token's segment, −1 for none. A share of the segments of the row that
+    has the fewest, and two at least, since each is told apart from others. seen [B, T]: ids in which tokens are masked
+    already, for x; seeds: one for each row, which decides all about it."""
+    if ids.ndim != 2 or ids.shape != segments.shape:
+        raise ValueError(f"ids has shape {list(ids.shape)} and segments {list(segments.shape)}; expected [B, T] both")
+    if not 0 < share < 1:
+        raise ValueError(f"share is {share}; expected the share of segments to mask, between 0 and 1")
+    there = [np.unique(row[row >= 0]) for row in segments]
+    fewest = min(map(len, there))
+    if fewest < 2:
+        raise ValueError(f"a row has {fewest} segments; expected 2 or more, as each is contrasted with others")
+    count = min(max(2, round(share * fewest)), fewest)
+    picked = np.stack([
+        np.sort(np.random.default_rng([*seed, 1]).permutation(numbers)[:count])
+        for numbers, seed in zip(there, seeds, strict=True)
+    ])  # fmt: skip
+    its = segments[:, None] == picked[..., None]  # [B, P, T]
+    lengths = its.sum(-1)
+    ended = np.arange(lengths.max()) >= lengths[..., None]
+    alone = np.full(ended.shape, mask, np.int64)
+    alone[~ended] = np.broadcast_to(ids[:, None], its.shape)[its]
+    x = np.where(its.any(1), mask, ids if seen is None else seen)
+    return HiddenSegments(x.astype(np.int64), picked.astype(np.int64), alone, ended)

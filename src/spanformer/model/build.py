@@ -18,6 +18,7 @@ from spanformer.attention import (
     ExpireSpan,
     Forgetting,
     General,
+    GlobalLocal,
     Longformer,
     Mixed,
     Sinks,
@@ -160,6 +161,25 @@ def _longformer(config: ModelConfig, part: HeadKind) -> Attention:
     )  # fmt: skip
 
 
+def _etc(config: ModelConfig, part: HeadKind) -> Attention:
+    if config.causal:
+        raise ValueError(f"{part.kind} reads a text whole, in both directions; expected model.kind 'encoder'")
+    if config.groups != config.heads:
+        raise ValueError(
+            f"model.kv_heads is {config.kv_heads}; {part.kind} adds labels to the keys of every head, expected 0"
+        )
+    if config.position.kind not in ("none", "sinusoidal", "learned", "learned_per_layer"):
+        raise ValueError(
+            f"model.position.kind is {config.position.kind!r}; {part.kind} tells distances by labels of its own, "
+            "expected none, or one that is added to the tokens: sinusoidal or learned"
+        )
+    radius, segment, clip, hard = map(part.number, part.numbers)
+    return GlobalLocal(
+        part.heads, config.head_dim, radius, segment=segment, clip=clip, hard_g2l=bool(hard),
+        apart=part.kind == "etc_apart",
+    )  # fmt: skip
+
+
 def _tied(config: ModelConfig, part: HeadKind) -> int | None:
     return part.heads * config.groups // config.heads if config.attention.tied else None
 
@@ -180,6 +200,8 @@ MAKERS: dict[str, Callable[[ModelConfig, HeadKind], Attention]] = {
     "chunked": lambda config, part: Chunked(_full(config, part)),
     **SPARSE_MAKERS,
     "longformer": _longformer,
+    "etc": _etc,
+    "etc_apart": _etc,
 }
 """one for each of kinds.KINDS, and for patterns"""
 

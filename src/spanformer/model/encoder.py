@@ -9,21 +9,36 @@ Shapes: B batch, T tokens, N places asked for in a row, V vocabulary.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from spanformer.attention import View
 from spanformer.model.config import ModelConfig
+from spanformer.model.cpc import SHARE, nce
+from spanformer.model.etc import make_summaries
 from spanformer.model.layered import Layered, Output
 
 
+class Encoded(NamedTuple):
+    states: Tensor
+    """[B, T, dim], the last hidden states; of padding, they mean nothing"""
+    summaries: Tensor
+    """[B, m, dim], those of ETC's global tokens; m is 0 for other layers"""
+    penalty: Tensor
+    """what to add to the loss"""
+
+
 class Encoder(Layered):
-    """Its mechanisms run in both directions. `encoder(x)` gives the logits of every token, `encoder.states(…)` the
+    """Its mechanisms run in both directions. `encoder(x)` gives the logits of every token, `encoder.encode(…)` the
     hidden states alone."""
 
     def __init__(self, config: ModelConfig, *, tokens: bool = True) -> None:
         """tokens: False for one that is given embedded tokens, as in an encoder–decoder."""
         super().__init__(config, "encoder", tokens=tokens)
+        self.summaries = make_summaries(config.dim, self.mechanisms())
+        """the global tokens that ETC's layers have, if they are such"""
 
     @property
     def mask(self) -> int:
@@ -38,17 +53,27 @@ class Encoder(Layered):
         targets: Tensor | None = None,
         padding: Tensor | None = None,
         chosen: Tensor | None = None,
+        segments: Tensor | None = None,
+        picked: Tensor | None = None,
+        alone: Tensor | None = None,
+        alone_padding: Tensor | None = None,
     ) -> Output:
         """x [B, T] ids; padding [B, T] bool: True where x is no token, nothing sees it. at [B, N]: only these places of
         each row are predicted. targets [B, N], or [B, T] without at: then only their losses are computed. chosen [B, T]
-        bool: each text's global tokens, for layers that have such (Longformer)."""
+        bool: each text's global tokens, for layers that have such (Longformer). segments [B, T] integers: which global
+        token each token belongs to (ETC), −1 for none; by default so many tokens each.
+
+        picked [B, P]: segments that are masked in x as a whole; alone [B, P, S] their tokens, alone_padding [B, P, S]
+        True behind the end of each: what the global tokens guess of them is then part of the penalty (model/cpc.py)."""
         check_ids("x", x)
         asked = x if at is None else at
         if asked.ndim != 2 or len(asked) != len(x) or asked.is_floating_point():
             raise ValueError(f"at has shape {list(asked.shape)} and dtype {asked.dtype}; expected places [{len(x)}, N]")
         if targets is not None and targets.shape != asked.shape:
             raise ValueError(f"targets has shape {list(targets.shape)}; expected {list(asked.shape)}")
-        h, penalty = self.states(self.embedding(x), padding, chosen)
+        h, summaries, penalty = self.encode(self.embedding(x), padding, chosen, segments)
+        if picked is not None:
+            penalty = penalty + SHARE * self._contrast(summaries, picked, alone, alone_padding)
         if at is not None:
             h = h.gather(1, at[..., None].expand(-1, -1, h.shape[2]))
         h = self.dropout(h)
@@ -56,19 +81,43 @@ class Encoder(Layered):
             return Output(self.head.logits(h), None, penalty)
         return Output(None, self.head.nll(h, targets), penalty)
 
-    def states(
-        self, embedded: Tensor, padding: Tensor | None, chosen: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """embedded [B, T, dim] tokens, padding and chosen [B, T] → hidden states [B, T, dim] (of padding, they mean
-        nothing), and what to add to the loss."""
+    def encode(
+        self,
+        embedded: Tensor,
+        padding: Tensor | None = None,
+        chosen: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> Encoded:
+        """embedded [B, T, dim] tokens, padding, chosen and segments as in `forward`."""
         check_padding("padding", padding, embedded)
-        h = self.dropout(self.place(0, embedded, 0))
+        h, view, m = self.dropout(self.place(0, embedded, 0)), View(padding=padding, chosen=chosen), 0
+        if self.summaries is not None:
+            m = self.summaries.count(h.shape[1])
+            h, view = self.summaries(h, padding, segments)
+        elif segments is not None:
+            raise ValueError("segments is given, and no layer has global tokens for them; expected attention kind etc")
         penalty = h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
         for n, (block, position) in enumerate(zip(self.blocks, self.positions(), strict=True)):
-            h = self.place(n, h, 0) if n else h
-            h, _, added = self.through(block, h, h[:, :0], View(padding=padding, chosen=chosen), position)
+            if n and self.config.position.per_layer:
+                placed = self.place(n, h[:, m:], 0)
+                h = torch.cat([h[:, :m], placed], 1) if m else placed
+            h, _, added = self.through(block, h, h[:, :0], view, position)
             penalty = penalty if added is None else penalty + added
-        return self.norm(h), penalty
+        h = self.norm(h)
+        return Encoded(h[:, m:], h[:, :m], penalty)
+
+    def _contrast(
+        self, summaries: Tensor, picked: Tensor, alone: Tensor | None, alone_padding: Tensor | None
+    ) -> Tensor:  # fmt: skip
+        if self.summaries is None or alone is None or alone_padding is None:
+            raise ValueError(
+                "picked is given without alone and alone_padding, or to layers without global tokens; expected all "
+                "three (spanformer.data.mask_segments), and attention kind etc"
+            )
+        rows, hidden = alone.flatten(0, 1), alone_padding.flatten(0, 1)
+        codes = self.encode(self.embedding(rows), hidden, segments=torch.zeros_like(rows)).summaries[:, 0]
+        guessed = summaries.gather(1, picked[..., None].expand(-1, -1, summaries.shape[2]))
+        return nce(guessed.flatten(0, 1), codes)
 
 
 def check_ids(name: str, x: Tensor) -> None:

@@ -54,6 +54,14 @@ KINDS: dict[str, Kind] = {
         "a window, and the first tokens of a text global, with projections of their own",
         {"window": None, "globals": 0, "dilation": 1},
     ),
+    "etc": Kind(
+        "of an encoder: so many tokens to either side, and a global token for each segment of so many (ETC)",
+        {"radius": 32, "segment": 16, "clip": 12, "hard": 0},
+    ),
+    "etc_apart": Kind(
+        "the same, with projections of their own for what global tokens see and show",
+        {"radius": 32, "segment": 16, "clip": 12, "hard": 0},
+    ),
 }
 PATTERN = "pattern"
 """the kind of heads that are written as an expression"""

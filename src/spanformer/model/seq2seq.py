@@ -85,7 +85,8 @@ class Seq2Seq(Decoder):
         check_ids("source", source)
         check_padding("source_padding", source_padding, source)
         self.encoder.checkpointing = self.checkpointing
-        return self.encoder.states(self.embedding(source), source_padding)
+        found = self.encoder.encode(self.embedding(source), source_padding)
+        return found.states, found.penalty
 
     def start(
         self, source: Tensor, source_padding: Tensor | None = None, *, slack: int = 0, bits: Literal[0, 8] = 0

@@ -19,6 +19,9 @@ class TrainConfig:
     """tokens of a segment; what came before is remembered, not learned through. Of pairs: the most tokens of a text"""
     masked: float = 0.15
     """of an encoder: share of the tokens that it has to guess"""
+    sentences: float = 0.0
+    """of an encoder of kind etc: share of the segments that are masked as a whole, for their global tokens to be told
+    apart by what they hold (contrastive predictive coding); 0: none"""
     micro: int = 1
     """in how many pieces a batch goes through the model, to save memory"""
     steps: int = 1000
@@ -75,6 +78,8 @@ class TrainConfig:
                 raise ValueError(f"train.{name} is {getattr(self, name)}; expected a finite number, 0 or more")
         if not 0 < self.masked <= 1:
             raise ValueError(f"train.masked is {self.masked}; expected a share of the tokens, above 0 and at most 1")
+        if not 0 <= self.sentences < 1:
+            raise ValueError(f"train.sentences is {self.sentences}; expected a share of the segments, 0 … 1 without 1")
         if not 0 <= self.seed < 1 << 31:  # every step draws a seed of its own from it
             raise ValueError(f"train.seed is {self.seed}; expected 0 … {(1 << 31) - 1}")
         if self.batch % self.micro:

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from spanformer.data import Lanes, Pairs, PairStream, Prepared, mask_tokens
+from spanformer.data import Lanes, Pairs, PairStream, Prepared, mask_segments, mask_tokens
 from spanformer.model.encoder import Encoder
 from spanformer.model.layered import Layered
 from spanformer.model.lm import LM
@@ -71,15 +71,20 @@ class Masked:
         self.stream = Lanes(data.splits["train"].ids, t.batch, t.block, seed=t.seed, rows=rows)
         self.valid_ids = valid_ids(data, t.eval_tokens)
         self.config, self.vocab = config, data.vocab.size
+        self.segment = _segment(config) if t.sentences else 0
 
     def draw(self) -> Drawn:
-        t, lanes = self.config.train, self.stream
+        t, lanes, mask = self.config.train, self.stream, self.config.model.vocab - 1
         batch = next(lanes)
         # which tokens are hidden follows from the place in the text alone: nothing about it needs to be saved
         seeds = [(t.seed, lanes.epoch, lanes.position, lane) for lane in lanes.rows]
-        hidden = mask_tokens(batch.x, t.masked, vocab=self.vocab, mask=self.config.model.vocab - 1, seeds=seeds)
-        x, at, y = (torch.from_numpy(a) for a in (hidden.x, hidden.at, hidden.y))
-        return Drawn({"x": x, "at": at, "targets": y}, t.batch * t.block)
+        hidden = mask_tokens(batch.x, t.masked, vocab=self.vocab, mask=mask, seeds=seeds)
+        arguments = {"x": hidden.x, "at": hidden.at, "targets": hidden.y}
+        if t.sentences:
+            segments = np.broadcast_to(np.arange(batch.x.shape[1]) // self.segment, batch.x.shape)
+            whole = mask_segments(batch.x, segments, t.sentences, mask=mask, seeds=seeds, seen=hidden.x)
+            arguments |= vars(whole)
+        return Drawn({name: torch.from_numpy(a) for name, a in arguments.items()}, t.batch * t.block)
 
     def evaluate(self, model: Layered) -> Score:
         assert isinstance(model, Encoder)
@@ -109,6 +114,23 @@ class Answers:
         assert isinstance(model, Seq2Seq)
         t = self.config.train
         return evaluate_pairs(model, self.pairs["valid"], limit=self.asked, batch=t.batch, dtype=t.dtype)
+
+
+def _segment(config: RunConfig) -> int:
+    """How many tokens a global token stands for; a model without such cannot be trained on segments."""
+    sizes = {part.numbers.get("segment") for parts in config.model.stack() for part in parts}
+    size = sizes.pop()
+    if size is None or sizes:
+        raise ValueError(
+            f"train.sentences is {config.train.sentences}, and not every layer has global tokens to be told apart; "
+            "expected model.attention.kind etc, or 0"
+        )
+    if config.train.block <= size:
+        raise ValueError(
+            f"train.sentences masks whole segments of {size} tokens, and a text has {config.train.block}; expected a "
+            "longer train.block, of two segments at least"
+        )
+    return size
 
 
 def pairs_of(data: Prepared, split: str, config: RunConfig) -> Pairs:
