@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from spanformer import LM, Encoder, ModelConfig, Seq2Seq
+from spanformer import LM, Encoder, ModelConfig, Seq2Seq, load
 from spanformer.cli.main import main
 from spanformer.data import Bytes, Words
+from spanformer.infer import answer
 from spanformer.model.config import SPECIAL, AttentionConfig
 from spanformer.model.fields import as_dict
 from spanformer.model.folder import write_folder
@@ -33,13 +34,30 @@ def test_pictures_and_a_terminal_picture(tmp_path, capsys):
         assert (tmp_path / "m" / "heatmap" / name).stat().st_size > 1000 and name in shown
 
 
-def test_an_encoder_looks_ahead_and_two_texts_are_refused(tmp_path, capsys):
+def test_an_encoder_looks_ahead(tmp_path, capsys):
     main(["heatmap", save(tmp_path / "e", Bytes(), Encoder, "encoder"), "--text", "a cat"])
     shown = capsys.readouterr().out
     assert "tokens away on average" in shown and (tmp_path / "e" / "heatmap" / "heatmap.png").stat().st_size > 1000
-    with pytest.raises(SystemExit):
-        main(["heatmap", save(tmp_path / "s", Bytes(), Seq2Seq, "seq2seq"), "--text", "a"])
-    assert "is an encoder–decoder, which reads two texts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["yes", ""])
+def test_an_encoder_decoder_shows_where_it_looks_as_it_writes(tmp_path, capsys, monkeypatch, target):
+    """The target that is given, or the answer; this one, of random weights, is cut before it ends."""
+    monkeypatch.setattr("spanformer.cli.heatmap.LONGEST", 5)
+    folder = save(tmp_path / "s", Bytes(), Seq2Seq, "seq2seq")
+    main(["heatmap", folder, "--text", "a cat", "--target", target, "--layer", "2", "--head", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "layer 2, head 1: a row is a token as it is written, a column one of the source"
+    assert lines[2].split() == [*"a␣cat<"]
+    rows = [line.split()[0] for line in lines[3 : lines.index("", 3)]]
+    (written,) = answer(load(folder, Seq2Seq), ["a cat"], vocab=Bytes(), max_tokens=5)
+    assert rows == ["y", "e", "s", "<end>"] if target else len(rows) == len(written) == 5 and "<end>" not in rows
+    names = sorted(path.name for path in (tmp_path / "s" / "heatmap").iterdir())
+    assert [name for name in names if "layer" not in name] == [
+        "heatmap-cross-attention.png", "heatmap-decoder.png", "heatmap-encoder.png",
+    ]  # fmt: skip
+    assert len(names) == 6 and "heatmap-cross-attention-layer2-head1.png" in names
+    assert sum(line.startswith("picture: ") for line in lines) == 6
 
 
 def test_words_name_their_rows(tmp_path, capsys):
@@ -55,6 +73,7 @@ def test_words_name_their_rows(tmp_path, capsys):
         (("--text", ""), "text is empty; expected a sentence for the model to read"),
         (("--text", "a", "--layer", "3"), "layer is 3; the model has 2, counted from 1"),
         (("--text", "a", "--head", "-1"), "head is -1; expected a number from 1 on, or 0"),
+        (("--text", "a", "--target", "b"), "--target is for encoder–decoders; "),
         ((), "--text is missing"),
     ],
 )

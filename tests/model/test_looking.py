@@ -10,7 +10,9 @@ import torch
 
 from small_models import CONFIGS, SMALL, make, text, with_attention
 from spanformer.attention import Window
-from spanformer.model.looking import LONGEST, attention_maps
+from spanformer.model.config import EncoderConfig
+from spanformer.model.looking import LONGEST, attention_maps, pair_maps
+from spanformer.model.seq2seq import Seq2Seq
 
 T = 23
 
@@ -96,3 +98,78 @@ def test_what_does_not_mix_by_weights_is_refused():
 def test_only_a_short_text_is_taken():
     with pytest.raises(ValueError, match=rf"ids has shape \[{LONGEST + 1}\].*expected 1 … {LONGEST} token ids"):
         attention_maps(make(SMALL), torch.zeros(LONGEST + 1, dtype=torch.long))
+
+
+def pair_of(**changes):
+    """An encoder–decoder of other layers in each half, a source [S] and the decoder's text [T]."""
+    torch.manual_seed(5)
+    config = replace(SMALL, kind="seq2seq", layers=2, encoder=EncoderConfig(layers=3), **changes)
+    model = Seq2Seq(config).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.2)
+    model.after_step()
+    return model, text(1, 11)[0], text(1, 7)[0]
+
+
+SCORES = {
+    "scaled": lambda _m, q, k: k @ q / math.sqrt(8),
+    "dot": lambda _m, q, k: k @ q,
+    "general": lambda m, q, k: k @ (q @ m.weight),
+    "bilinear": lambda m, q, k: k @ (q @ m.weight + m.bias),
+    "additive": lambda m, q, k: (q @ m.query + k @ m.key).tanh() @ m.vector,
+}
+"""of a mechanism m, a query [8] and keys [S, 8]"""
+
+
+@pytest.mark.parametrize("kv_heads", [0, 2])
+@pytest.mark.parametrize("scoring", SCORES)
+def test_cross_maps_equal_the_equation(scoring, kv_heads):
+    """a_ij = softmax_j of the score of the decoder's query i and the encoder's key j."""
+    model, source, x = pair_of(cross=scoring, kv_heads=kv_heads)
+    given = []
+    crosses = [block.cross for block in model.layers() if block.cross is not None]
+    hooks = [cross.query.register_forward_pre_hook(lambda _m, args: given.append(args[0][0])) for cross in crosses]
+    with torch.no_grad():
+        model(source[None], x[None])
+        states = model.encode(source[None])[0][0]
+    for hook in hooks:
+        hook.remove()
+    for h, cross, found in zip(given, crosses, pair_maps(model, source, x).cross, strict=True):
+        assert found.shape == (4, 7, 11)
+        for head in range(4):
+            shared = head * (kv_heads or 4) // 4
+            q = h @ cross.query.weight[head * 8 : head * 8 + 8].T
+            k = states @ cross.key.weight[shared * 8 : shared * 8 + 8].T
+            for i in range(7):
+                weight = SCORES[scoring](cross.mechanism, q[i], k).detach().exp()
+                torch.testing.assert_close(found[head, i], weight / weight.sum(), rtol=1e-9, atol=1e-12)
+
+
+def test_both_halves_have_maps_and_the_model_stays_as_it_is():
+    model, source, x = pair_of()
+    before = model(source[None], x[None]).logits
+    model.train()
+    maps = pair_maps(model, source, x)
+    assert [[tuple(m.shape) for m in part] for part in maps] == [[(4, 11, 11)] * 3, [(4, 7, 7)] * 2, [(4, 7, 11)] * 2]
+    for m in (m for part in maps for m in part):
+        torch.testing.assert_close(m.sum(-1), torch.ones_like(m[..., 0]))
+    assert all(bool(m.triu(1).any()) for m in maps.encoder) and not any(bool(m.triu(1).any()) for m in maps.decoder)
+    assert model.training and torch.equal(model.eval()(source[None], x[None]).logits, before)
+    assert {block.cross.mechanism.backend for block in model.layers() if block.cross is not None} == {"auto"}
+    assert not any("mix" in vars(part) for part in model.modules())
+
+
+def test_what_is_written_later_changes_no_row_before_it():
+    model, source, x = pair_of()
+    whole, begun = pair_maps(model, source, x), pair_maps(model, source, x[:3])
+    for a, b in zip(whole.cross, begun.cross, strict=True):
+        torch.testing.assert_close(a[:, :3], b)
+
+
+def test_each_text_of_a_pair_is_checked_by_its_name():
+    model, source, x = pair_of()
+    with pytest.raises(ValueError, match=r"^source has shape \[1, 11\] and dtype torch.int64; expected 1 … 1024 token"):
+        pair_maps(model, source[None], x)
+    with pytest.raises(ValueError, match=r"^x has shape \[0\]"):
+        pair_maps(model, source, x[:0])

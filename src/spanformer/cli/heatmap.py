@@ -5,11 +5,21 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tyro
 
 from spanformer.cli.leaf import Leaf
 
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from spanformer.data import Vocab
+    from spanformer.model.seq2seq import Seq2Seq
+    from spanformer.report.looks import Looks
+
+LONGEST = 256  # tokens that an encoder–decoder writes
 SHOWN = {" ": "␣", "\n": "↵", "\t": "⇥"}
 
 
@@ -20,17 +30,20 @@ class HeatmapOptions:
         spanformer heatmap out/demo --text "def main(argv):" --layer 2 --head 1
 
     A row is a query, a column a key. The weights are those that the model mixes values by, with spans, windows and
-    biases in them, computed densely: a text of some dozens of tokens is best looked at.
+    biases in them, computed densely: a text of some dozens of tokens is best looked at. Of an encoder–decoder it shows
+    first where the tokens that it writes look in the source:  spanformer heatmap out/seq2seq --text 31407
     """
 
     checkpoint: tyro.conf.Positional[str]
-    """a run's folder (its best checkpoint), a checkpoint, or an imported model: a language model or an encoder"""
+    """a run's folder (its best checkpoint), a checkpoint, or an imported model"""
     text: str
-    """the text to read"""
+    """the text to read; of an encoder–decoder, the source"""
+    target: str = ""
+    """of an encoder–decoder, the text to write; by default the one that it writes itself"""
     layer: int = 0
     """of the head that is shown on the terminal and with its tokens, counted from 1; 0: that of the farthest look"""
     head: int = 0
-    """the head, counted from 1; 0: the one of the layer that looks farthest"""
+    """the head, counted from 1; 0: the one of the layer that looks farthest, or moves most over a source"""
     out: str = ""
     """folder to write the pictures to; by default `heatmap` in the checkpoint's folder"""
 
@@ -43,38 +56,85 @@ class HeatmapOptions:
 
 
 def run(options: HeatmapOptions) -> None:
-    import numpy as np
-    import torch
-
-    from spanformer.cli.reading import model_vocabulary, prompt_ids
-    from spanformer.model.load import load_any, load_meta
-    from spanformer.model.looking import attention_maps
-    from spanformer.model.seq2seq import Seq2Seq
-    from spanformer.report.heatmap_pictures import farthest, head_picture, maps_picture
+    from spanformer.report.heatmap_pictures import head_picture, maps_picture
     from spanformer.report.terminal import shades
 
-    vocab = model_vocabulary(load_meta(options.checkpoint), options.checkpoint)
-    lm = load_any(options.checkpoint)
-    if isinstance(lm, Seq2Seq):
-        raise ValueError(f"{options.checkpoint} is an encoder–decoder, which reads two texts; expected a language "
-                         "model or an encoder")  # fmt: skip
-    ids = np.concatenate(list(prompt_ids(None, options.text, vocab))).astype(np.int64)
-    maps = [found.float().numpy() for found in attention_maps(lm, torch.from_numpy(ids))]
-    layers, heads = len(maps), len(maps[0])
-    for name, number, most in (("layer", options.layer, layers), ("head", options.head, heads)):
+    looks = _looks(options)
+    first = looks[0]
+    for name, number, most in (("layer", options.layer, len(first.maps)), ("head", options.head, len(first.maps[0]))):
         if number > most:
             raise ValueError(f"{name} is {number}; the model has {most}, counted from 1")
-    layer, head = farthest(maps, options.layer, options.head)
-    labels = ["".join(SHOWN.get(char, char) for char in vocab.decode([token])) for token in ids.tolist()]
-    print(f"layer {layer}, head {head}: a line is a query, a column a key\n")
-    print(shades(maps[layer - 1][head - 1], labels, shutil.get_terminal_size().columns))
+    layer, head = first.chosen(options.layer, options.head)
+    print(f"layer {layer}, head {head}: {first.rows}\n")
+    width = shutil.get_terminal_size().columns
+    print(shades(first.maps[layer - 1][head - 1], first.queries, first.keys, width))
+    print(f"\n{first.of_all()}")
     folder = Path(options.out) if options.out else Path(options.checkpoint) / "heatmap"
     folder.mkdir(parents=True, exist_ok=True)
     name = Path(options.checkpoint).resolve().name
-    pictures = [maps_picture(maps, labels, name), head_picture(maps[layer - 1][head - 1], labels, layer, head)]
-    print(f"\n{pictures[0].sentence}")
-    for picture in pictures:
-        print(f"picture: {picture.save(folder / f'{picture.name}.png')}")
+    for each in looks:
+        place = (layer, head) if each is first else each.chosen()
+        for picture in (maps_picture(each, name), head_picture(each, *place)):
+            print(f"picture: {picture.save(folder / f'{picture.name}.png')}")
+
+
+def _looks(options: HeatmapOptions) -> list[Looks]:
+    """Of the model's heads; of an encoder–decoder first the decoder's at the source, then those of either half."""
+    import torch
+
+    from spanformer.cli.reading import model_vocabulary
+    from spanformer.model.load import load_any, load_meta
+    from spanformer.model.looking import attention_maps, pair_maps
+    from spanformer.model.seq2seq import Seq2Seq
+    from spanformer.report.looks import CrossLooks, Looks
+
+    vocab = model_vocabulary(load_meta(options.checkpoint), options.checkpoint)
+    model = load_any(options.checkpoint)
+    ids = _ids(options.text, vocab)
+    if not isinstance(model, Seq2Seq):
+        if options.target:
+            raise ValueError(
+                f"--target is for encoder–decoders; {options.checkpoint} holds a model of kind {model.config.kind!r}, "
+                "which reads --text alone"
+            )
+        tokens = _shown(ids, vocab)
+        return [Looks(_arrays(attention_maps(model, torch.tensor(ids))), tokens, tokens)]
+    written = _written(model, ids, _ids(options.target, vocab))
+    source, x = [*ids, model.end], [model.begin, *written[:-1]]
+    names = {model.begin: "<begin>", model.end: "<end>"}
+    read, begun, made = (_shown(each, vocab, names) for each in (source, x, written))
+    encoder, decoder, cross = map(_arrays, pair_maps(model, torch.tensor(source), torch.tensor(x)))
+    return [
+        CrossLooks(cross, made, read, "cross-attention"),
+        Looks(encoder, read, read, "encoder"),
+        Looks(decoder, begun, begun, "decoder"),
+    ]
+
+
+def _arrays(maps: list[Tensor]) -> list[np.ndarray]:
+    return [found.float().numpy() for found in maps]
+
+
+def _ids(text: str, vocab: Vocab) -> list[int]:
+    from spanformer.cli.reading import prompt_ids
+
+    return [int(token) for part in prompt_ids(None, text, vocab) for token in part]
+
+
+def _written(model: Seq2Seq, source: list[int], target: list[int]) -> list[int]:
+    """The target, or without one the model's answer, with its end; an answer that is cut has none."""
+    from spanformer.infer import answer
+
+    if target:
+        return [*target, model.end]
+    (found,) = answer(model, [source], max_tokens=LONGEST)
+    return found if len(found) == LONGEST else [*found, model.end]
+
+
+def _shown(ids: list[int], vocab: Vocab, names: dict[int, str] | None = None) -> list[str]:
+    """Each token's text, in characters that are seen; names: of tokens that have none."""
+    texts = ((names or {}).get(token) or vocab.decode([token]) for token in ids)
+    return ["".join(SHOWN.get(char, char) for char in text) for text in texts]
 
 
 HEATMAP = Leaf(HeatmapOptions, run)

@@ -1,30 +1,34 @@
-"""Where every head of a model looks: its attention weights over one short text, as matrices.
+"""Where every head of a model looks: its attention weights over one short text, or over two, as matrices.
 
     attention is linear in the values, out_i = Σ_j a_ij·v_j, so one-hot values v_j = e_j give out_i = a_i
 
 Nothing is said here of how a mechanism weighs: it is asked to mix one-hot values, by the dense reference. Spans, biases
-and patterns take part as they do in the model. Shapes: H heads, Hkv key/value heads, T tokens, M remembered ones.
+and patterns take part as they do in the model. Shapes: H heads, Hkv key/value heads, T tokens, S of a source, M
+remembered ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from spanformer.attention import Attention, View
 from spanformer.memory.groups import group_heads
-from spanformer.model.block import Block
+from spanformer.model.cross_attention import CrossAttention
 from spanformer.model.encoder import Encoder
+from spanformer.model.layer import SelfAttention
 from spanformer.model.lm import LM
+from spanformer.model.seq2seq import Seq2Seq
 from spanformer.ops import Attended, Rule
 
 LONGEST = 1024
 """tokens: the matrices of all layers and heads are held at once"""
 
 
-@torch.no_grad()
 def attention_maps(lm: LM | Encoder, ids: Tensor) -> list[Tensor]:
     """[layers] of [H, T, T]: how much of its attention query i gives to key j, for the text ids [T]. An encoder's
     tokens look ahead, too.
@@ -32,20 +36,53 @@ def attention_maps(lm: LM | Encoder, ids: Tensor) -> list[Tensor]:
     A row sums to 1, or to less where something else takes part: sinks, persistent vectors, or the zeros before the
     text that the paper's code attends to.
     """
-    if ids.ndim != 1 or ids.is_floating_point() or not 1 <= len(ids) <= LONGEST:
-        raise ValueError(f"ids has shape {list(ids.shape)} and dtype {ids.dtype}; expected 1 … {LONGEST} token ids")
-    watches = [_Watch(block) for block in lm.blocks if isinstance(block, Block)]
-    training = lm.training
-    lm.eval()  # dropped weights would be missing from the picture
+    (maps,) = _maps(lm, [[block.attention for block in lm.layers()]], ids=ids)
+    return maps
+
+
+class PairMaps(NamedTuple):
+    """Those of an encoder–decoder, [layers] each."""
+
+    encoder: list[Tensor]
+    """[H, S, S] over the source"""
+    decoder: list[Tensor]
+    """[H, T, T] over the answer"""
+    cross: list[Tensor]
+    """[H, T, S]: of the answer's tokens to the source's"""
+
+
+def pair_maps(model: Seq2Seq, source: Tensor, x: Tensor) -> PairMaps:
+    """source [S] and x [T] are what `model` is given: an end behind the source, `begin` before the answer. Row t is
+    where heads look from x_t on, as they write the token after it."""
+    decoder = [block for block in model.layers() if block.cross is not None]
+    reading, writing = ([block.attention for block in half] for half in (model.encoder.layers(), decoder))
+    crossing = [block.cross for block in decoder if block.cross is not None]
+    return PairMaps(*_maps(model, [reading, writing, crossing], source=source, x=x))
+
+
+@torch.no_grad()
+def _maps(
+    model: LM | Encoder | Seq2Seq, parts: Sequence[Sequence[SelfAttention | CrossAttention]], **texts: Tensor
+) -> list[list[Tensor]]:
+    """What the attentions of each part do while the model reads the texts."""
+    for name, ids in texts.items():
+        if ids.ndim != 1 or ids.is_floating_point() or not 1 <= len(ids) <= LONGEST:
+            raise ValueError(
+                f"{name} has shape {list(ids.shape)} and dtype {ids.dtype}; expected 1 … {LONGEST} token ids"
+            )
+    watched = [[_Watch(attention) for attention in part] for part in parts]
+    watches = [watch for part in watched for watch in part]
+    training = model.training
+    model.eval()  # dropped weights would be missing from the picture
     try:
         for watch in watches:
             watch.begin()
-        lm(ids[None])
+        model(*(ids[None] for ids in texts.values()))
     finally:
         for watch in watches:
             watch.end()
-        lm.train(training)
-    return [watch.map(number, len(ids)) for number, watch in enumerate(watches, 1)]
+        model.train(training)
+    return [[watch.map(number) for number, watch in enumerate(part, 1)] for part in watched]
 
 
 class _OneHot(nn.Module):
@@ -64,14 +101,15 @@ class _OneHot(nn.Module):
 class _Watch:
     """Keeps what a layer's mechanism gives when it is asked for one-hot values beside the real ones."""
 
-    def __init__(self, block: Block) -> None:
-        self.attention = block.attention
-        self.mechanism: Attention = block.attention.mechanism
-        self.persistent = block.attention.persistent
+    def __init__(self, attention: SelfAttention | CrossAttention) -> None:
+        self.attention = attention
+        self.mechanism: Attention = attention.mechanism
+        self.persistent = attention.persistent if isinstance(attention, SelfAttention) else None
         self.found: list[tuple[Attended, float]] = []
         self.beside: Tensor | None = None
         """[1, H, T] lse of persistent vectors"""
-        self.past = 0
+        self.past = self.keys = 0
+        """remembered tokens, and those of the text that is looked at"""
         self.backends = [(part, part.backend) for part in self.mechanism.modules() if isinstance(part, Attention)]
 
     def begin(self) -> None:
@@ -99,7 +137,8 @@ class _Watch:
                 again = weights.out @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
                 off = float((again - real.out).abs().max()) / (1e-12 + float(real.out.abs().max()))
             self.found.append((weights, off))
-            self.past = max(self.past, k.shape[2] - q.shape[2])
+            self.keys = q.shape[2] if isinstance(self.attention, SelfAttention) else k.shape[2]
+            self.past = max(self.past, k.shape[2] - self.keys)
             return real
 
         self.mechanism.mix = watched
@@ -120,16 +159,16 @@ class _Watch:
         if self.persistent is not None:
             self.persistent.__dict__.pop("attend", None)
 
-    def map(self, layer: int, length: int) -> Tensor:
-        """[H, T, T]"""
+    def map(self, layer: int) -> Tensor:
+        """[H, T, T], or [H, T, S]"""
         name = type(self.mechanism).__name__
         if not self.found or max(off for _, off in self.found) > 1e-3:
             raise ValueError(
                 f"layer {layer} ({name}) does not mix its values by weights alone, so there is no map of them"
             )
-        weights = torch.cat([found.out[0, :, :, -length:] for found, _ in self.found])
+        weights = torch.cat([found.out[0, :, :, -self.keys :] for found, _ in self.found])
         lse = torch.cat([found.lse[0] for found, _ in self.found])
-        if len(self.found) > 1:  # heads were served in groups, the longest first
+        if len(self.found) > 1 and isinstance(self.attention, SelfAttention):  # served in groups, the longest first
             shared = self.attention.heads // self.attention.kv_heads
             groups = group_heads(self.attention._shared(self.mechanism.lookback()), self.past)
             order = [h * shared + n for heads, _ in groups for h in heads for n in range(shared)]

@@ -28,23 +28,23 @@ def beside(pictures: Mapping[str, str], width: int = 80) -> str:
     return "\n".join(lines)
 
 
-def shades(weights: np.ndarray, labels: Sequence[str], width: int = 80) -> str:
-    """weights [T, T] in 0 … 1: a line a query, its token before it, and two characters a key where they have room.
+def shades(weights: np.ndarray, queries: Sequence[str], keys: Sequence[str], width: int = 80) -> str:
+    """weights [Tq, Tk] in 0 … 1: a line a query, its token before it, and two characters a key where they have room.
 
     A weight is shown by its square root: what a row spreads over many keys would not be seen otherwise. Keys that do
     not fit are taken together, the largest of their weights counting.
     """
-    named = [label[:8] for label in labels]
+    named = [query[:8] for query in queries]
     margin = max(map(len, named)) + 2
     room = max(8, width - margin - 1)
-    together = -(-len(labels) // room)
+    together = -(-len(keys) // room)
     columns = _largest(weights, together)
     wide = 2 if 2 * columns.shape[1] <= room else 1
-    heads = "".join(label[:1].ljust(wide) for label in named[::together])
+    heads = "".join(key[:1].ljust(wide) for key in keys[::together])
     lines = [" " * margin + heads.rstrip()]
-    for label, row in zip(named, columns, strict=True):
+    for query, row in zip(named, columns, strict=True):
         cells = "".join(SHADES[_shade(float(a))] * wide for a in row)
-        lines.append(f"{label:>{margin - 2}}  {cells.rstrip()}")
+        lines.append(f"{query:>{margin - 2}}  {cells.rstrip()}")
     return "\n".join(lines)
 
 
