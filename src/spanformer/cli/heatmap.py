@@ -97,8 +97,10 @@ def _looks(options: HeatmapOptions) -> list[Looks]:
                 f"--target is for encoder–decoders; {options.checkpoint} holds a model of kind {model.config.kind!r}, "
                 "which reads --text alone"
             )
-        tokens = _shown(ids, vocab)
-        return [Looks(_arrays(attention_maps(model, torch.tensor(ids))), tokens, tokens)]
+        maps = _arrays(attention_maps(model, torch.tensor(ids)))
+        above = len(maps[0][0]) - len(ids)  # ETC's global tokens come first
+        tokens = [*(f"Σ{n + 1}" for n in range(above)), *_shown(ids, vocab)]
+        return [Looks(maps, tokens, tokens, above=above)]
     written = _written(model, ids, _ids(options.target, vocab))
     source, x = [*ids, model.end], [model.begin, *written[:-1]]
     names = {model.begin: "<begin>", model.end: "<end>"}

@@ -163,7 +163,9 @@ def _longformer(config: ModelConfig, part: HeadKind) -> Attention:
 
 def _etc(config: ModelConfig, part: HeadKind) -> Attention:
     if config.causal:
-        raise ValueError(f"{part.kind} reads a text whole, in both directions; expected model.kind 'encoder'")
+        raise ValueError(
+            f"{part.kind} reads a text whole, in both directions; expected model.kind 'encoder' (with show, --no-causal)"
+        )
     if config.groups != config.heads:
         raise ValueError(
             f"model.kv_heads is {config.kv_heads}; {part.kind} adds labels to the keys of every head, expected 0"

@@ -31,7 +31,7 @@ LONGEST = 1024
 
 def attention_maps(lm: LM | Encoder, ids: Tensor) -> list[Tensor]:
     """[layers] of [H, T, T]: how much of its attention query i gives to key j, for the text ids [T]. An encoder's
-    tokens look ahead, too.
+    tokens look ahead, too; ETC's global tokens come before those of the text.
 
     A row sums to 1, or to less where something else takes part: sinks, persistent vectors, or the zeros before the
     text that the paper's code attends to.

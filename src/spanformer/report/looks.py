@@ -25,6 +25,8 @@ class Looks:
     """[Tk]"""
     part: str = ""
     """of an encoder–decoder: encoder, decoder or cross-attention"""
+    above: int = 0
+    """so many of the first tokens are global ones, which stand beside the text and have no distance to it"""
 
     axes: ClassVar[tuple[str, str]] = ("query: token that looks", "key: token looked at")
     rows: ClassVar[str] = "a row is a query, a column a key"
@@ -36,6 +38,7 @@ class Looks:
 
     def measure(self, weights: np.ndarray) -> float:
         """How many tokens a head of weights [Tq, Tk] looks away, on average over queries and weights."""
+        weights = weights[self.above :, self.above :]
         at = np.arange(len(weights))
         total = weights.sum()
         return float((weights * np.abs(at[:, None] - at)).sum() / total) if total > 0 else 0.0
