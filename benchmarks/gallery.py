@@ -16,6 +16,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spanformer.attention import ATTENTIONS, Attention, View
-from spanformer.attention.etc import GlobalLocal, Projected, Structure
 from spanformer.attention.pattern import parse
 from spanformer.cli.show import facts, seen_in
 from spanformer.cost.malloc import keep_freed_memory
@@ -32,6 +32,7 @@ from spanformer.cost.mechanisms import MECHANISMS
 from spanformer.cost.positions import POSITION_COSTS
 from spanformer.model.build import make_position
 from spanformer.model.config import AttentionConfig, ModelConfig, PositionConfig
+from spanformer.model.encoder import Encoder
 from spanformer.model.lm import LM
 from spanformer.model.looking import attention_maps
 from spanformer.position import POSITIONS
@@ -47,9 +48,6 @@ PAGE, IMAGES, RESULTS = (
 )
 SHOWN, LENGTH, HEADS, DIM, ROUNDS, LONG = 48, 4096, 8, 64, 4, 4.0
 
-LISTED = dict(sorted({**ATTENTIONS, "etc": GlobalLocal}.items()))
-"""what has a place on the page: ETC reads two inputs, so that it is no kind of a layer's heads"""
-
 # (what is drawn over 48 tokens, what is timed over 4,096), as one would write it
 MADE: dict[str, tuple[str, str]] = {
     "adaptive_span": ("AdaptiveSpan(3, 48, ramp=3, init=0.3)", "AdaptiveSpan(8, 4096, init=1/16)"),
@@ -62,7 +60,7 @@ MADE: dict[str, tuple[str, str]] = {
     "dilated": ("DilatedWindow(2, 6, [1, 4])", "DilatedWindow(8, 256, 4)"),
     "dot": ("Dot(Full(1))", "Dot(Full(8))"),
     "dynamic_span": ("DynamicSpan(32, 2, 48, ramp=3, init=-1.0)", "DynamicSpan(512, 8, 4096, init=-2.7)"),
-    "etc": ("GlobalLocal(1, 16, radius=4, hard_g2l=True), of 40 tokens in 8 segments, and 8 global ones behind", ""),
+    "etc": ("GlobalLocal(1, 16, radius=4, segment=5, hard_g2l=True)", "GlobalLocal(8, 64, radius=128, segment=63)"),
     "expire_span": ("ExpireSpan(16, 1, 48, ramp=3, init=-1.0)", "ExpireSpan(512, 8, 4096, init=-2.7)"),
     "fixed": ("FixedSparse(1, 8, 2)", "FixedSparse(8, 64, 8)"),
     "forgetting": ("Forgetting(16, 1, 48)", "Forgetting(512, 8, 4096)"),
@@ -83,7 +81,7 @@ MADE: dict[str, tuple[str, str]] = {
 
 def make(text: str):
     """A mechanism from what is shown on the page, so that the page shows what was really made."""
-    names = {kind.__name__: kind for kind in LISTED.values()} | {"parse": parse, "range": range}
+    names = {kind.__name__: kind for kind in ATTENTIONS.values()} | {"parse": parse, "range": range}
     return eval(text, {"__builtins__": {}}, names)
 
 
@@ -110,15 +108,16 @@ def told(module_of: type) -> tuple[str, str]:
 def draw_attention(name: str) -> list[str]:
     """The picture of a mechanism, and what is to be seen in it."""
     torch.manual_seed(0)
-    if name == "etc":
-        seen = seen_in_two(make(MADE[name][0].split("), ")[0] + ")"), SHOWN * 5 // 6, SHOWN // 6)
-    elif name == "cross":  # no layer of one text alone
+    if name == "cross":  # no layer of one text alone
         seen = np.ones((1, SHOWN, SHOWN), bool)
     else:
         mechanism = make(MADE[name][0])
-        lm = LM(model(heads=mechanism.heads, head_dim=16, length=SHOWN))
+        config = model(heads=mechanism.heads, head_dim=16, length=SHOWN)
+        if name == "etc":  # global tokens are an encoder's
+            config = replace(config, kind="encoder", attention=AttentionConfig(kind=f"etc:1:{mechanism.segment}"))
+        lm = Encoder(config) if name == "etc" else LM(config)
         lm.blocks[0].attention.mechanism = mechanism  # pyright: ignore[reportArgumentType]
-        seen = seen_in(lm, SHOWN)
+        seen = seen_in(lm, SHOWN * 5 // 6 if name == "etc" else SHOWN)
     causal = not bool(np.triu(seen.any(0), 1).any())
     different = list({matrix.tobytes(): matrix for matrix in seen}.values())[:3]
     figure, axes = subplots(1, len(different), width=0.35 + 2.1 * len(different), height=2.35)
@@ -127,16 +126,6 @@ def draw_attention(name: str) -> list[str]:
     figure.tight_layout(pad=0.4)
     figure.savefig(IMAGES / f"{name}.png", dpi=90)
     return facts(seen, causal=causal, dim=DIM)
-
-
-def seen_in_two(etc: GlobalLocal, n: int, m: int) -> np.ndarray:
-    """[H, n + m, n + m] what ETC's long tokens see, and behind them its global ones: the pairs that get weight."""
-    long, top = (torch.randn(1, etc.heads, size, 16) for size in (n, m))
-    places = torch.eye(n + m).expand(1, etc.heads, -1, -1)
-    of_long, of_top = (long, places[:, :, :n]), (top, places[:, :, n:])
-    segments = (torch.arange(n) * m // n)[None]
-    found = etc(Projected(long, top, of_long, of_top, of_top, of_long), Structure(segments))
-    return torch.cat([part.out[0] for part in found], 1).detach().numpy() > 0
 
 
 def draw_position(name: str) -> None:
@@ -176,7 +165,7 @@ def page(results: dict) -> str:
         "## Mechanisms",
         "",
     ]
-    for name, kind in LISTED.items():
+    for name, kind in ATTENTIONS.items():
         found, cost = results["attention"].get(name), MECHANISMS.get(name)
         lines += [*_head(name, kind, f"what {name} sees", name), f"Drawn: `{MADE[name][0]}`."]
         if cost and cost.pairs:
@@ -211,7 +200,8 @@ def measure(names: list[str], results: dict) -> dict:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, LENGTH, DIM, requires_grad=True) for _ in range(3))
     x = torch.randn(1, LENGTH, HEADS * DIM)
-    view = View(x=x, keys=x, start=0, length=LENGTH)
+    at = torch.arange(LENGTH - LENGTH // 64)  # of ETC's: a 64th are global
+    view = View(x=x, keys=x, start=0, length=LENGTH, segments=(at // 63)[None])
     dense = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
     found: dict = {"attention": {}, "position": {}} | results
     for name in (name for name in ATTENTIONS if name in names or not names):
@@ -272,12 +262,12 @@ def main(arguments: list[str]) -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
     for old in IMAGES.glob("*.png"):
         old.unlink()
-    for name in LISTED:
+    for name in ATTENTIONS:
         draw_attention(name)
     for name in POSITIONS:
         draw_position(name)
     PAGE.write_text(page(results), encoding="utf-8")
-    print(f"wrote {PAGE} and {len(LISTED) + len(POSITIONS)} pictures")
+    print(f"wrote {PAGE} and {len(ATTENTIONS) + len(POSITIONS)} pictures")
 
 
 if __name__ == "__main__":

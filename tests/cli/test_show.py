@@ -38,6 +38,18 @@ def test_kinds_show_what_an_encoders_heads_see():
         assert (visible(kind, n, causal=False)[0] == defined(name, n, *numbers, causal=False)).all(), kind
 
 
+@pytest.mark.parametrize("hard", [0, 1])
+def test_etc_shows_its_four_parts(hard):
+    n, m, radius = 20, 4, 2
+    (seen,) = visible(f"etc:{radius}:5:12:{hard}", n, causal=False)
+    for i in range(m + n):
+        for j in range(m + n):
+            long = i >= m and j >= m
+            near = abs(i - j) <= radius if long else j < m or (j - m) // 5 == i or not hard
+            assert seen[i, j] == near, (i, j)
+    assert attention_cost(f"etc:{radius}:5:12:{hard}", Sizes(n, 1, 64)).pairs == seen.sum()
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_has_a_cost(name):
     assert name in MECHANISMS, "add a line to cost/mechanisms.py"

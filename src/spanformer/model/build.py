@@ -164,7 +164,7 @@ def _longformer(config: ModelConfig, part: HeadKind) -> Attention:
 def _etc(config: ModelConfig, part: HeadKind) -> Attention:
     if config.causal:
         raise ValueError(
-            f"{part.kind} reads a text whole, in both directions; expected model.kind 'encoder' (with show, --no-causal)"
+            f"{part.kind} reads a text whole, in both directions; expected model.kind 'encoder' (for show: --no-causal)"
         )
     if config.groups != config.heads:
         raise ValueError(
