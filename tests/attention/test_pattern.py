@@ -129,6 +129,7 @@ def test_what_distances_say_needs_no_blocks() -> None:
     assert strided.also.strides() == [(8, 9)] and strided.reach_list() == [9]
     assert (Window(9) | Window(20) | Every(1)).rule(1, 9).also is None
     assert (Every(4) | Every(6)).rule(1, 50).blocks is not None  # both at 12: no such bands
+    assert Window(2, 9).rule(1, 50, causal=False).limits() == Block(7, 3).rule(1, 50, causal=False).limits() == [10]
     assert Window(9, 2).rule(1, 50).blocks is None and Window(9, 2).rule(1, 50, causal=False).blocks is not None
 
 

@@ -133,7 +133,10 @@ def test_refusals() -> None:
         General(Window(H, 9), 8).map_queries(q)
     lm = make(SMALL)
     lm.blocks[0].attention.mechanism = Additive(Window(4, 9), 8).double()
-    with pytest.raises(ValueError, match="Additive is no product of queries and keys, so that Rotary"):
+    with pytest.raises(
+        ValueError,
+        match="Additive would feel where turned queries and keys stand, and not only how far apart, as Rotary",
+    ):
         lm(text(1, 5))
     with pytest.raises(ValueError, match="General mixes in its own way here"):
         Mixed([General(Window(H, 9), D), Window(H, 3)])

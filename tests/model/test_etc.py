@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from etc_oracle import PARTS, oracle
-from family import rms
+from family import above, rms, two_streams
 from spanformer import Encoder
 from spanformer.attention.etc import Structure
 from spanformer.data import mask_segments, mask_tokens
@@ -38,27 +37,18 @@ def text(b: int = 2, n: int = 12, seed: int = 0) -> Tensor:
 class TestEquation:
     """One layer without feed-forward: logits of global and long tokens and every gradient, in float64."""
 
-    def expected(self, model: Encoder, x: Tensor, segments: Tensor, padding: Tensor, kind: str) -> Tensor:
-        layer, (b, n) = model.blocks[0].attention, x.shape  # pyright: ignore
-        m, heads, mechanism = -(-n // 4), layer.heads, layer.mechanism
-        tokens = model.embedding.weight[x]  # pyright: ignore
-        h = torch.cat([model.summaries.weight.expand(b, m, -1), tokens], 1)  # pyright: ignore
-        top, long = rms(h, model.blocks[0].norm1.weight).split([m, n], 1)  # pyright: ignore
-        split = lambda t, p: (t @ p.weight.T).view(b, t.shape[1], heads, -1).transpose(1, 2)  # noqa: E731
-        own = mechanism.own or None
-        t = {"q_long": split(long, layer.query), "q_global": split(top, own["query"] if own else layer.query)}
-        for part in PARTS:
-            from_ = long if part[2] == "l" else top
-            for short, name in (("k", "key"), ("v", "value")):
-                p = own[f"{name}_{part}"] if own and part != "l2l" else getattr(layer, name)
-                t[f"{short}_{part}"] = split(from_, p)
-            t[part] = getattr(mechanism, part)
-        there = [[any(segments[r, i] == g and not padding[r, i] for i in range(n)) for g in range(m)] for r in range(b)]
+    def expected(self, model: Encoder, x: Tensor, segments: Tensor, padding: Tensor) -> Tensor:
+        block, n = model.blocks[0], x.shape[1]
+        h = model.embedding.weight[x]  # pyright: ignore
+        top = above(model, h)
+        assert top is not None
+        there = [
+            [any(row[i] == g and not hidden[i] for i in range(n)) for g in range(top.shape[1])]
+            for row, hidden in zip(segments, padding, strict=True)
+        ]
         structure = Structure(segments, padding, ~torch.tensor(there))
-        out, _, above, _ = oracle(t, structure, 3, 2, kind.endswith(":1"))
-        found = torch.cat([above, out], 2).transpose(1, 2).reshape(b, m + n, -1)
-        h = h + found @ layer.out.weight.T
-        return rms(h, model.norm.weight) @ model.head.weight.T  # pyright: ignore
+        found, summed = two_streams(block.attention, rms(h, block.norm1), rms(top, block.norm1), structure)
+        return rms(torch.cat([top + summed, h + found], 1), model.norm) @ model.head.weight.T  # pyright: ignore
 
     @pytest.mark.parametrize("given", [True, False])
     @pytest.mark.parametrize("kind", ["etc:3:4:2", "etc:3:4:2:1", "etc_apart:3:4:2", "etc_apart:3:4:2:1"])
@@ -88,7 +78,7 @@ class TestEquation:
             shown = out.detach().masked_fill(missing, 0)
             return {"logits": shown, **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
 
-        wanted = gradients(lambda: self.expected(model, x, segments, padding, kind))
+        wanted = gradients(lambda: self.expected(model, x, segments, padding))
         model.to(dtype)
 
         def ours() -> Tensor:

@@ -50,8 +50,8 @@ class SelfAttention(nn.Module):
             lookback = self._lookback(rule)
         if not self.mechanism.turnable and type(position).turn is not Position.turn:
             raise ValueError(
-                f"{type(self.mechanism).__name__} is no product of queries and keys, so that {type(position).__name__} "
-                "would not tell it their distance; use positions that are added to scores, or none"
+                f"{type(self.mechanism).__name__} would feel where turned queries and keys stand, and not only how far "
+                f"apart, as {type(position).__name__} has it; use other positions (docs/compatibility.md), or none"
             )
         q = self.mechanism.map_queries(split_heads(self.query(x), self.heads))
         fresh = split_heads(self.key(x), self.kv_heads), split_heads(self.value(x), self.kv_heads)

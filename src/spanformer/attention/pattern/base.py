@@ -53,6 +53,10 @@ class Pattern:
         """How many tokens back it sees at most."""
         return UNLIMITED
 
+    def lookahead(self) -> int:
+        """How many tokens ahead it sees at most, where it is not causal."""
+        return UNLIMITED
+
     def visible(self, i: Tensor, j: Tensor, *, causal: bool = True, length: int | None = None) -> Tensor:
         """Whether the query at position i sees the key at j. length: of the text, where the pattern asks for it."""
         seen = self.sees(i, j, Where(causal, length=length))
@@ -114,6 +118,9 @@ class Either(Pattern):
     def lookback(self):
         return max(part.lookback() for part in self.parts)
 
+    def lookahead(self):
+        return max(part.lookahead() for part in self.parts)
+
     def __str__(self) -> str:
         return " | ".join(map(str, self.parts))
 
@@ -140,6 +147,9 @@ class Both(Pattern):
 
     def lookback(self):
         return min(part.lookback() for part in self.parts)
+
+    def lookahead(self):
+        return min(part.lookahead() for part in self.parts)
 
     def __str__(self) -> str:
         return " & ".join(f"({p})" if isinstance(p, Either) else str(p) for p in self.parts)

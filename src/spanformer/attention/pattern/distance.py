@@ -55,6 +55,9 @@ class Window(Pattern):
     def lookback(self):
         return self._sides()[0]
 
+    def lookahead(self):
+        return self._sides()[1]
+
 
 @dataclass(frozen=True)
 class Dilated(Pattern):
@@ -79,6 +82,9 @@ class Dilated(Pattern):
 
     def lookback(self):
         return (self.width - 1) * self.step
+
+    def lookahead(self):
+        return self.lookback()
 
 
 @dataclass(frozen=True)

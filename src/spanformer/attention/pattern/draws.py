@@ -121,3 +121,6 @@ class Blockwise(Pattern):
             return UNLIMITED
         far = max(abs(to - block) for block, to in enumerate(self.permutation))  # the farthest block, either way
         return (far + 1) * self.size - 1
+
+    def lookahead(self):
+        return self.lookback()

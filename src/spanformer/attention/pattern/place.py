@@ -34,6 +34,9 @@ class Block(Pattern):
     def lookback(self):
         return self.size - 1 + self.before
 
+    def lookahead(self):
+        return self.size - 1 + self.after
+
 
 @dataclass(frozen=True)
 class Summary(Pattern):
@@ -168,3 +171,6 @@ class Grid(Pattern):
     def lookback(self):
         up, side = -(-self.above // self.high), -(-self.beside // self.wide)
         return (up * (self.width // self.wide) + side + 1) * self.high * self.wide - 1
+
+    def lookahead(self):
+        return (-(-self.beside // self.wide) + 1) * self.high * self.wide - 1

@@ -45,10 +45,15 @@ def make_rule(
     each = [by_pattern[p] for p in patterns]
     blocks = each[0] if all(x is each[0] for x in each) else BlockIndex.stack(each)
     blocks = blocks.to(device)
-    reach = [0 if found is not None else UNLIMITED for found in bands]
+    reach = [0 if found is not None else _far(p, causal) for p, found in zip(patterns, bands, strict=True)]
     if not any(found for found in bands):
-        return Rule(heads, causal=causal, blocks=blocks)
+        return Rule(heads, causal=causal, reach=_reach(reach), blocks=blocks)
     return Rule(heads, causal=causal, reach=reach, blocks=blocks, also=by_distance)
+
+
+def _far(pattern: Pattern, causal: bool) -> int:
+    """How many distances blocks may hold. Of a causal pattern its layer knows that by itself, from `lookback`."""
+    return UNLIMITED if causal else min(max(pattern.lookback(), pattern.lookahead()) + 1, UNLIMITED)
 
 
 def _distances(bands: Sequence[Bands | None], causal: bool) -> Rule:
