@@ -16,44 +16,17 @@ Shapes: B batch, H heads, n long tokens, m global ones, D head size, N labels.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from spanformer.attention.base import Attention, View, key_states
+from spanformer.attention.etc_inputs import Projected, Structure, Two, check_inputs, hide
 from spanformer.ops import Attended, Rule, attend, merge
 
-Two = tuple[Tensor, Tensor]
 PARTS = ("l2l", "l2g", "g2g", "g2l")
 DISTANCES = ("distance_bias", "distance_vec", "distance_value", "distance_scale")
 """what a position encoding may add to a rule"""
-
-
-class Projected(NamedTuple):
-    """Queries of both inputs, and keys and values for each part. Parts may share them."""
-
-    q_long: Tensor
-    """[B, H, n, D]"""
-    q_global: Tensor
-    """[B, H, m, D]"""
-    l2l: Two
-    """[B, H, n, D] each, as of g2l"""
-    l2g: Two
-    """[B, H, m, D] each, as of g2g"""
-    g2g: Two
-    g2l: Two
-
-
-class Structure(NamedTuple):
-    """How the two inputs hang together."""
-
-    segments: Tensor
-    """[B, n] integers: which global token is the one of this token's segment; −1: none"""
-    long_padding: Tensor | None = None
-    """[B, n] bool, True where there is no token"""
-    global_padding: Tensor | None = None
-    """[B, m] bool"""
 
 
 class GlobalLocal(Attention):
@@ -130,11 +103,11 @@ class GlobalLocal(Attention):
 
     def forward(self, given: Projected, structure: Structure) -> tuple[Attended, Attended]:
         """What the long tokens attend to, out [B, H, n, D] and lse [B, H, n], and the global ones, [B, H, m, ·]."""
-        _check(given, structure)
+        check_inputs(given, structure)
         m = given.q_global.shape[2]
         # A long token stands where its segment's global token does: distance 0 says that the two belong together.
         at, places = structure.segments, torch.arange(m, device=structure.segments.device)
-        no_token, no_global = _hide(structure.long_padding), _hide(structure.global_padding)
+        no_token, no_global = hide(structure.long_padding), hide(structure.global_padding)
         long = merge(
             [
                 self._by_distance(given.q_long, given.l2l, self.l2l, self.radius, no_token),
@@ -184,34 +157,3 @@ class GlobalLocal(Attention):
     def extra_repr(self) -> str:
         hard = ", hard_g2l=True" if self.hard_g2l else ""
         return f"heads={self.heads}, radius={self.radius}, segment={self.segment}, clip={self.clip}{hard}"
-
-
-def _hide(padding: Tensor | None) -> Tensor | None:
-    """[B, 1, T], −inf where there is no token."""
-    if padding is None:
-        return None
-    return torch.zeros(padding.shape, device=padding.device).masked_fill(padding, -math.inf)[:, None]
-
-
-def _check(given: Projected, structure: Structure) -> None:
-    (b, _, n, _), m = given.q_long.shape, given.q_global.shape[2]
-    ids = structure.segments
-    if ids.shape != (b, n) or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(
-            f"segments has shape {list(ids.shape)} and dtype {ids.dtype}; expected [{b}, {n}] integers, the number of "
-            "each token's global token, −1 for none"
-        )
-    for name, padding, length in (
-        ("long_padding", structure.long_padding, n),
-        ("global_padding", structure.global_padding, m),
-    ):
-        if padding is not None and (padding.shape != (b, length) or padding.dtype != torch.bool):
-            raise ValueError(
-                f"{name} has shape {list(padding.shape)} and dtype {padding.dtype}; expected [{b}, {length}] of "
-                "torch.bool, True where there is no token"
-            )
-    if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
-        lowest, highest = (int(i) for i in ids.aminmax())
-        if lowest < -1 or highest >= m:
-            wrong = lowest if lowest < -1 else highest
-            raise ValueError(f"segments holds {wrong}; expected −1 … {m - 1}, as there are {m} global tokens")
