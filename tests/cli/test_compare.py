@@ -54,7 +54,7 @@ def test_kinds_are_trained_once_and_reported_together(tmp_path, capsys):
     out = tmp_path / "out"
     main(["compare", file, "--out", str(out)])
     shown = capsys.readouterr().out
-    assert "1 of 2: window-8\n" in shown and "2 of 2: full\n" in shown and "| run | bits per unit |" in shown
+    assert "1 of 2: window-8\n" in shown and "2 of 2: full\n" in shown and "| run | bits per byte |" in shown
     runs = [read_run(out / name) for name in ("window-8", "full")]
     assert [run.start.config["model"]["attention"]["kind"] for run in runs] == ["window:8", "full"]
     assert runs[0].start.parameters == runs[1].start.parameters

@@ -16,7 +16,7 @@ from spanformer.report import drawing
 from spanformer.report.cost_pictures import cost_picture
 from spanformer.report.dynamic_pictures import dynamic_picture
 from spanformer.report.events import read_run
-from spanformer.report.measures import looks_back, predicted
+from spanformer.report.measures import attention_per_token, looks_back, predicted
 from spanformer.report.run_pictures import loss_picture, run_pictures
 from spanformer.report.span_pictures import heads_picture, history_picture, trend_picture
 
@@ -160,7 +160,7 @@ def test_a_sweep_groups_by_limit_and_kind(tmp_path):
     finals = [compare.quality(run).bits[-1] for run in runs[:2]]
     assert bits.lines[0].get_ydata()[0] == pytest.approx(np.mean(finals))
     assert list(spans.lines[1].get_ydata()) == [128, 512]
-    assert flops.lines[1].get_ydata()[0] == pytest.approx(compare.attention_per_token(runs[4]))
+    assert flops.lines[1].get_ydata()[0] == pytest.approx(attention_per_token(runs[4]))
     assert "full: from a limit of 128 to 512" in picture.sentence
     assert compare.sweep_picture(runs[:2]) is None
 

@@ -24,22 +24,25 @@ MEASURED = (
 
 
 def cost_picture(run: Run) -> Picture | None:
-    """Predicted operations by part above, what was measured below; learned spans beside full attention."""
-    costs = predicted(run)
-    if costs is None:
-        return None
-    measured = latest(run)
+    """Predicted operations by part above, what was measured below, where it is known; learned spans beside full
+    attention."""
+    costs, measured = predicted(run), latest(run)
     panels = [(title, show, measured[key]) for key, title, show in MEASURED if key in measured]
-    figure, axes = subplots(2 if panels else 1, 1, width=11.5, height=5.3 if panels else 3.4)
+    if not run.steps or (costs is None and not panels):
+        return None
+    lines = (costs is not None) + bool(panels)
+    figure, axes = subplots(lines, 1, width=11.5, height=5.3 if lines == 2 else 3.4 if costs else 2.7)
     if panels:
-        below = axes[1, 0].get_subplotspec().subgridspec(1, len(panels), wspace=0.28)
-        axes[1, 0].remove()
+        below = axes[-1, 0].get_subplotspec().subgridspec(1, len(panels), wspace=0.28)
+        axes[-1, 0].remove()
         for at, panel in enumerate(panels):
             _measured(figure.add_subplot(below[at]), *panel)
-    _predicted(axes[0, 0], *costs)
+    note = "Measured: the same batch with either." if panels else "Nothing was measured in this run."
+    if costs is not None:
+        _predicted(axes[0, 0], *costs)
+        told = "Predicted: operations of one training step with its memory filled, a multiply and its add as two."
+        note = f"{told} {note}"
     when = f"after step {run.steps[-1].step:,}"
-    note = "Predicted: operations of one training step with its memory filled, a multiply and its add as two."
-    note += " Measured: the same batch with either." if panels else " Nothing was measured in this run."
     frame(figure, f"What the learned spans cost beside full attention, {when}", f"{note}\n{small_print(run)}")
     return Picture("cost", "Cost beside full attention", _sentence(costs, measured), figure)
 
@@ -108,12 +111,7 @@ def _ratio(learned: float, whole: float) -> str:
     return f"{whole / learned:.3g}× less" if whole >= learned else f"{learned / whole:.3g}× more"
 
 
-def _sentence(costs: tuple[StepCost, StepCost], measured: dict[str, dict[str, float]]) -> str:
-    learned, whole = costs
-    said = (
-        f"By arithmetic attention needs {percent(share(learned.by_span, whole.by_span))} of what full attention would "
-        f"({amount(learned.by_span)}FLOP a step against {amount(whole.by_span)}FLOP)"
-    )
+def _sentence(costs: tuple[StepCost, StepCost] | None, measured: dict[str, dict[str, float]]) -> str:
     words = {
         "flops": "counted operations",
         "attention_seconds": "time in attention",
@@ -121,4 +119,11 @@ def _sentence(costs: tuple[StepCost, StepCost], measured: dict[str, dict[str, fl
         "peak_bytes": "peak memory",
     }
     found = [f"{words[key]} {_ratio(values['learned'], values['full'])}" for key, values in measured.items()]
+    if costs is None:
+        return f"Beside full attention, measured: {', '.join(found)}."
+    learned, whole = costs
+    said = (
+        f"By arithmetic attention needs {percent(share(learned.by_span, whole.by_span))} of what full attention would "
+        f"({amount(learned.by_span)}FLOP a step against {amount(whole.by_span)}FLOP)"
+    )
     return f"{said}; measured: {', '.join(found)}." if found else f"{said}; nothing was measured in this run."
