@@ -89,6 +89,8 @@ def test_heads_that_learn_nothing_are_said_to(tmp_path):
     run = made(tmp_path, "window", kind="full", max_span=64)
     assert heads_picture(run).sentence == "No head learns a span: each looks back 64 tokens."
     assert history_picture(run) is None and trend_picture(run) is None
+    run = made(tmp_path, "both sides", kind="full", max_span=64, objective="encoder")
+    assert heads_picture(run).sentence == "No head learns a span: each looks 64 tokens to either side."
 
 
 def test_history_has_a_row_for_each_head_and_a_column_for_each_step(run):
@@ -123,6 +125,16 @@ def test_cost_without_measurements_is_predicted_alone(run):
     some = dataclasses.replace(run.costs[0], flops={}, peak_bytes={}, attention_seconds={"learned": 3.0, "full": 1.0})
     picture = cost_picture(dataclasses.replace(run, costs=[some]))
     assert len(picture.figure.axes) == 3 and "time in attention 3× more" in picture.sentence
+
+
+def test_cost_that_nobody_predicts_is_measured_alone(tmp_path):
+    run = made(tmp_path, "masked", objective="encoder")
+    picture = cost_picture(run)
+    assert len(picture.figure.axes) == 4 and "What the learned spans cost" in words(picture.figure)[-2]
+    assert picture.sentence.startswith("Beside full attention, measured: counted operations 3.11× less, time of")
+    assert cost_picture(dataclasses.replace(run, costs=[])) is None
+    fixed = cost_picture(made(tmp_path, "fixed", objective="encoder", kind="full"))
+    assert "its own" in words(fixed.figure) and "learned" not in words(fixed.figure)
 
 
 def test_dynamic_spans_stand_over_their_characters(run):
@@ -165,6 +177,14 @@ def test_a_sweep_groups_by_limit_and_kind(tmp_path):
     assert compare.sweep_picture(runs[:2]) is None
 
 
+@pytest.mark.parametrize("cost, said", [(True, "tokens and a step costs 1 times as much."), (False, " tokens.")])
+def test_a_sweep_without_prediction_shows_what_was_counted(tmp_path, cost, said):
+    runs = [made(tmp_path, f"at {limit}", max_span=limit, objective="encoder", cost=cost) for limit in (128, 512)]
+    picture = compare.sweep_picture(runs)
+    assert picture.sentence.endswith(said) and len(picture.figure.axes) == 2 + cost
+    picture.figure.canvas.draw()
+
+
 def test_a_sweep_shows_spans_of_zero(tmp_path):
     runs = [made(tmp_path, f"at {limit}", max_span=limit) for limit in (128, 512)]
     for run in runs:
@@ -190,6 +210,14 @@ def test_logarithmic_axes_have_a_few_numbers(low, high):
     drawing.log_ticks(axis.yaxis, [low, high], lambda value: f"{value:g}")
     ticks = [tick for tick in axis.get_yticks() if low / 1.1 <= tick <= high * 1.1]
     assert 1 <= len(ticks) <= 14
+
+
+def test_numbers_that_read_the_same_stand_once():
+    _, ((axis,),) = drawing.subplots(1, 1, width=3, height=3)
+    axis.set_yscale("log")
+    drawing.log_ticks(axis.yaxis, [218.7, 219.2], lambda value: f"{value:.0f} MB")
+    shown = [label.get_text() for label in axis.get_yticklabels()]
+    assert shown and len(set(shown)) == len(shown)
 
 
 @pytest.mark.parametrize(

@@ -145,8 +145,9 @@ def log_ticks(along, values: list[float], show) -> None:
         ticks = [size * n for n in range(math.floor(low / size), math.ceil(high / size) + 1)]
         ticks = ticks[:: max(1, len(ticks) // 6)]
     kept: list[float] = []
-    for tick in ticks:  # those whose names would touch the one before are left out
-        if low / 1.1 <= tick <= high * 1.1 and (not kept or tick > kept[-1] * (high / low) ** 0.18):
+    for tick in ticks:  # those whose names would touch the one before, or be the same, are left out
+        apart = not kept or (tick > kept[-1] * (high / low) ** 0.18 and show(tick) != show(kept[-1]))
+        if low / 1.1 <= tick <= high * 1.1 and apart:
             kept.append(tick)
     along.set_ticks(kept, [show(tick) for tick in kept])
     along.set_minor_locator(NullLocator())
