@@ -135,6 +135,8 @@ def test_cost_that_nobody_predicts_is_measured_alone(tmp_path):
     assert cost_picture(dataclasses.replace(run, costs=[])) is None
     fixed = cost_picture(made(tmp_path, "fixed", objective="encoder", kind="full"))
     assert "its own" in words(fixed.figure) and "learned" not in words(fixed.figure)
+    alike = dataclasses.replace(run.costs[0], flops={"learned": 1000.0, "full": 1000.1})
+    assert "counted operations the same, time" in cost_picture(dataclasses.replace(run, costs=[alike])).sentence
 
 
 def test_dynamic_spans_stand_over_their_characters(run):

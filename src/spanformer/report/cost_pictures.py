@@ -110,7 +110,8 @@ def _ratio(learned: float, whole: float) -> str:
     """Full attention against learned spans, as one would say it."""
     if learned <= 0 or whole <= 0:
         return "no ratio"
-    return f"{whole / learned:.3g}× less" if whole >= learned else f"{learned / whole:.3g}× more"
+    times = f"{max(whole / learned, learned / whole):.3g}"
+    return "the same" if times == "1" else f"{times}× {'less' if whole > learned else 'more'}"
 
 
 def _sentence(costs: tuple[StepCost, StepCost] | None, measured: dict[str, dict[str, float]]) -> str:
