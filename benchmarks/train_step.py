@@ -170,7 +170,7 @@ def our_steps(p: Profile, checkpointing: bool = False):
 
     from spanformer.model.config import AttentionConfig, EmbeddingConfig, FeedForwardConfig, ModelConfig, PositionConfig
     from spanformer.model.lm import LM
-    from spanformer.train.measure import steady_state, time_step
+    from spanformer.train.measure import in_steady_state, time_step
     from spanformer.train.optim import ClippedAdagrad
 
     lm = LM(ModelConfig(
@@ -195,7 +195,7 @@ def our_steps(p: Profile, checkpointing: bool = False):
         lm.after_step()
 
     def share(x, y) -> float:
-        timed = [time_step(lm, x, y, steady_state(lm, p.batch)) for _ in range(3)]
+        timed = [time_step(lm, in_steady_state(lm, {"x": x, "targets": y})) for _ in range(3)]
         return statistics.median(part / whole for whole, part in timed)
 
     return step, share

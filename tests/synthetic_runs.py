@@ -28,6 +28,7 @@ def events(
     evals: bool = True,
     dynamic: bool = False,
     seed: int = 0,
+    objective: str = "",
 ) -> list[dict]:
     """The rows of a run that went well. floor: the bits it tends to; pace: seconds a step."""
     noise = np.random.default_rng(seed)
@@ -45,6 +46,8 @@ def events(
             "machine": {"cores": 2, "threads": 2, "device": "cpu", "torch": "2.13.0"},
         }
     ]  # fmt: skip
+    if objective:  # older files do not say
+        rows[0]["objective"] = objective
     # An eighth of the heads, more of them higher up, tends to a long span; the rest stays near 0.
     tendency = noise.random((layers, heads)) ** 6 * np.linspace(0.02, 1.0, layers)[:, None] * 0.9 * max_span
     tendency += noise.random((layers, heads)) * 12

@@ -10,7 +10,9 @@ import pytest
 from spanformer.cli.compare import COMPARE, check_alike, parameters, parse
 from spanformer.cli.main import main
 from spanformer.cli.several import train_each
+from spanformer.cost.peak import unsupported
 from spanformer.model.fields import as_dict
+from spanformer.report.compare_table import HEADER
 from spanformer.report.events import read_run
 from tiny_runs import _words, options, values, write_text
 
@@ -54,7 +56,7 @@ def test_kinds_are_trained_once_and_reported_together(tmp_path, capsys):
     out = tmp_path / "out"
     main(["compare", file, "--out", str(out)])
     shown = capsys.readouterr().out
-    assert "1 of 2: window-8\n" in shown and "2 of 2: full\n" in shown and "| run | bits per unit |" in shown
+    assert "1 of 2: window-8\n" in shown and "2 of 2: full\n" in shown and "| run | bits per byte |" in shown
     runs = [read_run(out / name) for name in ("window-8", "full")]
     assert [run.start.config["model"]["attention"]["kind"] for run in runs] == ["window:8", "full"]
     assert runs[0].start.parameters == runs[1].start.parameters
@@ -74,6 +76,20 @@ def test_kinds_are_trained_once_and_reported_together(tmp_path, capsys):
 
     said = refused(capsys, file, "--out", out, "--optim.lr", "0.5")
     assert "window-8 holds a run that was trained with optim.lr = 0.01, and this one has 0.5" in said
+
+
+def test_encoders_are_compared_by_all_they_cost(tmp_path, capsys):
+    changes = {"train.measure": True, "model.kind": "encoder", "train.block": 256, "model.attention.max_span": 256}
+    file = run_file(tmp_path, "masked", changes, 'kinds = ["window:8", "full"]\n')
+    main(["compare", file, "--out", str(tmp_path / "out")])
+    shown = capsys.readouterr().out
+    header = next(line for line in shown.splitlines() if line.startswith("| run")).strip("| ").split(" | ")
+    unknown = {"test bits"} if unsupported() is None else {"test bits", "peak memory"}
+    assert header == ["run", "bits per masked byte", *(name for name in HEADER[2:] if name not in unknown)]
+    full, window = sorted(json.loads((tmp_path / "out" / "compare.json").read_text()), key=lambda row: row["run"])
+    assert window["flops_per_token"] < full["flops_per_token"] and "FLOPs" in {*full["best_by"], *window["best_by"]}
+    assert full["seconds_per_step"] > 0 and window["seconds_per_step"] > 0
+    assert (tmp_path / "out" / "report" / "compare-cost.png").stat().st_size > 1000
 
 
 def test_positions_multiply_and_names_tell_them_apart(tmp_path):

@@ -26,6 +26,22 @@ def test_nats_per_token_become_bits_per_unit(run):
     assert measures.bits_per_unit(run, math.log(2)) == pytest.approx(1.5)
 
 
+def test_bits_of_tokens_that_are_asked_for_are_counted_for_each_of_them(tmp_path):
+    rows = synthetic.events(layers=2, heads=3, steps=2, objective="encoder")
+    masked = read_run(synthetic.write(tmp_path / "bytes", rows))
+    assert masked.start.unit == "masked byte"
+    rows[0]["tokens"] = {"train": 300}  # of several bytes each
+    pieces = read_run(synthetic.write(tmp_path / "pieces", rows))
+    assert pieces.start.unit == "masked token" and measures.bits_per_unit(pieces, math.log(2)) == pytest.approx(1.0)
+
+
+def test_operations_are_counted_for_each_token_of_the_batch_they_were_measured_with(run):
+    assert measures.counted_per_token(run) == 6.1e10 / 2048 and measures.counted_share(run) == 6.1 / 19
+    cost = dataclasses.replace(run.costs[0], tokens=1000)
+    assert measures.counted_per_token(dataclasses.replace(run, costs=[cost])) == 6.1e7
+    assert math.isnan(measures.counted_share(dataclasses.replace(run, costs=[])))
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 59, 60, 121, 200])
 def test_smoothing_is_a_mean_over_equally_many_on_either_side(count):
     values = np.random.default_rng(0).random(count)

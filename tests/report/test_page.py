@@ -124,6 +124,15 @@ def test_without_cost_or_evaluation(tmp_path):
     assert "nothing was measured in this run" in read.text and "never validated" in read.text
 
 
+@pytest.mark.parametrize("objective", ["encoder", "seq2seq"])
+@pytest.mark.parametrize("cost", [True, False])
+def test_models_whose_cost_is_measured_and_not_predicted(tmp_path, objective, cost):
+    read = assert_self_contained(report(tmp_path, synthetic.events(**SMALL, objective=objective, cost=cost)))
+    said = ("FLOPs of a step", "of full attention's, counted", "a step needs 32 % of the FLOPs")
+    assert all((each in read.text) == cost for each in said) and ("cost.png" in names(tmp_path)) == cost
+    assert "predicted" not in read.text.lower() and "cached states" not in read.text.split("Every head")[0]
+
+
 def test_without_steps(tmp_path):
     begun = synthetic.events(**SMALL)[0]
     read = assert_self_contained(report(tmp_path, [begun]))

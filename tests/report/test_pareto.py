@@ -65,10 +65,27 @@ def test_many_runs_get_numbers_and_a_list(tmp_path, named):
 def test_the_table_says_who_is_best_by_what(named):
     header, rows = side_by_side(list(named.values()), list(named))
     found = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
-    assert header == HEADER and all(len(row) == len(header) for row in rows)
+    assert header == ["run", "bits per byte", *HEADER[2:]] and all(len(row) == len(header) for row in rows)
     assert found["learned"]["best by"] == "FLOPs, time, memory" and found["small"]["best by"] == "FLOPs"
     assert found["whole"]["best by"] == NOTHING and found["whole"]["FLOPs, of full"] == "100 %"
     assert found["learned"]["FLOPs, of full"] == "32 %" and found["learned"]["peak memory"] == "381 MiB"
+
+
+@pytest.mark.parametrize("objective, unit", [("encoder", "masked byte"), ("seq2seq", "target byte")])
+def test_other_models_have_the_same_columns(tmp_path, objective, unit):
+    """And old files, which have no costs, those that their rows allow."""
+    runs = [made(tmp_path, name, floor=floor, objective=objective) for name, floor in (("a", 1.5), ("b", 1.7))]
+    header, rows = side_by_side(runs, ["a", "b"])
+    assert header == ["run", f"bits per {unit}", *HEADER[2:]]
+    found = dict(zip(header, rows[0], strict=True))
+    assert found["FLOPs, of full"] == "32 %" and found["best by"] == "FLOPs, time, memory" and rows[1][-1] == NOTHING
+    picture = pareto.pareto_picture(dict(zip("ab", runs, strict=True)))
+    assert picture is not None
+    assert [axis.get_xlabel() for axis in picture.figure.axes] == [pareto.COUNTED[0], pareto.TIME[0], pareto.MEMORY[0]]
+    old = [dataclasses.replace(run, costs=[]) for run in runs]
+    header, rows = side_by_side(old, ["a", "b"])
+    assert not {"FLOPs a token", "FLOPs, of full", "peak memory"} & set(header)
+    assert {"a step", "average span", "longest span", "best by"} <= set(header)
 
 
 def test_markdown_leaves_out_what_no_run_says():

@@ -16,7 +16,7 @@ from spanformer.report import drawing
 from spanformer.report.cost_pictures import cost_picture
 from spanformer.report.dynamic_pictures import dynamic_picture
 from spanformer.report.events import read_run
-from spanformer.report.measures import looks_back, predicted
+from spanformer.report.measures import attention_per_token, looks_back, predicted
 from spanformer.report.run_pictures import loss_picture, run_pictures
 from spanformer.report.span_pictures import heads_picture, history_picture, trend_picture
 
@@ -89,6 +89,8 @@ def test_heads_that_learn_nothing_are_said_to(tmp_path):
     run = made(tmp_path, "window", kind="full", max_span=64)
     assert heads_picture(run).sentence == "No head learns a span: each looks back 64 tokens."
     assert history_picture(run) is None and trend_picture(run) is None
+    run = made(tmp_path, "both sides", kind="full", max_span=64, objective="encoder")
+    assert heads_picture(run).sentence == "No head learns a span: each looks 64 tokens to either side."
 
 
 def test_history_has_a_row_for_each_head_and_a_column_for_each_step(run):
@@ -123,6 +125,18 @@ def test_cost_without_measurements_is_predicted_alone(run):
     some = dataclasses.replace(run.costs[0], flops={}, peak_bytes={}, attention_seconds={"learned": 3.0, "full": 1.0})
     picture = cost_picture(dataclasses.replace(run, costs=[some]))
     assert len(picture.figure.axes) == 3 and "time in attention 3× more" in picture.sentence
+
+
+def test_cost_that_nobody_predicts_is_measured_alone(tmp_path):
+    run = made(tmp_path, "masked", objective="encoder")
+    picture = cost_picture(run)
+    assert len(picture.figure.axes) == 4 and "What the learned spans cost" in words(picture.figure)[-2]
+    assert picture.sentence.startswith("Beside full attention, measured: counted operations 3.11× less, time of")
+    assert cost_picture(dataclasses.replace(run, costs=[])) is None
+    fixed = cost_picture(made(tmp_path, "fixed", objective="encoder", kind="full"))
+    assert "its own" in words(fixed.figure) and "learned" not in words(fixed.figure)
+    alike = dataclasses.replace(run.costs[0], flops={"learned": 1000.0, "full": 1000.1})
+    assert "counted operations the same, time" in cost_picture(dataclasses.replace(run, costs=[alike])).sentence
 
 
 def test_dynamic_spans_stand_over_their_characters(run):
@@ -160,9 +174,17 @@ def test_a_sweep_groups_by_limit_and_kind(tmp_path):
     finals = [compare.quality(run).bits[-1] for run in runs[:2]]
     assert bits.lines[0].get_ydata()[0] == pytest.approx(np.mean(finals))
     assert list(spans.lines[1].get_ydata()) == [128, 512]
-    assert flops.lines[1].get_ydata()[0] == pytest.approx(compare.attention_per_token(runs[4]))
+    assert flops.lines[1].get_ydata()[0] == pytest.approx(attention_per_token(runs[4]))
     assert "full: from a limit of 128 to 512" in picture.sentence
     assert compare.sweep_picture(runs[:2]) is None
+
+
+@pytest.mark.parametrize("cost, said", [(True, "tokens and a step costs 1 times as much."), (False, " tokens.")])
+def test_a_sweep_without_prediction_shows_what_was_counted(tmp_path, cost, said):
+    runs = [made(tmp_path, f"at {limit}", max_span=limit, objective="encoder", cost=cost) for limit in (128, 512)]
+    picture = compare.sweep_picture(runs)
+    assert picture.sentence.endswith(said) and len(picture.figure.axes) == 2 + cost
+    picture.figure.canvas.draw()
 
 
 def test_a_sweep_shows_spans_of_zero(tmp_path):
@@ -190,6 +212,14 @@ def test_logarithmic_axes_have_a_few_numbers(low, high):
     drawing.log_ticks(axis.yaxis, [low, high], lambda value: f"{value:g}")
     ticks = [tick for tick in axis.get_yticks() if low / 1.1 <= tick <= high * 1.1]
     assert 1 <= len(ticks) <= 14
+
+
+def test_numbers_that_read_the_same_stand_once():
+    _, ((axis,),) = drawing.subplots(1, 1, width=3, height=3)
+    axis.set_yscale("log")
+    drawing.log_ticks(axis.yaxis, [218.7, 219.2], lambda value: f"{value:.0f} MB")
+    shown = [label.get_text() for label in axis.get_yticklabels()]
+    assert shown == ["219 MB"] and 218.7 <= axis.get_yticks()[0] <= 219.2
 
 
 @pytest.mark.parametrize(

@@ -125,9 +125,10 @@ def test_segments_are_masked_for_those_that_tell_them_apart(tmp_path: Path) -> N
     segments = torch.arange(16).div(4, rounding_mode="floor")
     hidden = (segments == found["picked"][..., None]).any(1)
     assert torch.equal(found["x"], plain["x"].masked_fill(hidden, 256))
-    train(config)
-    penalties = [row.penalty for row in read_run(tmp_path / "run").steps]
-    assert penalties[0] > 0.25 * math.log(8) / 2  # eight segments are told apart in a batch
+    train(tiny(tmp_path, SENTENCES | {"train.measure": True}))
+    run = read_run(tmp_path / "run")
+    assert run.steps[0].penalty > 0.25 * math.log(8) / 2  # eight segments are told apart in a batch
+    assert run.costs[-1].flops["learned"] > 0
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,8 @@ class Additive(Chunked):
     def content(self) -> tuple[Content, float | None]:
         def scores(q: Tensor, k: Tensor) -> Tensor:
             w, u, v = (t.to(q.dtype) for t in (self.query, self.key, self.vector))
-            return ((q @ w)[:, :, :, None] + (k @ u)[:, :, None]).tanh() @ v
+            inner = ((q @ w)[:, :, :, None] + (k @ u)[:, :, None]).tanh()
+            return (inner @ v[:, None]).squeeze(-1)  # a matrix of one column: PyTorch counts no products by vectors
 
         return scores, 1.0
 

@@ -41,7 +41,7 @@ def eval_pairs(model: Seq2Seq, data: Prepared, config: RunConfig, options: EvalO
     right, how = asked - len(wrong), "the likeliest token each time" if options.beams == 1 else f"{options.beams} beams"
     lines = [
         f"{options.split}: exact match {100 * right / asked:.2f} % ({right:,} of {asked:,} pairs; {how})",
-        _bits(score, data.unit),
+        _bits(score, "target"),
     ]
     lines += [f"wrong: {source} → {found!r}, expected {target!r}" for source, found, target in wrong[:SHOWN]]
     return "\n".join(lines)
@@ -57,8 +57,8 @@ def eval_encoder(model: Encoder, data: Prepared, config: RunConfig, options: Eva
     )  # fmt: skip
     assert score.exact is not None
     right = f"{options.split}: {100 * score.exact:.2f} % of {score.tokens:,} masked tokens right"
-    return f"{right}\n{_bits(score, data.unit)}"
+    return f"{right}\n{_bits(score, 'masked')}"
 
 
-def _bits(score: Score, unit: str) -> str:
-    return f"{score.loss / math.log(2):.4f} bits per {unit}, perplexity {score.perplexity:.2f}"
+def _bits(score: Score, asked: str) -> str:
+    return f"{score.loss / math.log(2):.4f} bits per {asked} token, perplexity {score.perplexity:.2f}"

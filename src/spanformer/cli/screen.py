@@ -14,6 +14,8 @@ from spanformer.train.config import RunConfig
 
 QUIET_SECONDS = 10.0  # between lines where there is no terminal to redraw one on
 UNITS = {"char": "character"}
+ASKED = {"encoder": "masked token", "seq2seq": "target token"}
+"""what bits are of, where a model is asked for certain tokens"""
 
 
 class Screen:
@@ -30,6 +32,7 @@ class Screen:
         self.progress = Progress(*columns, console=self.console, disable=not (self.first and self.console.is_terminal))
         self.task = self.progress.add_task("starting", total=None)
         self.unit, self.said = "token", 0.0
+        self.asked = ASKED.get(config.model.kind)
 
     def __enter__(self) -> Screen:
         self.progress.start()
@@ -75,7 +78,7 @@ class Screen:
         spans = [z for layer in row["spans"] for z in layer if z is not None]
         span = f" · span {sum(spans) / len(spans):.0f} on average, {max(spans):.0f} longest" if spans else ""
         text = (
-            f"step {row['step']:,} · {_number(row['bits'], '.3f')} bits per {self.unit} · "
+            f"step {row['step']:,} · {_number(row['bits'], '.3f')} bits per {self.asked or self.unit} · "
             f"{_number(row['tokens_per_second'], ',.0f')} tokens/s{span}"
         )
         done = self._done(row["step"], row["seconds"])
@@ -87,7 +90,8 @@ class Screen:
 
     def _eval(self, row: dict) -> None:
         exact = f", {100 * row['exact']:.2f} % exactly right" if "exact" in row else ""
-        self._say(f"step {row['step']:,}: {_number(row['bits'], '.3f')} bits per {self.unit}{exact} on {row['split']}")
+        bits = f"{_number(row['bits'], '.3f')} bits per {self.asked or self.unit}"
+        self._say(f"step {row['step']:,}: {bits}{exact} on {row['split']}")
 
     def _note(self, row: dict) -> None:
         self._say(f"note: {row['text']}")

@@ -21,8 +21,8 @@ from spanformer.report.drawing import (
     whole_steps,
 )
 from spanformer.report.events import Run
-from spanformer.report.measures import amount, attention_per_token, lasting, looks_back, quality, tokens
-from spanformer.report.pareto import pareto_picture
+from spanformer.report.measures import amount, lasting, looks_back, quality, tokens
+from spanformer.report.pareto import COUNTED, PREDICTED, Axis, known, pareto_picture
 from spanformer.report.rows import LARGEST
 
 
@@ -71,7 +71,8 @@ def bits_picture(named: dict[str, Run]) -> Picture:
 
 
 def sweep_picture(runs: list[Run]) -> Picture | None:
-    """The paper's Figure 3: quality, average span and attention cost against the span limit, by kind of attention."""
+    """The paper's Figure 3: quality, average span and, where it is known, cost against the span limit, by kind of
+    attention. The cost is predicted for attention; where it cannot be, the whole step's as counted."""
     kinds: dict[str, list[Run]] = {}
     for run in runs:
         if run.steps:
@@ -79,12 +80,13 @@ def sweep_picture(runs: list[Run]) -> Picture | None:
     if len({limit_of(run) for some in kinds.values() for run in some}) < 2:
         return None
     unit = runs[0].start.unit
+    cost = next((axis for axis in (PREDICTED, COUNTED) if known(axis, [run for run in runs if run.steps])), None)
     panels = {
         f"final bits per {unit} (lower is better)": lambda run: float(quality(run).bits[-1]),
         "average span (tokens)": lambda run: float(looks_back(run.steps[-1]).mean()),
-        "attention FLOPs per token, predicted": attention_per_token,
     }
-    figure, axes = subplots(1, 3, width=14.5, height=4.7)
+    panels |= {} if cost is None else {cost[0]: cost[1]}
+    figure, axes = subplots(1, len(panels), width=14.5 / 3 * len(panels), height=4.7)
     for axis, (label, value_of) in zip(axes[0], panels.items(), strict=True):
         axis.ends = []
         for (kind, some), colour in zip(kinds.items(), colours(len(kinds)), strict=True):
@@ -100,27 +102,30 @@ def sweep_picture(runs: list[Run]) -> Picture | None:
     values = [[y for line in axis.lines for y in line.get_ydata()] for axis in axes[0]]
     span_axis(axes[0, 1], max(1.0, *values[1]))  # a span may be 0
     axes[0, 1].set_ylabel("")
-    axes[0, 2].set_yscale("log")
-    log_ticks(axes[0, 2].yaxis, values[2], amount)
+    if cost is not None:
+        axes[0, 2].set_yscale("log")
+        log_ticks(axes[0, 2].yaxis, values[2], amount)
     below = "Where several runs share a limit and a kind, their mean."
     frame(figure, "What a larger span limit brings, and what it costs", below, beside=1.15)
     for axis in axes[0]:
         label_ends(axis, [(axis.get_xlim()[1], *end) for end in axis.ends])
-    return Picture("sweep", "Sweep over the span limit", _sweep_sentence(kinds, unit), figure)
+    return Picture("sweep", "Sweep over the span limit", _sweep_sentence(kinds, unit, cost), figure)
 
 
-def _sweep_sentence(kinds: dict[str, list[Run]], unit: str) -> str:
+def _sweep_sentence(kinds: dict[str, list[Run]], unit: str, cost: Axis | None) -> str:
     said = []
     for kind, some in kinds.items():
         limits, bits = _by_limit(some, lambda run: float(quality(run).bits[-1]))
         _, spans = _by_limit(some, lambda run: float(looks_back(run.steps[-1]).mean()))
-        _, costs = _by_limit(some, attention_per_token)
         if len(limits) > 1:
             said.append(
                 f"{kind}: from a limit of {limits[0]:,.0f} to {limits[-1]:,.0f} bits per {unit} go from {bits[0]:.3f} "
-                f"to {bits[-1]:.3f}, the average span from {tokens(spans[0])} to {tokens(spans[-1])} tokens and "
-                f"attention costs {costs[-1] / costs[0]:.3g} times as much"
+                f"to {bits[-1]:.3f}, the average span from {tokens(spans[0])} to {tokens(spans[-1])} tokens"
             )
+            if cost is not None:
+                _, costs = _by_limit(some, cost[1])
+                what = "attention" if cost == PREDICTED else "a step"
+                said[-1] += f" and {what} costs {costs[-1] / costs[0]:.3g} times as much"
     return "; ".join(said) + "." if said else "Each kind of attention was trained with one limit only."
 
 

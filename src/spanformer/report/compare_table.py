@@ -10,6 +10,7 @@ from spanformer.report.measures import (
     NOTHING,
     amount,
     counted_per_token,
+    counted_share,
     lasting,
     looks_back,
     peak_bytes,
@@ -24,15 +25,18 @@ from spanformer.report.measures import (
 from spanformer.report.measures import evals as evals_of
 from spanformer.report.pareto import fronts
 
-HEADER = ["run", "bits per unit", "test bits", "parameters", "tokens", "time", "a step", "FLOPs a token",
+BITS = "bits per unit"
+HEADER = ["run", BITS, "test bits", "parameters", "tokens", "time", "a step", "FLOPs a token",
           "FLOPs, of full", "peak memory", "average span", "longest span", "best by"]  # fmt: skip
 
 
 def side_by_side(runs: Sequence[Run], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """A header and a row for each run. FLOPs are those of a training step; of full: the same model with full attention.
-    Best by: the costs for which no other run is both better and cheaper."""
-    best = best_by(runs, names)
-    return telling(HEADER, [_row(run, name, best.get(name, [])) for run, name in zip(runs, names, strict=True)])
+    Spans: how far heads look, back or (an encoder's) to either side. Best by: the costs for which no other run is both
+    better and cheaper."""
+    best, units = best_by(runs, names), {run.start.unit for run in runs}
+    header = [f"bits per {next(iter(units))}" if name == BITS and len(units) == 1 else name for name in HEADER]
+    return telling(header, [_row(run, name, best.get(name, [])) for run, name in zip(runs, names, strict=True)])
 
 
 def telling(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
@@ -82,12 +86,12 @@ def _row(run: Run, name: str, best: list[str]) -> list[str]:
     curve, test, costs = quality(run).bits, evals_of(run, "test"), predicted(run)
     row = [name, f"{curve[-1]:.3f}" if len(curve) else NOTHING, f"{test[-1].bits:.3f}" if test else NOTHING,
            amount(run.start.parameters)]  # fmt: skip
-    if costs is None:
+    if not run.steps:
         return [*row, *[NOTHING] * (len(HEADER) - len(row))]
     last, peak = run.steps[-1], peak_bytes(run)
-    looks = looks_back(last)
-    measured = [row.flops for row in run.costs if row.flops]
-    of_full = measured[-1]["learned"] / measured[-1]["full"] if measured else share(costs[0].total, costs[1].total)
+    looks, of_full = looks_back(last), counted_share(run)
+    if math.isnan(of_full) and costs is not None:
+        of_full = share(costs[0].total, costs[1].total)
     row += [amount(last.tokens), lasting(last.seconds), lasting(seconds_per_step(run))]
     row += [amount(counted_per_token(run)), percent(of_full), NOTHING if math.isnan(peak) else size(peak)]
     return [*row, tokens(float(looks.mean())), tokens(float(looks.max())), ", ".join(best) or NOTHING]

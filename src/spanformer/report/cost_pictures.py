@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from spanformer.cost.model import StepCost
 from spanformer.report.drawing import GREEN, GREY, INK, Picture, frame, small_print, subplots
 from spanformer.report.events import Run
@@ -24,23 +26,26 @@ MEASURED = (
 
 
 def cost_picture(run: Run) -> Picture | None:
-    """Predicted operations by part above, what was measured below; learned spans beside full attention."""
-    costs = predicted(run)
-    if costs is None:
-        return None
-    measured = latest(run)
+    """Predicted operations by part above, what was measured below, where it is known; learned spans, or whatever a run
+    has in their place, beside full attention."""
+    costs, measured = predicted(run), latest(run)
     panels = [(title, show, measured[key]) for key, title, show in MEASURED if key in measured]
-    figure, axes = subplots(2 if panels else 1, 1, width=11.5, height=5.3 if panels else 3.4)
+    if not run.steps or (costs is None and not panels):
+        return None
+    lines, learns = (costs is not None) + bool(panels), not np.isnan(run.steps[-1].spans).all()
+    figure, axes = subplots(lines, 1, width=11.5, height=5.3 if lines == 2 else 3.4 if costs else 2.7)
     if panels:
-        below = axes[1, 0].get_subplotspec().subgridspec(1, len(panels), wspace=0.28)
-        axes[1, 0].remove()
+        below = axes[-1, 0].get_subplotspec().subgridspec(1, len(panels), wspace=0.28)
+        axes[-1, 0].remove()
         for at, panel in enumerate(panels):
-            _measured(figure.add_subplot(below[at]), *panel)
-    _predicted(axes[0, 0], *costs)
-    when = f"after step {run.steps[-1].step:,}"
-    note = "Predicted: operations of one training step with its memory filled, a multiply and its add as two."
-    note += " Measured: the same batch with either." if panels else " Nothing was measured in this run."
-    frame(figure, f"What the learned spans cost beside full attention, {when}", f"{note}\n{small_print(run)}")
+            _measured(figure.add_subplot(below[at]), *panel, "learned" if learns else "its own")
+    note = "Measured: the same batch with either." if panels else "Nothing was measured in this run."
+    if costs is not None:
+        _predicted(axes[0, 0], *costs, "learned spans" if learns else "its own")
+        told = "Predicted: operations of one training step with its memory filled, a multiply and its add as two."
+        note = f"{told} {note}"
+    title = f"What {'the learned spans cost' if learns else 'its attention costs'} beside full attention"
+    frame(figure, f"{title}, after step {run.steps[-1].step:,}", f"{note}\n{small_print(run)}")
     return Picture("cost", "Cost beside full attention", _sentence(costs, measured), figure)
 
 
@@ -52,7 +57,7 @@ def latest(run: Run) -> dict[str, dict[str, float]]:
     return found
 
 
-def _predicted(axis, learned: StepCost, whole: StepCost) -> None:
+def _predicted(axis, learned: StepCost, whole: StepCost, name: str) -> None:
     for at, cost in ((1, whole), (0, learned)):
         left = 0.0
         for name, value in cost.parts().items():
@@ -65,7 +70,7 @@ def _predicted(axis, learned: StepCost, whole: StepCost) -> None:
         f"Predicted: attention costs {percent(ratio)} of full attention, the whole step "
         f"{percent(share(learned.total, whole.total))}", loc="left", fontsize=10,
     )  # fmt: skip
-    axis.set_yticks([0, 1], ["learned spans", "full attention"])
+    axis.set_yticks([0, 1], [name, "full attention"])
     axis.set_xlim(0, max(whole.total, learned.total) * 1.14)
     axis.set_xticks([])
     axis.spines[["bottom", "left"]].set_visible(False)
@@ -88,13 +93,13 @@ def _key(axis, names: list[str]) -> None:
                                       bbox_to_anchor=(0, -0.01), bbox_transform=axis.transAxes))  # fmt: skip
 
 
-def _measured(axis, title: str, show, values: dict[str, float]) -> None:
+def _measured(axis, title: str, show, values: dict[str, float], name: str) -> None:
     learned, whole = values["learned"], values["full"]
     for at, value, colour in ((1, whole, GREY), (0, learned, GREEN)):
         axis.barh(at, value, height=0.62, color=colour)
         axis.annotate(show(value), (value, at), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
     axis.set_title(f"{title}\n{_ratio(learned, whole)}", loc="left", fontsize=10, color=INK)
-    axis.set_yticks([0, 1], ["learned", "full"])
+    axis.set_yticks([0, 1], [name, "full"])
     axis.set_xlim(0, max(learned, whole, 1e-12) * 1.5)
     axis.set_xticks([])
     axis.spines[["bottom", "top", "right"]].set_visible(False)
@@ -105,15 +110,11 @@ def _ratio(learned: float, whole: float) -> str:
     """Full attention against learned spans, as one would say it."""
     if learned <= 0 or whole <= 0:
         return "no ratio"
-    return f"{whole / learned:.3g}× less" if whole >= learned else f"{learned / whole:.3g}× more"
+    times = f"{max(whole / learned, learned / whole):.3g}"
+    return "the same" if times == "1" else f"{times}× {'less' if whole > learned else 'more'}"
 
 
-def _sentence(costs: tuple[StepCost, StepCost], measured: dict[str, dict[str, float]]) -> str:
-    learned, whole = costs
-    said = (
-        f"By arithmetic attention needs {percent(share(learned.by_span, whole.by_span))} of what full attention would "
-        f"({amount(learned.by_span)}FLOP a step against {amount(whole.by_span)}FLOP)"
-    )
+def _sentence(costs: tuple[StepCost, StepCost] | None, measured: dict[str, dict[str, float]]) -> str:
     words = {
         "flops": "counted operations",
         "attention_seconds": "time in attention",
@@ -121,4 +122,11 @@ def _sentence(costs: tuple[StepCost, StepCost], measured: dict[str, dict[str, fl
         "peak_bytes": "peak memory",
     }
     found = [f"{words[key]} {_ratio(values['learned'], values['full'])}" for key, values in measured.items()]
+    if costs is None:
+        return f"Beside full attention, measured: {', '.join(found)}."
+    learned, whole = costs
+    said = (
+        f"By arithmetic attention needs {percent(share(learned.by_span, whole.by_span))} of what full attention would "
+        f"({amount(learned.by_span)}FLOP a step against {amount(whole.by_span)}FLOP)"
+    )
     return f"{said}; measured: {', '.join(found)}." if found else f"{said}; nothing was measured in this run."

@@ -145,8 +145,10 @@ def log_ticks(along, values: list[float], show) -> None:
         ticks = [size * n for n in range(math.floor(low / size), math.ceil(high / size) + 1)]
         ticks = ticks[:: max(1, len(ticks) // 6)]
     kept: list[float] = []
-    for tick in ticks:  # those whose names would touch the one before are left out
-        if low / 1.1 <= tick <= high * 1.1 and (not kept or tick > kept[-1] * (high / low) ** 0.18):
+    for tick in (tick for tick in ticks if low / 1.1 <= tick <= high * 1.1):
+        if kept and show(tick) == show(kept[-1]):  # one of a name is enough, rather one that is to be seen
+            kept[-1] = tick if kept[-1] < low else kept[-1]
+        elif not kept or tick > kept[-1] * (high / low) ** 0.18:  # its name does not touch the one before
             kept.append(tick)
     along.set_ticks(kept, [show(tick) for tick in kept])
     along.set_minor_locator(NullLocator())

@@ -10,7 +10,7 @@ import numpy as np
 from spanformer.cost.model import StepCost, full, step_cost
 from spanformer.report.attention import duration
 from spanformer.report.events import Run
-from spanformer.report.rows import Eval, Step
+from spanformer.report.rows import ASKED, Eval, Step
 
 NOTHING = "–"
 
@@ -25,7 +25,10 @@ class Curve:
 
 
 def bits_per_unit(run: Run, loss: float | np.ndarray) -> float | np.ndarray:
-    """Nats per token of the training text as bits per byte, character or word of it."""
+    """Nats per token of the training text as bits per byte, character or word of it; of tokens that are asked for, as
+    bits of each of them."""
+    if run.start.objective in ASKED:
+        return loss / math.log(2)
     tokens, units = run.start.tokens.get("train", 0), run.start.units.get("train", 0)
     return loss / math.log(2) * (tokens / units if tokens and units else 1.0)
 
@@ -118,9 +121,16 @@ def attention_per_token(run: Run) -> float:
 
 
 def counted_per_token(run: Run) -> float:
-    """Operations of a training step that were counted, for each of its tokens; NaN when they were not."""
-    counted = [row.flops["learned"] for row in run.costs if row.flops]
-    return counted[-1] / run.start.shape.tokens if counted else math.nan
+    """Operations of a training step that were counted, for each of its tokens (of pairs, those of the targets); NaN
+    when they were not."""
+    counted = [row.flops["learned"] / (row.tokens or run.start.shape.tokens) for row in run.costs if row.flops]
+    return counted[-1] if counted else math.nan
+
+
+def counted_share(run: Run) -> float:
+    """How much of a step's operations with full attention are left, as counted; NaN when they were not."""
+    counted = [share(row.flops["learned"], row.flops["full"]) for row in run.costs if row.flops]
+    return counted[-1] if counted else math.nan
 
 
 def peak_bytes(run: Run) -> float:

@@ -17,6 +17,7 @@ from spanformer.report.events import Run, read_run
 from spanformer.report.measures import (
     NOTHING,
     amount,
+    counted_share,
     exact,
     lasting,
     looks_back,
@@ -95,7 +96,7 @@ def _headline(run: Run) -> list[tuple[str, str, str]]:
     items = []
     if len(curve):
         remark = f"{'validation' if valid else 'training'}, first and last"
-        remark += f"; perplexity {2 ** min(curve[-1], 64):.4g}" if unit == "word" else ""
+        remark += f"; perplexity {2 ** min(curve[-1], 64):.4g}" if unit.endswith("word") else ""
         items.append((f"bits per {unit}", f"{curve[0]:.3f} → {curve[-1]:.3f}", remark))
     if test:
         items.append((f"test bits per {unit}", f"{test[-1].bits:.3f}", f"at step {test[-1].step:,}"))
@@ -115,7 +116,8 @@ def _headline(run: Run) -> list[tuple[str, str, str]]:
         ("longest span", tokens(float(looks.max())), "tokens"),
     ]
     if costs is None:
-        return items
+        counted = percent(counted_share(run))
+        return items if counted == NOTHING else [*items, ("FLOPs of a step", counted, "of full attention's, counted")]
     learned, whole = costs
     return [
         *items,

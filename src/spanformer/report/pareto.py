@@ -30,12 +30,16 @@ PREDICTED: Axis = ("attention FLOPs per token, predicted", attention_per_token, 
 def cost_axes(named: dict[str, Run]) -> dict[str, dict[str, float]]:
     """What quality can be held against: each kind of cost by run, where at least two runs know it. Operations are
     those that were counted; where some run's were not, the predicted ones of attention."""
-    counted = all(math.isfinite(counted_per_token(run)) for run in named.values())
     found = {}
-    for label, cost_of, _ in (COUNTED if counted else PREDICTED, TIME, MEMORY):
+    for label, cost_of, _ in (COUNTED if known(COUNTED, list(named.values())) else PREDICTED, TIME, MEMORY):
         costs = {name: cost_of(run) for name, run in named.items()}
         found[label] = {name: cost for name, cost in costs.items() if math.isfinite(cost) and cost > 0}
     return {label: costs for label, costs in found.items() if len(costs) > 1}
+
+
+def known(cost: Axis, runs: Sequence[Run]) -> bool:
+    """Whether every run knows this cost."""
+    return all(math.isfinite(cost[1](run)) for run in runs)
 
 
 def fronts(named: dict[str, Run]) -> dict[str, list[str]]:

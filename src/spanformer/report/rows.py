@@ -18,6 +18,8 @@ LARGEST = 2**53  # no run counts farther, and up to here every whole number is a
 UNITS = ("byte", "char", "word")
 SPELT = {"char": "character"}
 """units as people read them"""
+ASKED = {"encoder": "masked", "seq2seq": "target"}
+"""objectives whose bits are those of a token that is asked for, and what such a token is called"""
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,11 @@ class Start:
     config: dict
     parameters: int
     unit: str
+    """what bits are counted for: byte, character, word, masked byte, target token, …"""
     tokens: dict[str, int]
     """of each split"""
     units: dict[str, int]
-    """bytes, characters or words of each split: what bits are counted for"""
+    """bytes, characters or words of each split"""
     shape: Shape
     machine: dict
     objective: str = "lm"
@@ -80,6 +83,8 @@ class Cost:
     step_seconds: dict[str, float] = field(default_factory=dict)
     attention_seconds: dict[str, float] = field(default_factory=dict)
     peak_bytes: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
+    """of the batch; 0: as many as a step has by its shape"""
 
 
 @dataclass(frozen=True)
@@ -217,14 +222,17 @@ def start(line: Line) -> Start:
             f"{line.where}: format is {line.record.get('format')!r}; expected {FORMAT}: "
             "report with the version that trained"
         )
-    unit = line.text("unit")
+    unit, objective = line.text("unit"), line.text("objective", "lm")
+    tokens, units = line.counts("tokens"), line.counts("units")
     if unit not in UNITS:
         raise line.refuse("unit", f"one of {', '.join(UNITS)}")
+    unit = SPELT.get(unit, unit)
+    if objective in ASKED:
+        unit = f"{ASKED[objective]} {unit if tokens.get('train') == units.get('train') else 'token'}"
     return Start(
         version=line.text("version", "unknown"), time=line.number("time", math.nan), run=line.text("run"),
-        config=line.table("config", {}), parameters=line.whole("parameters"), unit=SPELT.get(unit, unit),
-        tokens=line.counts("tokens"), units=line.counts("units"), shape=line.shape("shape"),
-        machine=line.table("machine", {}), objective=line.text("objective", "lm"),
+        config=line.table("config", {}), parameters=line.whole("parameters"), unit=unit, tokens=tokens, units=units,
+        shape=line.shape("shape"), machine=line.table("machine", {}), objective=objective,
     )  # fmt: skip
 
 
@@ -253,7 +261,8 @@ def _eval(line: Line, shape: Shape) -> Eval:
 
 
 def _cost(line: Line, shape: Shape) -> Cost:
-    return Cost(line.whole("step"), *map(line.both, ("flops", "step_seconds", "attention_seconds", "peak_bytes")))
+    measured = map(line.both, ("flops", "step_seconds", "attention_seconds", "peak_bytes"))
+    return Cost(line.whole("step"), *measured, tokens=line.whole("tokens", 0))
 
 
 def _dynamic(line: Line, shape: Shape) -> Dynamic:

@@ -23,6 +23,8 @@ from spanformer.report.events import Run
 from spanformer.report.measures import looks_back, tokens
 
 COLUMNS = 700  # more steps than this are not told apart in the picture
+WHERE = {"lm": (" back", ""), "encoder": ("", " to either side")}
+"""where heads look, before and after a number of tokens; an encoder–decoder's do both"""
 
 
 def heads_picture(run: Run) -> Picture | None:
@@ -49,25 +51,25 @@ def heads_picture(run: Run) -> Picture | None:
     axis.set_axisbelow(True)
     below = "One dot a head: its span. The bar above a dot is the ramp, up to the farthest token the head looks at."
     below += "" if learned.all() else " Hollow: no span is learned."
-    frame(
-        figure, f"How far each head looks back, after step {last.step:,}", f"{below}\n{small_print(run)}", beside=0.95
-    )
+    where = WHERE.get(run.start.objective, ("", ""))
+    title = f"How far each head looks{''.join(where)}, after step {last.step:,}"
+    frame(figure, title, f"{below}\n{small_print(run)}", beside=0.95)
     edge = layers + 0.6
     label_ends(axis, [(edge, means[-1], "mean of layer", RED), (edge, limit, f"limit {limit:,}", GREY)])
-    return Picture(
-        "spans-by-layer", "Spans by layer", _heads_sentence(looks, limit, learned=bool(learned.any())), figure
-    )
+    sentence = _heads_sentence(looks, limit, where, learned=bool(learned.any()))
+    return Picture("spans-by-layer", "Spans by layer", sentence, figure)
 
 
-def _heads_sentence(looks: np.ndarray, limit: int, *, learned: bool) -> str:
+def _heads_sentence(looks: np.ndarray, limit: int, where: tuple[str, str], *, learned: bool) -> str:
+    back, sides = where
     if not learned:
         few, many = tokens(looks.min()), tokens(looks.max())
-        return f"No head learns a span: each looks back {few if few == many else f'{few} to {many}'} tokens."
+        return f"No head learns a span: each looks{back} {few if few == many else f'{few} to {many}'} tokens{sides}."
     longest = np.unravel_index(looks.argmax(), looks.shape)
     short = int((looks <= limit / 16).sum())
     return (
-        f"{short} of {looks.size} heads look back no more than a sixteenth of the limit of {limit:,} tokens; the "
-        f"farthest is head {longest[1] + 1} of layer {longest[0] + 1} with {tokens(looks.max())} tokens, "
+        f"{short} of {looks.size} heads look{back} no more than a sixteenth of the limit of {limit:,} tokens{sides}; "
+        f"the farthest is head {longest[1] + 1} of layer {longest[0] + 1} with {tokens(looks.max())} tokens, "
         f"the average {tokens(looks.mean())}."
     )
 

@@ -12,6 +12,7 @@ from spanformer.report.events import Run
 from spanformer.report.measures import (
     amount,
     bits_per_unit,
+    counted_share,
     evals,
     exact,
     lasting,
@@ -107,4 +108,6 @@ def summary(run: Run) -> str:
     costs = predicted(run)
     if costs is not None:
         said[-1] += f"; attention needs {percent(share(costs[0].by_span, costs[1].by_span))} of full attention's FLOPs"
+    elif math.isfinite(counted := counted_share(run)):
+        said[-1] += f"; a step needs {percent(counted)} of the FLOPs that it would with full attention"
     return " ".join(said) + "."

@@ -67,7 +67,7 @@ class TrainConfig:
     tensorboard: Literal["auto", "on", "off"] = "auto"
     """write TensorBoard files beside events.jsonl; auto: if the package is there"""
     measure: bool = True
-    """of a language model: at the end, measure what a step costs with the learned spans and with full attention"""
+    """at the end, measure what a step costs with the model's attention and with full attention in its place"""
 
     def __post_init__(self) -> None:
         for name in ("batch", "block", "micro", "steps", "keep", "log_every", "max_skips"):

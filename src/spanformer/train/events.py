@@ -8,7 +8,8 @@ Every row has `event` and `time` (seconds since 1970). A number that is not fini
     step        after some optimiser steps: step, loss (nats), bits, penalty, lr, grad_norm, span_average, span_longest,
                 spans (by layer and head), tokens, tokens_per_second
     eval        an evaluation: step, split, loss, bits, and exact where there is something to be exactly right
-    cost        step, and predicted and measured cost
+    cost        step, the tokens of a batch, and what a step with it costs, with the model's attention ("learned") and
+                with full attention ("full"): flops, step_seconds, attention_seconds, peak_bytes
     dynamic     a text, and how far each head looked back at each of its characters: text, spans, names
     note        something worth a sentence: text
     skip        a step that was left out because its loss or gradient was not finite: step, reason

@@ -240,10 +240,11 @@ class Run:
     def _log_step(self, grad_norm: float) -> None:
         p, spans = self.progress, self._flat_spans()
         split = self.data.splits["train"]
+        tokens_per_unit = split.tokens / split.units if self.config.model.kind == "lm" else 1.0  # others ask for tokens
         row = p.row() | {
             "lr": self.optimizer.param_groups[0]["lr"],
             "grad_norm": grad_norm,
-            "bits": p.mean_loss * split.tokens / split.units / math.log(2),
+            "bits": p.mean_loss * tokens_per_unit / math.log(2),
             "span_average": sum(spans) / len(spans) if spans else None,
             "span_longest": max(spans, default=None),
             "spans": self.model.spans(),
@@ -286,20 +287,20 @@ class Run:
         return Result(self.out, reason, p.step, p.latest, number)
 
     def _look(self) -> None:
-        """What a step of a language model costs, and how its dynamic spans move."""
+        """What a step costs, and how a language model's dynamic spans move."""
         t, objective = self.config.train, self.objective
+        if t.measure and self.world.device.type == "cpu":
+            self._measure(objective.draw())
         if not isinstance(self.model, LM) or not isinstance(objective, NextToken):
             return
-        if t.measure and self.world.device.type == "cpu":
-            self._measure(self.model, objective.draw())
         found = dynamic_event(self.model, objective.valid_ids[: 4 * t.block], self.data.vocab)
         if found is not None:
             self.tell("dynamic", found)
 
-    def _measure(self, model: LM, drawn: Drawn) -> None:
-        x, y = drawn.arguments["x"], drawn.arguments["targets"]
+    def _measure(self, drawn: Drawn) -> None:
         try:
-            self.tell("cost", measure_cost(model, x, y, dtype=self.config.train.dtype))
+            found = measure_cost(self.model, drawn.arguments, dtype=self.config.train.dtype)
+            self.tell("cost", found | {"tokens": drawn.tokens})
         except (RuntimeError, MemoryError) as error:  # full attention may want more memory than there is
             self.tell("note", {"text": f"what a step costs could not be measured: {error}"})
 
