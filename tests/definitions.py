@@ -29,7 +29,7 @@ DEFINITIONS = {
     "full": lambda n, i, j: True,
     "forgetting": lambda n, i, j: True,
     "additive": lambda n, i, j: True,
-    "chunked": lambda n, i, j, c: True,
+    "chunked": lambda n, i, j, c, k: True,
     "window": lambda n, i, j, w: abs(i - j) < w,
     "adaptive_span": lambda n, i, j, z, r: (r + z - abs(i - j)) / r > 0,
     "dynamic_span": lambda n, i, j, z, r, most: (r + z - abs(i - j)) / r > 0,
@@ -70,7 +70,7 @@ NUMBERS = {
     "sink_window": [(3, 2)],
     "sink_span": [(2, 3, 4), (0, 1, 2)],
     "blockwise": [(1, 50, 0), (2, 4, 1), (3, 3, 1), (4, 5, 0), (4, 2, 2), (5, 1, 7)],
-    "chunked": [(4,)],
+    "chunked": [(4, 8)],
 }
 
 

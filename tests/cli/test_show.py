@@ -12,6 +12,7 @@ from spanformer.cli.main import main
 from spanformer.cli.show import facts, visible
 from spanformer.cost.mechanisms import MECHANISMS, Sizes, attention_cost
 from spanformer.model.kinds import KINDS
+from spanformer.report.measures import amount
 from spanformer.report.pattern_pictures import pattern_picture
 
 PATTERNS = importlib.util.find_spec("spanformer.attention.pattern") is not None
@@ -91,6 +92,22 @@ def test_facts_are_counted():
     blocks = defined("image_1d", 9, 3, 0)[None]
     assert "never connected" in facts(blocks, causal=True, dim=1)[2]
     assert "after 4 layers" in facts(defined("window", 9, 3)[None], causal=True, dim=1)[2]
+
+
+@pytest.mark.parametrize("kind, beside", [
+    ("additive", 2 * 10 * 45 + 4 * 9 * 10 * 10), ("general", 2 * 9 * 10 * 10), ("bilinear", 2 * 9 * 10 * 10),
+    ("dynamic_span", 2 * 9 * 10), ("longformer:4:1", 3 * 2 * 10 * 10), ("longformer:4", 0), ("window", 0), ("", 0),
+    ("1 general", 2 * 9 * 10 * 10), ("Window(3) | Global([0])", 0), ("1 Window(3)", 0),
+])  # fmt: skip
+def test_a_kind_is_told_by_its_own_operations(kind, beside):
+    """9 tokens and a head of 10: full attention has 45 pairs."""
+    cost = facts(defined("full", 9)[None], causal=True, dim=10, kind=kind)[1]
+    assert cost == f"{amount(4 * 10 * 45 + beside)} FLOPs forward in a head of 10; full attention takes 1,800."
+
+
+def test_a_mixture_is_told_by_its_pairs():
+    seen = np.stack([defined("window", 9, 3), defined("full", 9)])
+    assert facts(seen, causal=True, dim=10, kind="1 window:3 + 1 general") == facts(seen, causal=True, dim=10)
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from definitions import sees
 from spanformer import Rule, attend
-from spanformer.attention import ATTENTIONS, View
+from spanformer.attention import ATTENTIONS, Additive, Chunked, Full, View
 from spanformer.cost import pairs
+from spanformer.cost.activations import TILE
 from spanformer.cost.mechanisms import MECHANISMS, Sizes, attention_cost, find
 from spanformer.cost.published import LENGTHS, flops_figures, memory_figures
 from spanformer.model.config import AttentionConfig, ModelConfig, PositionConfig
@@ -46,6 +56,10 @@ def test_operations_equal_counted_products(kind, causal):
             seen = [j for j in range(n) if sees(name, causal)(n, i, j, *map(int, numbers))]
             weights = (q[:, i : i + 1] @ k[:, seen].transpose(1, 2)).softmax(-1)
             weights @ v[:, seen]
+        if name == "longformer":  # global queries, and all that they look at, have projections of their own
+            dim, seen = heads * d, int(numbers[1]) if causal else n
+            torch.mm(torch.randn(int(numbers[1]), dim), torch.randn(dim, dim))
+            torch.mm(torch.randn(seen, dim), torch.randn(dim, 2 * dim))
 
     assert attention_cost(kind, Sizes(n, heads, d, causal=causal)).flops == counted(run)
 
@@ -84,6 +98,76 @@ def test_operations_of_blocks_in_both_directions(kind, mechanism):
     assert close(cost.flops_backward, counted(lambda: found[0].sum().backward()))
 
 
+BANDED = {
+    "full": ("Full(2)", 1.07), "window:256": ("Window(2, 256)", 1.26), "strided:64": ("StridedSparse(2, 64)", 2.02),
+    "fixed:64:8": ("FixedSparse(2, 64, 8)", 1.12), "fixed_heads:64:8": ("FixedSparse(2, 64, 8, use='heads')", 1.15),
+    "big_bird:64:3:2:3": ("BigBird(2, 64)", 1.58),
+    "longformer:256:16:1": ("Longformer(32, 2, 256, positions=range(16))", 1.25),
+}  # fmt: skip
+"""the mechanism, and how many times the least the blockwise backend runs at 4,096 tokens, causal, as measured"""
+
+
+@pytest.mark.parametrize("kind", BANDED)
+def test_causal_patterns_overhang_no_more_than_they_did(kind):
+    n, d, (mechanism, most) = 4096, 16, BANDED[kind]
+    q, k, v = leaves(1, 2, 2, n, d)
+    made, found = eval(mechanism, dict(ATTENTIONS_BY_CLASS)), []
+    made.backend, view = "banded", View(x=torch.randn(1, n, 2 * d), start=0, length=n)
+    cost, rule = attention_cost(kind, Sizes(n, 2, d)), made.rule(view)
+    forward = counted(lambda: found.append(made.mix(q, k, v, rule, view).out))
+    assert cost.flops <= forward <= most * cost.flops
+    backward = counted(lambda: found[0].sum().backward())
+    assert cost.flops_backward * 0.99 <= backward <= most * cost.flops_backward  # no gradient into a text's states
+
+
+@pytest.mark.parametrize("kind, mechanism", [
+    ("dynamic_span", "DynamicSpan(32, 2, 60)"), ("expire_span", "ExpireSpan(32, 2, 60)"),
+    ("forgetting", "Forgetting(32, 2, 60)"), ("general", "General(Full(2), 16)"), ("bilinear", "Bilinear(Full(2), 16)"),
+    ("window", "Window(2, 9)"), ("dot", "Dot(Full(2))"),
+])  # fmt: skip
+def test_products_beside_those_of_pairs_are_counted(kind, mechanism):
+    """Gates and maps, forward and backward."""
+    n, d, made, found = 50, 16, eval(mechanism, dict(ATTENTIONS_BY_CLASS)), []
+    q, x = torch.randn(3, 2, n, d, requires_grad=True), torch.randn(3, n, 2 * d, requires_grad=True)
+    view = View(x=x, start=0, length=n)
+
+    def beside() -> None:
+        rule = made.rule(view)
+        terms = [rule.span, rule.key_span, rule.forget, made.map_queries(q)]
+        found.extend(t.sum() for t in terms if t is not None)
+
+    cost = attention_cost(kind, Sizes(n, 2, d, batch=3))
+    assert cost.pairs is not None
+    of_pairs = 4 * d * 2 * 3 * cost.pairs
+    assert cost.flops - of_pairs == counted(beside)
+    assert cost.flops_backward - 2.5 * of_pairs == counted(lambda: torch.stack(found).sum().backward())
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_operations_of_additive_scores(kv_heads):
+    """Products as PyTorch counts them; a sum, a tanh or its slope of each pair and inner number as one."""
+    n, h, d = 24, 4, 8
+    q, k, v = leaves(1, h, kv_heads, n, d)
+    w, u, vector = (torch.randn(*shape, requires_grad=True) for shape in ((d, d), (d, d), (d, 1)))
+    found: list[torch.Tensor] = []
+
+    def pairs_of(a, b, v):
+        return ((a[:, :, :, None] + b[:, :, None]).tanh() @ vector)[..., 0].softmax(-1) @ v
+
+    def forward() -> None:
+        a, b = q @ w, k @ u
+        b, values = (t.repeat_interleave(h // kv_heads, 1) for t in (b, v))
+        found.append(checkpoint(pairs_of, a, b, values, use_reentrant=False))  # scores are computed again, as by ours
+
+    cost, inner = attention_cost("additive", Sizes(n, h, d, kv_heads, causal=False)), h * n * n * d
+    assert cost.flops == counted(forward) + 2 * inner  # W·q + U·k, tanh
+    with Made() as made:
+        forward()
+    assert made.operations["add"] == made.operations["tanh"] == inner
+    # once more both, the slope, and sums over keys and over queries
+    assert cost.flops_backward == counted(lambda: found[0].sum().backward()) + 5 * inner
+
+
 def test_operations_of_linear_and_low_rank_attention():
     n, h, d, f = 40, 3, 8, 6
     q, k, v, phi = torch.randn(h, n, d), torch.randn(h, n, d), torch.randn(h, n, d), torch.randn(2, h, n, f)
@@ -97,56 +181,156 @@ def test_operations_of_linear_and_low_rank_attention():
     assert attention_cost(f"low_rank:{f}", sizes).flops == counted(low_rank)
 
 
-def held_bytes(run) -> int:
-    """Bytes of all that autograd keeps of what is run."""
-    held: dict[int, int] = {}
+class Made(TorchDispatchMode):
+    """All memory that is taken while it is on: which of it is still there, and the largest piece."""
 
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        held[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
+    def __init__(self) -> None:
+        super().__init__()
+        self.pieces: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.operations: dict[str, int] = {}
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        run()
-    return sum(held.values())
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        for t in tree_leaves((args, kwargs)):
+            self._note(t, 0)  # it was there before
+        found = func(*args, **(kwargs or {}))
+        for t in tree_leaves(found):
+            self._note(t, None)
+            if isinstance(t, torch.Tensor):
+                self.operations[func._opname] = self.operations.get(func._opname, 0) + t.numel()
+        return found
+
+    def _note(self, t: object, size: int | None) -> None:
+        if isinstance(t, torch.Tensor):
+            storage = t.untyped_storage()
+            known = self.pieces.get(storage._cdata)
+            if known is None or known[0].expired():
+                self.pieces[storage._cdata] = StorageWeakRef(storage), storage.nbytes() if size is None else size
+
+    def alive(self) -> int:
+        gc.collect()
+        return sum(size for piece, size in self.pieces.values() if not piece.expired())
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_activations_are_what_the_kernel_and_a_dense_implementation_keep(kv_heads):
-    pytest.importorskip("spanformer.ops.native")
+def kept_bytes(make: Callable[[], torch.Tensor]) -> int:
+    """Bytes of all that is made and that the gradient of the outcome still needs."""
+    with Made() as made:
+        node = make().grad_fn
+        return made.alive() if node is not None else 0
+
+
+def leaves(batch: int, heads: int, kv_heads: int, n: int, d: int, keys: int | None = None) -> list[torch.Tensor]:
+    shapes = [(batch, heads, n, d), *[(batch, kv_heads, keys or n, d)] * 2]
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def test_activations_of_a_dense_implementation():
     n, d = 200, 16
-    q = torch.randn(2, 4, n, d, requires_grad=True)
-    k, v = (torch.randn(2, kv_heads, n, d, requires_grad=True) for _ in range(2))
-    sizes, rule, made = Sizes(n, 4, d, kv_heads=kv_heads, batch=2), Rule(4, reach=30), []
-    cost = attention_cost("window:30", sizes)
-    ours = held_bytes(lambda: made.append(attend(q, k, v, rule, backend="native").out))
-    assert close(cost.activation_bytes, ours)
-    if kv_heads == 4:
-        dense = held_bytes(lambda: made.append(torch.softmax(q / 4 @ k.transpose(2, 3), -1) @ v))
-        assert close(cost.dense_activation_bytes, dense)
-        assert sizes.dense_bytes == made[-1].numel() * 4 // d * n
+    given, sizes = leaves(2, 4, 4, n, d), Sizes(n, 4, d, batch=2)
+
+    def dense() -> torch.Tensor:
+        q, k, v = (t + 0 for t in given)
+        return torch.softmax(q / 4 @ k.transpose(2, 3), -1) @ v
+
+    assert close(attention_cost("window:30", sizes).dense_activation_bytes, kept_bytes(dense))
+    assert sizes.dense_bytes == 2 * 4 * n * n * 4
 
 
+KEPT = {
+    "full": "Full(4, causal=c)", "window:30": "Window(4, 30, causal=c)",
+    "adaptive_span:30:8": "AdaptiveSpan(4, 60, ramp=8, init=0.5, causal=c)",
+    "dynamic_span:30:8": "DynamicSpan(64, 4, 60, ramp=8, init=0.0, causal=c)",
+    "expire_span:30:8": "ExpireSpan(64, 4, 60, ramp=8, init=0.0, causal=c)", "forgetting": "Forgetting(64, 4, 9999)",
+    "sink_window:30:0": "Sinks(Window(4, 30, causal=c))",
+    "sink_window:30:4": "Sinks(Window(4, 30, causal=c), kept=4)",
+    "sink_span:4:30:8": "Sinks(AdaptiveSpan(4, 60, ramp=8, init=0.5, causal=c), kept=4)",
+    "dilated:9:4": "DilatedWindow(4, 9, 4, causal=c)", "strided:16": "StridedSparse(4, 16, causal=c)",
+    "strided:70": "StridedSparse(4, 70, causal=c)",
+    "strided_heads:16": "StridedSparse(4, 16, use='heads', causal=c)",
+    "fixed:16:4": "FixedSparse(4, 16, 4, causal=c)", "fixed_heads:16:4": "FixedSparse(4, 16, 4, use='heads', causal=c)",
+    "image_1d:16:16": "ImageLocal1D(4, 16, 16, causal=c)",
+    "image_2d:16:4:4:4:4": "ImageLocal2D(4, 16, (4, 4), (4, 4), causal=c)",
+    "blockwise:4:50": "Blockwise(4, 4, size=50, causal=c)",
+    "big_bird:16:3:1:2": "BigBird(4, 16, tokens=1, random=2, causal=c)",
+    "longformer:30:0:2": "Longformer(64, 4, 30, dilation=2, causal=c, kv_heads=g)",
+    "longformer:30:8:1": "Longformer(64, 4, 30, positions=range(8), causal=c, kv_heads=g)",
+    "longformer:30:64:1": "Longformer(64, 4, 30, positions=range(64), causal=c, kv_heads=g)",
+    "longformer:30:8:2": "Longformer(64, 4, 30, positions=range(8), dilation=2, causal=c, kv_heads=g)",
+    "chunked": "Chunked(Full(4, causal=c))", "chunked:50:90": "Chunked(Full(4, causal=c), queries=50, keys=90)",
+    "dot": "Dot(Full(4, causal=c))", "general": "General(Full(4, causal=c), 16)",
+    "bilinear": "Bilinear(Full(4, causal=c), 16)", "additive": "Additive(Full(4, causal=c), 16)",
+    "cross:300": "Cross(4)", "etc:32:16": "GlobalLocal(4, 16, 32, segment=16)",
+    "etc:4:30:12:1": "GlobalLocal(4, 16, 4, segment=30, hard_g2l=True)",
+    "etc_apart:4:30": "GlobalLocal(4, 16, 4, segment=30, apart=True)",
+}  # fmt: skip
+"""a kind with its numbers, and the same for 4 heads of 16; c: causal, g: key/value heads"""
+
+
+def test_every_kind_is_held_to_what_it_keeps():
+    assert {kind.split(":")[0] for kind in KEPT} == set(KINDS) | {"cross"}
+    tile = [inspect.signature(Additive).parameters[name].default for name in ("queries", "keys")]
+    assert tuple(tile) == TILE and list(MECHANISMS["chunked"].numbers.values()) == [
+        inspect.signature(Chunked).parameters[name].default for name in ("queries", "keys")
+    ]
+
+
+@pytest.mark.parametrize("batch, kv_heads, n", [(1, 4, 800), (2, 2, 801)])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("kind, mechanism", [
-    ("full", "Full(2, causal=c)"), ("window:30", "Window(2, 30, causal=c)"),
-    ("adaptive_span:30:8", "AdaptiveSpan(2, 60, ramp=8, init=0.5, causal=c)"),
-    ("sinks:30:0", "Sinks(Window(2, 30, causal=c))"), ("sinks:30:4", "Sinks(Window(2, 30, causal=c), kept=4)"),
-    ("dilated:9:4", "DilatedWindow(2, 9, 4, causal=c)"), ("strided:16", "StridedSparse(2, 16, causal=c)"),
-    ("strided_heads:16", "StridedSparse(2, 16, use='heads', causal=c)"),
-    ("fixed:16:4", "FixedSparse(2, 16, 4, causal=c)"), ("image_1d:16:16", "ImageLocal1D(2, 16, 16, causal=c)"),
-    ("image_2d:16:4:4:4:4", "ImageLocal2D(2, 16, (4, 4), (4, 4), causal=c)"),
-    ("blockwise:4:50", "Blockwise(2, 4, size=50, causal=c)"),
-    ("big_bird:16:3:1:2", "BigBird(2, 16, tokens=1, random=2, causal=c)"), ("dot", "Dot(Full(2, causal=c))"),
-    ("general", "General(Full(2, causal=c), 64)"), ("bilinear", "Bilinear(Full(2, causal=c), 64)"),
-])  # fmt: skip
-def test_activations_of_every_mechanism_that_is_one_softmax_over_pairs(kind, mechanism, causal):
+@pytest.mark.parametrize("kind", KEPT)
+def test_activations_are_what_autograd_keeps(kind, causal, batch, kv_heads, n):
     pytest.importorskip("spanformer.ops.native")
-    n, d = 800, 64
-    q, k, v = (torch.randn(1, 2, n, d, requires_grad=True) for _ in range(3))
-    made = eval(mechanism, ATTENTIONS_BY_CLASS | {"c": causal})
-    made.backend, view, found = "native", View(start=0, length=n), []
-    ours = held_bytes(lambda: found.append(made.mix(made.map_queries(q), k, v, made.rule(view), view).out))
-    assert close(attention_cost(kind, Sizes(n, 2, d, causal=causal)).activation_bytes, ours)
+    if kind == "forgetting" and not causal:
+        pytest.skip("it looks back only")
+    if kind.startswith("etc"):
+        if causal:
+            pytest.skip("it reads a text whole")
+        kv_heads = 4
+    made = eval(KEPT[kind], ATTENTIONS_BY_CLASS | {"c": causal, "g": kv_heads})
+    made.backend = "native"
+    d, at = 16, torch.arange(n).expand(batch, n)
+    above = -(-n // made.segment) if kind.startswith("etc") else 0  # global tokens
+    keys = 300 if kind.startswith("cross") else n + above
+    given, hidden = leaves(batch, 4, kv_heads, n + above, d, keys), torch.randn(batch, n + above, 4 * d)
+    view = View() if kind.startswith("cross") else View(x=hidden, start=0, length=n + above)
+    view = replace(view, segments=at // made.segment) if above else view
+    made.rule(view)  # patterns are remembered
+
+    def mix() -> torch.Tensor:
+        q, k, v = (t + 0 for t in given)
+        return made.mix(made.map_queries(q), k, v, made.rule(view), view).out
+
+    predicted = attention_cost(kind, Sizes(n, 4, d, kv_heads, batch, causal=causal)).activation_bytes
+    assert predicted is not None and close(predicted, kept_bytes(mix))
+
+
+def test_layers_and_texts_multiply_what_is_kept():
+    for kind in MECHANISMS:
+        one, more = (attention_cost(kind, Sizes(128, 2, 4, batch=2, layers=layers)) for layers in (1, 3))
+        assert (one.activation_bytes is None) == (kind in ("linear", "low_rank"))  # none of ours
+        assert one.activation_bytes is None or more.activation_bytes == 3 * one.activation_bytes
+
+
+def test_activations_in_16_bits():
+    """Numbers of a query stay float32."""
+    pytest.importorskip("spanformer.ops.native")
+    given, rule = [t.detach().bfloat16().requires_grad_() for t in leaves(1, 4, 4, 800, 16)], Rule(4, reach=30, kept=4)
+
+    def run() -> torch.Tensor:
+        q, k, v = (t + 0 for t in given)
+        return attend(q, k, v, rule, backend="native").out
+
+    predicted = attention_cost("sink_window:30:4", Sizes(800, 4, 16, item=2)).activation_bytes
+    assert predicted is not None and abs(predicted / kept_bytes(run) - 1) < 0.1  # positions are 64 bits each
+
+
+def test_a_chunk_is_the_largest_that_is_held():
+    n, d, batch, heads = 700, 8, 2, 3
+    chunked = Chunked(Full(heads), queries=64, keys=100)
+    q, k, v = torch.randn(3, batch, heads, n, d)
+    view = View(start=0, length=n)
+    with Made() as made:
+        chunked.mix(q, k, v, chunked.rule(view), view)
+    cost = attention_cost("chunked:64:100", Sizes(n, heads, d, batch=batch))
+    assert cost.weight_bytes == max(size for _, size in made.pieces.values()) == batch * heads * 64 * 100 * 4
 
 
 CACHED = {

@@ -61,6 +61,8 @@ class Chunked(Around):
         return Attended(*(torch.cat(each, 1) for each in zip(*found, strict=True)))
 
     def _run(self, call: Call, content: Content) -> Attended:
+        q_positions, k_positions = call.positions()  # once: each chunk would keep the whole text's
+        call = replace(call, q_positions=q_positions, k_positions=k_positions)
         chunks = [self._queries(call, start, content) for start in range(0, max(call.q.shape[2], 1), self.queries)]
         return Attended(*(torch.cat(each, 2) for each in zip(*chunks, strict=True)))
 
@@ -75,7 +77,8 @@ class Chunked(Around):
                 part = replace(part, rule=replace(part.rule, sinks=None))  # one of the chunks has the learned sink
             if part.seed is not None:  # which weights are dropped depends on their numbers within a chunk
                 part = replace(part, seed=part.seed + (start << 20) + 2 * number)
-            more = checkpoint(attend_reference, part, content, use_reentrant=False)
+            # nothing is drawn in it: dropout has a seed
+            more = checkpoint(attend_reference, part, content, use_reentrant=False, preserve_rng_state=False)
             assert isinstance(more, Attended)
             found = more if found is None else merge([found, more])
         assert found is not None

@@ -92,7 +92,7 @@ class GlobalLocal(Attention):
     def _apart(self, given: Projected, view: View) -> Projected:
         """The same with projections of its own."""
         x, m = key_states(view, self.heads * given.q_long.shape[3]), given.q_global.shape[2]
-        of = {"g": x[:, :m], "l": x[:, m:]}
+        of = {"g": x[:, :m].contiguous(), "l": x[:, m:].contiguous()}  # one copy, not one for each product
 
         def made(name: str, stream: str) -> Tensor:
             t = self.own[name](of[stream])

@@ -67,7 +67,8 @@ class CostOptions:
             heads=self.heads,
             head_dim=self.dim // self.heads,
             kv_heads=self.kv_heads,
-            batch=self.batch * self.layers,  # layers cost what texts do
+            batch=self.batch,
+            layers=self.layers,
             item=ITEMS[self.dtype],
             causal=self.causal,
         )
@@ -86,10 +87,11 @@ def run(options: CostOptions) -> None:
         _show_published(console, figures)
         return
     console.print(_table(options, sizes, costs, wide=console.width >= WIDE))
-    projections = 4 * sizes.batch * options.length * options.dim * (options.dim + sizes.groups * sizes.head_dim)
+    projections = 4 * sizes.times * options.length * options.dim * (options.dim + sizes.groups * sizes.head_dim)
     kept = attention_cost("full", sizes)
+    assert kept.activation_bytes is not None
     said = (
-        f"FLOPs are forward; a backward pass takes 2.5 times as many, and the projections around attention "
+        f"FLOPs are forward; a backward pass takes about 2.5 times as many, and the projections around attention "
         f"{amount(projections)} forward, whatever the mechanism. Weights: one for each pair that is seen. Our kernel "
         f"stores none but {decimal(sizes.kept_bytes)}, one number a query; a dense mask takes "
         f"{decimal(sizes.dense_bytes)}. For the backward pass it keeps q, k, v, the output and that number, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from spanformer.model.lm import LM
 
 LONGEST = 1024
+PATTERN = re.compile(r"\s*\(*[A-Z]")  # how one begins; kinds have small letters
 WIDE = 160  # tokens: more do not fit beside each other on a terminal
 
 
@@ -63,7 +65,7 @@ def run(options: ShowOptions) -> None:
     if options.length <= WIDE:
         pictures = {title if len(by_title) > 1 else "": half_blocks(matrix) for title, matrix in by_title.items()}
         print(beside(pictures, shutil.get_terminal_size().columns))
-    sentences = facts(seen, causal=options.causal, dim=options.dim)
+    sentences = facts(seen, causal=options.causal, dim=options.dim, kind=options.pattern)
     print("\n".join(sentences))
     name = re.sub(r"[^A-Za-z0-9_]+", "-", options.pattern).strip("-")[:60]
     path = Path(options.out or Path("out") / f"show-{name}.png")
@@ -74,7 +76,7 @@ def run(options: ShowOptions) -> None:
 
 def visible(pattern: str, length: int, *, causal: bool = True) -> np.ndarray:
     """[H, n, n] which keys each query sees: of a pattern, or of a layer, written as in a run file."""
-    if re.match(r"\s*\(*[A-Z]", pattern):
+    if PATTERN.match(pattern):
         import torch
 
         from spanformer.attention.pattern import parse
@@ -85,8 +87,9 @@ def visible(pattern: str, length: int, *, causal: bool = True) -> np.ndarray:
     return _of_a_layer(pattern, length, causal=causal)
 
 
-def facts(seen: np.ndarray, *, causal: bool, dim: int) -> list[str]:
-    """Density, cost and longest path, a sentence each."""
+def facts(seen: np.ndarray, *, causal: bool, dim: int, kind: str = "") -> list[str]:
+    """Density, cost and longest path, a sentence each. kind: as a run file has it; one for all heads is counted by its
+    own operations, and what else is seen by products of query and key."""
     from spanformer.cost.attention import FORWARD
     from spanformer.cost.paths import longest_path
     from spanformer.report.measures import amount, percent
@@ -97,8 +100,8 @@ def facts(seen: np.ndarray, *, causal: bool, dim: int) -> list[str]:
     said = [
         f"{pairs:,} of {allowed:,} pairs are seen, {percent(pairs / allowed)}; a query sees {rows.mean():.1f} keys on "
         f"average, {rows.max():,} at most.",
-        f"{amount(FORWARD * dim * pairs)} FLOPs forward in {_heads(heads)} of {dim}; full attention takes "
-        f"{amount(FORWARD * dim * allowed)}.",
+        f"{amount(_operations(kind, seen, causal=causal, dim=dim))} FLOPs forward in {_heads(heads)} of {dim}; full "
+        f"attention takes {amount(FORWARD * dim * allowed)}.",
     ]
     paths = longest_path(np.any(seen, axis=0).tolist(), causal=causal)
     if paths.whole:
@@ -108,6 +111,25 @@ def facts(seen: np.ndarray, *, causal: bool, dim: int) -> list[str]:
         share = percent(1 - paths.reached / paths.allowed)
         said.append(f"Longest path: none; {share} of the pairs are never connected, through however many layers.")
     return said
+
+
+def _operations(kind: str, seen: np.ndarray, *, causal: bool, dim: int) -> int:
+    """Forward, over the pairs that are seen."""
+    from spanformer.cost.attention import FORWARD
+    from spanformer.cost.mechanisms import MECHANISMS, Sizes
+    from spanformer.model.kinds import parse_layer
+
+    (heads, n, _), pairs = seen.shape, int(seen.sum())
+    parts = parse_layer(kind, heads) if kind and not PATTERN.match(kind) else []
+    if len(parts) != 1 or parts[0].kind not in MECHANISMS:
+        return FORWARD * dim * pairs
+    mechanism, given = MECHANISMS[parts[0].kind], list(parts[0].numbers.values())
+    own = mechanism.per_pair * dim * pairs
+    if mechanism.extra is None:
+        return own
+    defaults = list(mechanism.numbers.values())
+    numbers = [d if g is None else g for d, g in zip_longest(defaults, given)]
+    return own + mechanism.extra(Sizes(n, heads, dim, causal=causal), *numbers)
 
 
 def _heads(count: int) -> str:

@@ -3,12 +3,15 @@
 n tokens, H heads and G key/value heads of size D, B texts, P pairs of query and key that one head sees
 (`spanformer.cost.pairs`), b bytes a number. A multiply and its add are two operations.
 
-    FLOPs         forward 4·D·P a head (q·k and p·v); a backward pass 10·D·P (q·k again, and into p, q, k, v)
+    FLOPs         forward 4·D·P a head (q·k and p·v); a backward pass 10·D·P (q·k again, and into p, q, k, v). Products
+                  that a mechanism has beside (mapped queries, gates, projections of its own) are added, and twice as
+                  many in a backward pass. It is the least: what the mechanism asks for, without what blocks overhang
     dense         b·B·H·n²: the weights of an implementation that computes every pair and masks
     weights       b·B·H·P: of one that stores a weight for each pair its pattern sees
     ours          4·B·H·n: one number a query, the log of the softmax's sum; weights are computed again when needed
     activations   what a training step keeps of the operation until its backward pass, q, k, v and the output:
-                  b·B·n·D·(2·H + 2·G), and ours; one output more where two parts are joined under one softmax
+                  b·B·n·D·(2·H + 2·G), and ours; one output more where two parts are joined under one softmax, and what
+                  else the functions of `activations` say. Hidden states that gates and projections read are the layer's
     cache         2·b·B·G·D times the keys that ours holds on to, up to the farthest that a later query can see
 
 Mechanisms that are no masked softmax over pairs (linear, low_rank) say their own operations and numbers.
@@ -19,55 +22,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 
-from spanformer.cost import pairs
+from spanformer.cost import activations, pairs
+from spanformer.cost.sizes import LSE, Sizes
 
 BACKWARD = 2.5
 """products of a backward pass for each of the forward pass: 5 for 2"""
-LSE = 4
-"""bytes of the log of a softmax's sum: it is kept in float32"""
+BESIDE = 2
+"""the same of products that are not of pairs, as those of any matrix"""
 NOTE = 8
 """bytes of a number that a cache notes of a key: it is kept in float64"""
-JOINED = 6
-"""numbers for each query in which two parts of a softmax are joined"""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of one attention layer."""
-
-    length: int
-    heads: int
-    head_dim: int
-    kv_heads: int = 0
-    """0: as many as heads"""
-    batch: int = 1
-    item: int = 4
-    """bytes of a number"""
-    causal: bool = True
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value, least = getattr(self, each.name), 0 if each.name == "kv_heads" else 1
-            if each.name != "causal" and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ValueError(f"{each.name} is {value!r}; expected a whole number, {least} or more")
-        if self.kv_heads and self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads is {self.kv_heads}; expected a number that divides heads, {self.heads}")
-
-    @property
-    def groups(self) -> int:
-        return self.kv_heads or self.heads
-
-    @property
-    def dense_bytes(self) -> int:
-        """Weights of every pair."""
-        return self.item * self.batch * self.heads * self.length**2
-
-    @property
-    def kept_bytes(self) -> int:
-        """What our kernel keeps in their place."""
-        return LSE * self.batch * self.heads * self.length
 
 
 @dataclass(frozen=True)
@@ -90,15 +55,15 @@ class Mechanism:
     per_pair: int = 4
     """operations forward for each pair and number of a head"""
     extra: Callable[..., int] | None = None
-    """(n, D, …): operations forward of one head beside those of pairs"""
+    """(sizes, …): operations forward beside those of pairs, of one text in one layer"""
     stored: Callable[..., int] | None = None
     """(n, D, …): numbers one head holds in the place of weights, where they are not one a pair"""
     state: Callable[..., int] | None = None
     """(D, …): numbers one head keeps for decoding in the place of keys and values"""
     noted: bool = False
     """a cache notes one number of each key and query head beside the key"""
-    kept: Callable[..., int] | None = None
-    """(D, …): numbers for each query of a head that are kept for the backward pass beside q, k, v and the output"""
+    kept: Callable[..., activations.Kept] | None = activations.softmax
+    """(sizes, …): what is kept for the backward pass; None: not predicted"""
     apart: bool = False
     """its keys are another text's"""
 
@@ -117,18 +82,35 @@ def _permuted(n: int, blocks: int, size: int, shift: int) -> int:
     return size * (max(shift, blocks - shift) + 1 if shift else 1)
 
 
-def _joined(d: int) -> int:
-    """Two parts under one softmax: an output more, and what each query's share in either is computed from."""
-    return d + JOINED
+def _gates(s: Sizes, *_numbers: int) -> int:
+    """A number of each token and head, read off the hidden state."""
+    return 2 * s.rows * s.dim
+
+
+def _maps(s: Sizes) -> int:
+    """Queries times a matrix."""
+    return 2 * s.queried * s.head_dim
+
+
+def _projections(s: Sizes, w: int, g: int, step: int) -> int:
+    """Of global queries, and of all tokens as their keys and values, where causal of the global ones."""
+    g = min(g, s.length)
+    seen = (g if s.causal else s.length) if g else 0
+    return 2 * s.dim * (g * s.dim + seen * 2 * s.groups * s.head_dim)
+
+
+def _apart(s: Sizes, radius: int, segment: int, clip: int, hard: int) -> int:
+    """Queries, keys and values of global tokens, and keys and values of all for these."""
+    return 2 * s.dim * s.dim * (5 * -(-s.length // segment) + 2 * s.length)
 
 
 SINKS = Mechanism(
     "the last w tokens, and the first s", "w + s", {"w": 256, "s": 4}, pairs.sinks, lambda n, w, s: w + s, absent="s",
-    kept=lambda d, w, s: _joined(d) if s else 0,
+    kept=lambda sizes, w, s: activations.sinks(sizes, s),
 )  # fmt: skip
 ETC = Mechanism(
     "r tokens to either side, and a global one for every s, beside the text", "2r + 1 + 2n/s + n/s²",
-    {"r": 32, "s": 16, "c": 12, "h": 0}, pairs.etc, None, absent="rch",
+    {"r": 32, "s": 16, "c": 12, "h": 0}, pairs.etc, None, absent="rch", kept=activations.etc,
 )  # fmt: skip
 MECHANISMS: dict[str, Mechanism] = {
     "full": Mechanism("every earlier token", "n", {}, pairs.full, _every),
@@ -139,24 +121,27 @@ MECHANISMS: dict[str, Mechanism] = {
     "dynamic_span": Mechanism(
         "spans chosen by token, z on average and S at most, and a ramp R", "z + R", {"z": 256, "R": 32, "S": 1024},
         lambda n, causal, z, ramp, most: _learned(n, causal, z, ramp), lambda n, z, ramp, most: most + ramp,
-        absent="z"),
+        absent="z", extra=_gates, kept=activations.spans),
     "expire_span": Mechanism(
         "a token is seen for e more, on average and S at most, and a ramp R", "e + R", {"e": 256, "R": 32, "S": 1024},
         lambda n, causal, e, ramp, most: _learned(n, causal, e, ramp), lambda n, e, ramp, most: most + ramp,
-        absent="e", noted=True),
+        absent="e", noted=True, extra=lambda s, *numbers: 2 * s.length * s.dim,
+        kept=activations.expiring),
     "forgetting": Mechanism(
-        "every earlier token, fading by the gates between", "n", {}, pairs.full, _every, noted=True),
+        "every earlier token, fading by the gates between", "n", {}, pairs.full, _every, noted=True, extra=_gates,
+        kept=activations.forgetting),
     "sinks": SINKS,
     "sink_window": SINKS,
     "sink_span": Mechanism(
         "spans learned by head, z on average and a ramp R, and the first s tokens", "z + R + s",
         {"s": 4, "z": 256, "R": 32}, lambda n, causal, s, z, ramp: pairs.sinks(n, causal, z + ramp, s),
-        lambda n, s, z, ramp: s + z + ramp, absent="sz", kept=lambda d, s, z, ramp: _joined(d) if s else 0),
+        lambda n, s, z, ramp: s + z + ramp, absent="sz",
+        kept=lambda sizes, s, z, ramp: activations.sinks(sizes, s)),
     "dilated": Mechanism(
         "w tokens, s apart", "w", {"w": 256, "s": 4}, pairs.dilated, lambda n, w, s: (w - 1) * s + 1),
     "strided": Mechanism(
         "the last l tokens, and every l-th before", "l + n/l", {"l": 64}, pairs.strided, _every,
-        kept=lambda d, step: _joined(d)),
+        kept=activations.strided),
     "fixed": Mechanism(
         "a block of l, and the last c of every block before", "l/2 + c·n/2l", {"l": 64, "c": 8}, pairs.fixed,
         _every, absent="c"),
@@ -178,34 +163,37 @@ MECHANISMS: dict[str, Mechanism] = {
         lambda n, x, h, w, a, c: (-(-a // h) * (x // w) + -(-c // w) + 1) * h * w, absent="ac"),
     "longformer": Mechanism(
         "the last w tokens, s apart, and g global ones", "w + g", {"w": 256, "g": 16, "s": 1}, pairs.longformer,
-        lambda n, w, g, s: (w - 1) * s + 1 + g, absent="g"),
+        lambda n, w, g, s: (w - 1) * s + 1 + g, absent="g", extra=_projections, kept=activations.longformer),
     "big_bird": Mechanism(
         "blocks of b: k near, the first g, r at random", "(k + g + r)·b", {"b": 64, "k": 3, "g": 2, "r": 3},
         pairs.big_bird, _every, absent="gr"),
     "random": Mechanism("r tokens drawn for each", "r", {"r": 64}, pairs.random, _every),
     "etc": ETC,
-    "etc_apart": replace(ETC, about=ETC.about + ", with projections of their own"),
+    "etc_apart": replace(
+        ETC, about=ETC.about + ", with projections of their own", extra=_apart, kept=activations.etc_apart),
     "chunked": Mechanism(
-        "every earlier token, c queries at a time", "n", {"c": 512}, lambda n, causal, c: pairs.full(n, causal),
-        _every, stored=lambda n, d, c: min(n, c) * n),
+        "every earlier token, c queries and k keys at a time", "n", {"c": 256, "k": 1024},
+        lambda n, causal, c, k: pairs.full(n, causal), _every, stored=lambda n, d, c, k: min(n, c) * min(n, k),
+        kept=activations.chunked),
     "dot": Mechanism("every earlier token, scored by q·k", "n", {}, pairs.full, _every),
     "general": Mechanism(
-        "every earlier token, scored by q·W·k", "n", {}, pairs.full, _every, extra=lambda n, d: 2 * n * d * d,
-        kept=lambda d: d),
+        "every earlier token, scored by q·W·k", "n", {}, pairs.full, _every, extra=_maps, kept=activations.mapped),
     "bilinear": Mechanism(
-        "every earlier token, scored by (q·W + w)·k", "n", {}, pairs.full, _every, extra=lambda n, d: 2 * n * d * d,
-        kept=lambda d: d),
+        "every earlier token, scored by (q·W + w)·k", "n", {}, pairs.full, _every, extra=_maps,
+        kept=activations.mapped),
     "additive": Mechanism(
         "every earlier token, scored by v·tanh(W·q + U·k)", "n", {}, pairs.full, _every, per_pair=6,
-        extra=lambda n, d: 4 * n * d * d),
+        extra=lambda s: _maps(s) + s.keyed * s.head_dim, kept=activations.additive),
     "cross": Mechanism(
-        "all m tokens of another text", "m", {"m": 512}, lambda n, causal, m: n * m, lambda n, m: m, apart=True),
+        "all m tokens of another text", "m", {"m": 512}, lambda n, causal, m: n * m, lambda n, m: m, apart=True,
+        kept=activations.cross),
     "linear": Mechanism(
         "f features: a state in the place of weights", "4·n·f·D", {"f": 64}, None, lambda n, f: 0,
-        extra=lambda n, d, f: 4 * n * f * d, stored=lambda n, d, f: f * (d + 1), state=lambda d, f: f * (d + 1)),
+        extra=lambda s, f: 4 * f * s.queried, kept=None, stored=lambda n, d, f: f * (d + 1),
+        state=lambda d, f: f * (d + 1)),
     "low_rank": Mechanism(
         "keys and values projected along the text to r", "8·n·r·D", {"r": 256}, None, None,
-        extra=lambda n, d, r: 8 * n * r * d, stored=lambda n, d, r: n * r),
+        extra=lambda s, r: 8 * r * s.queried, kept=None, stored=lambda n, d, r: n * r),
 }  # fmt: skip
 """by the name that a run file's `kind` has"""
 
@@ -225,9 +213,9 @@ class AttentionCost:
     flops_backward: int
     weight_bytes: int
     """weights, if one is stored for each pair seen; a state, if there is one in their place"""
-    activation_bytes: int
+    activation_bytes: int | None
     """what the operation keeps for its backward pass, as ours does: q, k, v, the output, one number a query, and what
-    the mechanism needs beside"""
+    the mechanism needs beside; None: ours does not have it"""
     dense_activation_bytes: int
     """the same with every pair's weight in the place of the output and that number"""
     cache_bytes: int | None
@@ -262,23 +250,24 @@ def attention_cost(kind: str, sizes: Sizes) -> AttentionCost:
     mechanism, numbers = find(kind)
     n, d, causal = sizes.length, sizes.head_dim, sizes.causal and mechanism.cached is not None
     seen = None if mechanism.pairs is None else mechanism.pairs(n, causal, *numbers)
-    flops = mechanism.per_pair * d * (seen or 0) + (mechanism.extra(n, d, *numbers) if mechanism.extra else 0)
+    own = mechanism.extra(sizes, *numbers) if mechanism.extra else 0
+    flops = mechanism.per_pair * sizes.heads * d * (seen or 0)
     held = seen if mechanism.stored is None else mechanism.stored(n, d, *numbers)
     assert held is not None
-    every, b = sizes.batch * sizes.heads, sizes.item
-    total = int(every * flops)
-    inputs = b * sizes.batch * n * d * (sizes.heads + 2 * sizes.groups)
-    kept = d + (mechanism.kept(d, *numbers) if mechanism.kept else 0)
+    kept = None if mechanism.kept is None else mechanism.kept(sizes, *numbers)
+    keys = mechanism.cached(n, *numbers) if mechanism.apart and mechanism.cached else n
+    times, b = sizes.times, sizes.item
+    dense = sizes.queried + sizes.keyed * keys / n + sizes.rows * keys
     return AttentionCost(
         kind=":".join([kind.split(":")[0], *map(str, numbers)]),
         about=mechanism.about,
         pairs=seen,
         keys=None if seen is None else seen / n,
-        flops=total,
-        flops_backward=int(total * BACKWARD),
-        weight_bytes=int(b * every * held),
-        activation_bytes=inputs + b * every * n * kept + sizes.kept_bytes,
-        dense_activation_bytes=inputs + sizes.dense_bytes,
+        flops=int(times * (flops + own)),
+        flops_backward=int(times * (BACKWARD * flops + BESIDE * own)),
+        weight_bytes=int(b * times * sizes.heads * held),
+        activation_bytes=None if kept is None else round(times * (b * kept.numbers + LSE * kept.wide)),
+        dense_activation_bytes=round(b * times * dense),
         cache_bytes=_cache(mechanism, numbers, sizes),
     )
 
@@ -287,8 +276,8 @@ def _cache(mechanism: Mechanism, numbers: list[int], sizes: Sizes) -> int | None
     if mechanism.cached is None:
         return None
     if mechanism.state is not None:
-        return sizes.item * sizes.batch * sizes.heads * mechanism.state(sizes.head_dim, *numbers)
+        return sizes.item * sizes.times * sizes.heads * mechanism.state(sizes.head_dim, *numbers)
     keys = mechanism.cached(sizes.length, *numbers)
     keys = keys if mechanism.apart else min(sizes.length, keys)
-    note = NOTE * sizes.batch * sizes.heads if mechanism.noted else 0
-    return int((2 * sizes.item * sizes.batch * sizes.groups * sizes.head_dim + note) * keys)
+    note = NOTE * sizes.times * sizes.heads if mechanism.noted else 0
+    return int((2 * sizes.item * sizes.times * sizes.groups * sizes.head_dim + note) * keys)

@@ -76,6 +76,7 @@ def make_plan(call: Call) -> Plan:
     rule, batch = call.rule, call.q.shape[0]
     offset, blocks = _regular_offset(call), rule.blocks
     room = ROOM.get(call.q.device.type, ROOM_ELSEWHERE) // (4 if call.dropout else 1)  # dropout hashes in int64
+    columns = None if blocks is None else blocks.masks.any(1)
     steps: list[Step] = []
     for (size, limit, *_), heads in _groups(call, offset).items():
         windows = _windows(call, offset, size, limit)
@@ -84,7 +85,10 @@ def make_plan(call: Call) -> Plan:
         for i in range(0, len(heads), together):
             some = tuple(heads[i : i + together])
             cut = _plain_steps(call, some, size, limit, windows, room // max(1, batch * len(some)))
-            steps += cut if blocks is None else (_narrowed(s, blocks, *call.positions()) for s in cut)
+            if blocks is None or columns is None:
+                steps += cut
+            else:
+                steps += (_narrowed(step, blocks, columns, *call.positions()) for step in cut)
     if rule.key_span is not None:
         steps = [_alive(step, rule.key_span.detach(), call) for step in steps]
     least = least_key = None
@@ -177,12 +181,17 @@ def _plain_steps(
         yield step
 
 
-def _narrowed(step: Step, blocks: BlockIndex, q_positions: Tensor, k_positions: Tensor) -> Step:
-    """The step with only the keys that the pattern holds for its block rows, if they are much fewer."""
+def _narrowed(step: Step, blocks: BlockIndex, columns: Tensor, q_positions: Tensor, k_positions: Tensor) -> Step:
+    """The step with only the keys that the pattern holds for its block rows, if they are much fewer. columns [M, S]:
+    which keys of a partly covered block any of its queries sees; they may be a few."""
     rows = (q_positions[:, step.start : step.start + step.size] // blocks.size).unique()
-    held = (_block_lines(blocks, step.heads[0], rows) != HIDDEN).any(0)
+    lines = _block_lines(blocks, step.heads[0], rows)
     keys = k_positions[:, step.lo : step.lo + step.width]
-    wanted = held[_block_column(keys, blocks.size, held.shape[0])].any(0).nonzero()[:, 0] + step.lo
+    ids = lines[:, _block_column(keys, blocks.size, lines.shape[1])]  # [rows, 1 or B, W]
+    held = ids == FULL
+    if blocks.masks.shape[0]:
+        held |= (ids >= 0) & columns[ids.clamp(min=0), keys % blocks.size]
+    wanted = held.flatten(0, 1).any(0).nonzero()[:, 0] + step.lo
     if wanted.numel() > WORTH_GATHERING * step.width:
         return step
     if not wanted.numel():

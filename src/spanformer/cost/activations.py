@@ -1,0 +1,126 @@
+"""What a training step keeps of attention until its backward pass, as ours does it: one function for each way.
+
+They take the sizes of a layer and then the mechanism's own numbers. Hidden states that gates and projections are made
+of are the layer's and not counted, nor are positions: a few numbers for each token, and not for each head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from spanformer.cost.sizes import Sizes
+
+JOINED = 6
+"""float32 numbers for each query in which two parts of a softmax are joined, the second's log of its sum among them"""
+TILE = 64, 256
+"""queries and keys that additive scores are computed for at a time"""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Numbers that are kept for the backward pass, of one text in one layer."""
+
+    numbers: float
+    """of b bytes"""
+    wide: float = 0
+    """in float32, whatever b is"""
+
+    def __add__(self, other: Kept) -> Kept:
+        return Kept(self.numbers + other.numbers, self.wide + other.wide)
+
+
+def softmax(s: Sizes, *_numbers: int) -> Kept:
+    """One softmax over pairs: q, k, v, the output, and the log of the softmax's sum."""
+    return Kept(2 * s.queried + s.keyed, s.rows)
+
+
+def joined(s: Sizes, *_numbers: int) -> Kept:
+    """Two parts under one softmax: an output more, and what each query's share in either is computed from."""
+    return softmax(s) + Kept(s.queried, JOINED * s.rows)
+
+
+def mapped(s: Sizes) -> Kept:
+    """The queries before they are mapped, and after."""
+    return softmax(s) + Kept(s.queried)
+
+
+def sinks(s: Sizes, first: int) -> Kept:
+    """The first tokens, if any go on being seen, are a part of their own."""
+    return joined(s) if first else softmax(s)
+
+
+def spans(s: Sizes, *_numbers: int) -> Kept:
+    """For each query the span it chose, and the sigmoid it was made by."""
+    return softmax(s) + Kept(0, 2 * s.rows)
+
+
+def expiring(s: Sizes, *_numbers: int) -> Kept:
+    """The same for each key, for all heads alike. (Where a few keys outlast the others by far, `attend` makes two parts
+    of it, which nothing here can know.)"""
+    return softmax(s) + Kept(0, 2 * s.length)
+
+
+def forgetting(s: Sizes) -> Kept:
+    """For each key a gate before and after its sigmoid, and what was forgotten up to it."""
+    return softmax(s) + Kept(0, 3 * s.rows)
+
+
+def strided(s: Sizes, step: int) -> Kept:
+    return joined(s) + folded(s, step)
+
+
+def folded(s: Sizes, step: int) -> Kept:
+    """Beside another part, which keeps them as they are: q, k and v in the order of residue classes, and the output in
+    the other order. They are views where one text fills its classes."""
+    whole, several = -(-s.length // step) * step / s.length, s.batch > 1
+    return Kept(whole * (s.queried * (1 + several) + s.keyed)) if several or s.length % step else Kept(0)
+
+
+def longformer(s: Sizes, w: int, g: int, step: int) -> Kept:
+    """The window and the global keys are joined; then the output is kept once more, as global queries are
+    written into it. Global queries have q, k and v of their own, of all tokens or, where causal, of the global ones;
+    k and v are also taken out for the others, and hidden states for the projections."""
+    g = min(g, s.length)
+    if not g:
+        return softmax(s)
+    one, both = g * s.dim, g * 2 * s.groups * s.head_dim  # of q, an output or hidden states; of k and v
+    own = both + 2 * one * (s.batch > 1) if s.causal else s.keyed
+    found = joined(s) + Kept(s.queried + 3 * one + both + own)
+    return found + folded(s, step) if step > 1 else found
+
+
+def chunked(s: Sizes, queries: int, keys: int) -> Kept:
+    """Chunks are computed again; joining a chunk of keys to those before it keeps both outputs."""
+    more = 0
+    for start in range(0, s.length, queries):
+        stop = min(start + queries, s.length)
+        more += (stop - start) * (-(-(stop if s.causal else s.length) // keys) - 1)
+    rows = s.heads * more
+    return Kept(s.queried + s.keyed + 2 * s.head_dim * rows, (JOINED - 1) * rows)
+
+
+def additive(s: Sizes) -> Kept:
+    return chunked(s, *TILE)
+
+
+def cross(s: Sizes, m: int) -> Kept:
+    """k and v are of the other text's m tokens."""
+    return Kept(2 * s.queried + s.keyed * m / s.length, s.rows)
+
+
+def etc(s: Sizes, radius: int, segment: int, clip: int, hard: int) -> Kept:
+    """Long tokens see l2l, and l2g in two parts by their label; global ones g2g, and g2l in two or, if hard, one. Each
+    part has an output, and where keys have a label their own copy; labels by distance are one table for a batch."""
+    m = -(-s.length // segment)
+    parts = 2 if hard else 3
+    long, top = 3 + 3 + parts - 1, 3 + parts + 2  # q, k, v; outputs; labelled keys
+    tables = (2 * radius + 1 + max(2 * m - 1, 1)) * s.dim / s.batch
+    shares = 10 * s.length + (3 * parts + 1) * m  # a query's in each of its parts, and what they are computed from
+    return Kept(s.dim * (long * s.length + top * m) + tables, s.heads * shares)
+
+
+def etc_apart(s: Sizes, *numbers: int) -> Kept:
+    """Queries of global tokens, their keys for g2g and values for all but l2l; and hidden states of both, taken apart
+    where there are several texts."""
+    m, several = -(-s.length // numbers[1]), s.batch > 1
+    return etc(s, *numbers) + Kept(s.dim * ((1 + several) * s.length + (4 + several) * m))

@@ -1,0 +1,72 @@
+"""The sizes of an attention layer, and the numbers that are counted in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+LSE = 4
+"""bytes of the log of a softmax's sum: it is kept in float32"""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of one attention layer."""
+
+    length: int
+    heads: int
+    head_dim: int
+    kv_heads: int = 0
+    """0: as many as heads"""
+    batch: int = 1
+    layers: int = 1
+    """so many alike, counted together"""
+    item: int = 4
+    """bytes of a number"""
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value, least = getattr(self, each.name), 0 if each.name == "kv_heads" else 1
+            if each.name != "causal" and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+                raise ValueError(f"{each.name} is {value!r}; expected a whole number, {least} or more")
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads is {self.kv_heads}; expected a number that divides heads, {self.heads}")
+
+    @property
+    def groups(self) -> int:
+        return self.kv_heads or self.heads
+
+    @property
+    def dim(self) -> int:
+        """of hidden states"""
+        return self.heads * self.head_dim
+
+    @property
+    def times(self) -> int:
+        """that one text passes one layer"""
+        return self.batch * self.layers
+
+    @property
+    def rows(self) -> int:
+        """Queries of all heads, in one text and layer."""
+        return self.heads * self.length
+
+    @property
+    def queried(self) -> int:
+        """Numbers of q, and of the output."""
+        return self.rows * self.head_dim
+
+    @property
+    def keyed(self) -> int:
+        """Numbers of k and v together."""
+        return 2 * self.groups * self.length * self.head_dim
+
+    @property
+    def dense_bytes(self) -> int:
+        """Weights of every pair."""
+        return self.item * self.times * self.rows * self.length
+
+    @property
+    def kept_bytes(self) -> int:
+        """What our kernel keeps in their place."""
+        return LSE * self.times * self.rows
