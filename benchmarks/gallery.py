@@ -79,6 +79,13 @@ MADE: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
+COMPOSED = {
+    "mixed": 'those of each part for its heads (`spanformer cost --kinds "10 window:64 + 2 adaptive_span:1000:32"`)',
+    "pattern": 'those that the pattern holds, counted (`spanformer cost --kinds "Window(256) | Global([0])"`)',
+}
+"""whose cost is that of what they are made of"""
+
+
 def make(text: str):
     """A mechanism from what is shown on the page, so that the page shows what was really made."""
     names = {kind.__name__: kind for kind in ATTENTIONS.values()} | {"parse": parse, "range": range}
@@ -102,7 +109,18 @@ def told(module_of: type) -> tuple[str, str]:
         formulas = [paragraphs[1]]
     before = paragraphs[: paragraphs.index(formulas[0])] if formulas else paragraphs[:1]
     title = " ".join(" ".join(before).split())
-    return title, "\n".join(textwrap.dedent(formula) for formula in formulas)
+    return title, _of_one(module_of.__name__, "\n".join(textwrap.dedent(formula) for formula in formulas))
+
+
+def _of_one(name: str, equations: str) -> str:
+    """Where a file has a line for each of several, that of one."""
+    lines, found = equations.split("\n"), []
+    for line in lines:
+        if line.split(" ")[0] == name or (found and line.startswith(" ")):
+            found.append(line)
+        elif found:
+            break
+    return "\n".join(found or lines)
 
 
 def draw_attention(name: str) -> list[str]:
@@ -125,7 +143,7 @@ def draw_attention(name: str) -> list[str]:
         draw_pattern(axis, matrix, causal=causal)
     figure.tight_layout(pad=0.4)
     figure.savefig(IMAGES / f"{name}.png", dpi=90)
-    return facts(seen, causal=causal, dim=DIM)
+    return facts([seen], causal=causal, dim=DIM)
 
 
 def draw_position(name: str) -> None:
@@ -170,6 +188,8 @@ def page(results: dict) -> str:
         lines += [*_head(name, kind, f"what {name} sees", name), f"Drawn: `{MADE[name][0]}`."]
         if cost and cost.pairs:
             lines.append(f"Keys a query sees: {cost.formula} ({cost.about}).")
+        elif name in COMPOSED:
+            lines.append(f"Keys a query sees: {COMPOSED[name]}.")
         if found:
             lines.append(f"Measured: `{MADE[name][1]}` is {speed(found['ratio'])}.")
         lines.append("")

@@ -50,10 +50,13 @@ SPEED = {  # name: (pattern, causal, what was aimed at)
     "dilated, 64 of every 4th": ("Dilated(64, 4)", True, None),
     "image, block 128 and 128 before": ("Block(128, 128)", True, None),
     "blockwise, 4 blocks": ("Blockwise([1, 2, 3, 0])", False, None),
+    "blockwise, blocks of 256": ("Blockwise([1, 2, 3, 0], size=256)", False, None),
+    "image, blocks of 8 x 8, 64 a line": ("Grid(64, 8, 8, 8, 8)", True, None),
 }
 FLAT = ("window 256", "window 128 + 1 + 128, both ways", "window 256 and 16 global",
         "window 128 + 1 + 128 and 16 global, both ways", "BigBird, block 64: 3 window, 2 global, 3 random",
-        "dilated, 64 of every 4th", "image, block 128 and 128 before")  # fmt: skip
+        "BigBird, causal", "dilated, 64 of every 4th", "image, block 128 and 128 before", "blockwise, blocks of 256",
+        "image, blocks of 8 x 8, 64 a line")  # fmt: skip
 
 
 class Work:

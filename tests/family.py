@@ -26,9 +26,9 @@ def lm_logits(model, kinds: tuple[str, ...], position: str, x: Tensor) -> Tensor
 
 
 def seq2seq_logits(model, kinds: tuple[str, ...], position: str, source: Tensor, padding: Tensor, x: Tensor) -> Tensor:
-    """[B, T, V] for answers x [B, T] to sources [B, S]; encoder and decoder have these layers each."""
+    """[B, T, V] for answers x [B, T] to sources [B, S]; the decoder has these layers, the encoder one of spans."""
     table = model.embedding.weight
-    states = through(model.encoder, kinds, position, table[source], padding)
+    states = through(model.encoder, ("adaptive_span",), position, table[source], padding)
     return through(model, kinds, position, table[x], None, states, padding) @ model.head.weight.T
 
 
@@ -37,7 +37,7 @@ def through(model, kinds, position: str, h: Tensor, padding: Padding, states=Non
     top = above(model, h)
     for n, (block, place, kind) in enumerate(zip(model.blocks, model.positions(), kinds, strict=True)):
         if not n or position in PER_LAYER:
-            h = h + absolute(place, position, h)
+            h = h + absolute(place, position, h, n)
         if top is not None:
             segments = (torch.arange(h.shape[1]) // model.summaries.segment).expand(h.shape[:2])
             streams = rms(h, block.norm1), rms(top, block.norm1)

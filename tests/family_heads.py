@@ -104,6 +104,7 @@ MECHANISMS = {
     "longformer:6:2": lambda m, x: seen(x, lambda i, j: abs(i - j) <= (SPAN - 1 if j < 2 else half_window(m, 6))),
     "expire_span": expiring,
     "forgetting": forgetting,
+    "sink_window:6": lambda m, x: seen(x, lambda i, j: abs(i - j) < 6),
     "sink_window:6:2": lambda m, x: kept_and(x, seen(x, lambda i, j: abs(i - j) < 6), 2),
     "sink_span:2": lambda m, x: kept_and(x, spans(m.inner, x), 2),
     "dot": lambda m, x: full(x),

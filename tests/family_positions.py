@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-PER_LAYER = ("learned_per_layer", "shaw", "transformer_xl", "da_transformer")
+PER_LAYER = ("sinusoidal_per_layer", "learned_per_layer", "shaw", "transformer_xl", "da_transformer")
 SCALED = {"rotary, linear": ("linear", 4.0, 0), "rotary, ntk": ("ntk", 4.0, 0), "rotary, yarn": ("yarn", 4.0, 300)}
 """rotary positions stretched: how, by which factor, and the length of training"""
 
@@ -21,10 +21,11 @@ def sinusoid(at: Tensor, dim: int) -> Tensor:
     return torch.stack([wave.cos() if c % 2 else wave.sin() for c, wave in enumerate(waves)], -1)
 
 
-def absolute(position, kind: str, x: Tensor) -> Tensor | float:
-    """What is added to the hidden states x [B, T, dim]."""
-    if kind == "sinusoidal":
-        return sinusoid(torch.arange(x.shape[1], dtype=torch.float64), x.shape[2])
+def absolute(position, kind: str, x: Tensor, layer: int) -> Tensor | float:
+    """What is added to the hidden states x [B, T, dim] before a layer, counted from 0."""
+    if kind.startswith("sinusoidal"):
+        waves = sinusoid(torch.arange(x.shape[1], dtype=torch.float64), x.shape[2])
+        return waves + sinusoid(torch.tensor(layer + 1.0).double(), x.shape[2]) if kind in PER_LAYER else waves
     return position.weight[: x.shape[1]] if kind.startswith("learned") else 0.0
 
 

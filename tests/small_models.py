@@ -24,8 +24,8 @@ def with_attention(config: ModelConfig, **changes) -> ModelConfig:
 
 
 KINDS = (
-    "none", "sinusoidal", "learned", "learned_per_layer", "table", "shaw", "transformer_xl", "rotary", "alibi", "t5",
-    "distance_bias", "da_transformer",
+    "none", "sinusoidal", "sinusoidal_per_layer", "learned", "learned_per_layer", "table", "shaw", "transformer_xl",
+    "rotary", "alibi", "t5", "distance_bias", "da_transformer",
 )  # fmt: skip
 
 

@@ -38,7 +38,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
 EXACT = {"reference": torch.float64, "banded": torch.float64, "native": torch.float32, "flex": torch.float32}
 PIECES = {name: [20, *[1] * 9, 8] for name in BACKENDS} | {"flex": [34, 1, 2]}  # flex takes long for each, on a CPU
 CLOSE = {torch.float64: 1e-9, torch.float32: 2e-4}  # of the largest number in a tensor
-BEFORE = ("sinusoidal", "learned", "learned_per_layer", *SCALED)
+ABSOLUTE = ("sinusoidal", "sinusoidal_per_layer", "learned", "learned_per_layer")
+BEFORE = (*ABSOLUTE, *SCALED)
 STACKS = {
     "Window(6), Every(5)": ("Window(6)", "Every(5)"),
     "Block(6), Summary(6, 2)": ("Block(6)", "Summary(6, 2)"),
@@ -57,9 +58,12 @@ class Table:
     positions: tuple[str, ...] = POSITIONS
     uses: tuple[str, ...] = ("trained", "cached")
 
+    scorings: bool = False
+    """of seq2seq: a row says how a decoder listens, and not what it is made of"""
+
     def layers(self, row: str) -> tuple[str, ...]:
-        """What the heads of each layer are; of seq2seq, a row says how these listen."""
-        return STACKS.get(row) or (("adaptive_span",) if self.kind == "seq2seq" else (row,))
+        """What the heads of each layer are; of seq2seq, of each of the decoder's."""
+        return STACKS.get(row) or (("adaptive_span",) if self.scorings else (row,))
 
     def backends(self, position: str) -> tuple[str, ...]:
         """All, but that encoders are run on flex, which takes long, only with positions that get as far as a backend:
@@ -71,10 +75,12 @@ HEADS = (*MECHANISMS, *TWO_STREAMS)
 TABLES = (
     Table("Language models", "lm", HEADS),
     Table("Encoders", "encoder", HEADS, uses=("trained",)),
-    Table("Scorings of a source", "seq2seq", CROSS, ("sinusoidal", "rotary")),
+    Table("Decoders", "seq2seq", HEADS, ("sinusoidal", "rotary")),
+    Table("Scorings of a source", "seq2seq", CROSS, ("sinusoidal", "rotary"), scorings=True),
     Table(
         "Layers that differ", "lm", tuple(STACKS),
-        ("none", "learned_per_layer", "table", "shaw", "transformer_xl", "rotary", "t5", "da_transformer"),
+        ("none", "sinusoidal_per_layer", "learned_per_layer", "table", "shaw", "transformer_xl", "rotary", "t5",
+         "da_transformer"),
     ),
 )  # fmt: skip
 CASES = [(table, row, position) for table in TABLES for row in table.rows for position in table.positions]
@@ -92,8 +98,8 @@ def model(table: Table, row: str, position: str, backend: str) -> LM | Encoder |
         position=place(position), kind=table.kind,
     )  # fmt: skip
     if table.kind == "seq2seq":
-        half = EncoderConfig(attention=attention, position=config.position)
-        config = replace(config, encoder=half, cross=row)
+        half = EncoderConfig(1, replace(attention, kind="adaptive_span", stack=()), config.position)
+        config = replace(config, encoder=half, cross=row if table.scorings else "scaled")
     made = MODELS[table.kind](config).double().eval()
     with torch.no_grad():
         for p in made.parameters():  # what starts at zero would hide what is behind it
@@ -192,9 +198,9 @@ def refusal(table: Table, row: str, position: str, backend: str, use: str) -> st
     alone = all(layer in ("additive", "chunked") for layer in layers)
     if table.kind == "encoder" and "forgetting" in layers:
         return "looks back only"
-    if row in TWO_STREAMS and table.kind == "lm":
+    if row in TWO_STREAMS and table.kind != "encoder":
         return "reads a text whole, in both directions"
-    if row in TWO_STREAMS and position not in ("none", "sinusoidal", "learned", "learned_per_layer"):
+    if row in TWO_STREAMS and position not in ("none", *ABSOLUTE):
         return "tells distances by labels of its own"
     if (alone or "longformer:6:2" in layers) and use == "cached":
         return "mixes values in its own way, which a cache does not know"
@@ -205,7 +211,7 @@ def refusal(table: Table, row: str, position: str, backend: str, use: str) -> st
             return "distance_vec is a term of the product of query and key"
         if position == "da_transformer":
             return "distance_scale"
-    if any(layer.startswith("sink_") for layer in layers) and position in TABLES_OF_DISTANCES:
+    if any(layer in ("sink_window:6:2", "sink_span:2") for layer in layers) and position in TABLES_OF_DISTANCES:
         return "kept is 2 beside"
     if "expire_span" in layers and backend == "flex":
         return "key_span is not served by flex"
@@ -252,7 +258,8 @@ TABLES_OF_DISTANCES = ("table", "shaw", "transformer_xl", "alibi", "t5", "distan
 @functools.cache
 def laid_out(table: Table, row: str) -> bool:
     """Whether a cache lays keys out in order for every layer, instead of reading its rings."""
-    return all(m.placed for m in model(table, row, "none", "reference").mechanisms())
+    made = model(table, row, "none", "reference").mechanisms()
+    return all(m.placed for m in made[len(made) - len(table.layers(row)) :])  # an encoder's come first
 
 
 def test_the_page_is_written_from_this() -> None:
@@ -264,6 +271,10 @@ SAID = {
     "Encoders": (
         "Trained, in both directions: windows and spans reach as far ahead as back. `alibi`, `table`, `distance_bias` "
         "and `da_transformer` go by |i − j|, the others tell ahead from behind."
+    ),
+    "Decoders": (
+        "Self-attention of an encoder–decoder's writing half, trained, and decoding from a cache; the reading half has "
+        "learned spans."
     ),
     "Scorings of a source": (
         "`model.cross` of an encoder–decoder, trained, and decoding from a cache; the second source is shorter, with "

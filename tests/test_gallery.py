@@ -17,8 +17,8 @@ from spanformer.position import POSITIONS
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
 AGAIN = "; run python benchmarks/gallery.py"
-PLAIN = {"mixed", "none"}
-"""whose files need no equation"""
+PLAIN = {"none"}
+"""which need no equation"""
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -171,5 +172,14 @@ def test_a_layer_that_cannot_serve_it_is_told():
     with pytest.raises(ValueError, match=r"view.segments is missing; expected the number \[B, n\]"):
         module.mix(q, q, q, module.rule(), View())
     slopes = module.rule() + Rule(H, causal=False, distance_bias=torch.zeros(H, 3))
-    with pytest.raises(ValueError, match="ETC tells distances by labels of its own"):
-        module.mix(q, q, q, slopes, View(segments=torch.zeros(1, 4, dtype=torch.long)))
+    view = View(segments=torch.zeros(1, 4, dtype=torch.long))
+    sinks, documents = module.rule() + Rule(H, causal=False, sinks=torch.zeros(H)), torch.zeros(1, 6, dtype=torch.long)
+    for rule, given, name in (
+        (slopes, view, "distance_bias"),
+        (sinks, view, "sinks"),
+        (module.rule(), replace(view, documents=documents), "documents"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} was given; ETC tells distances by labels of its own"):
+            module.mix(q, q, q, rule, given)
+    with pytest.raises(ValueError, match="k has 1 heads; ETC adds labels to the keys of every head, expected 2"):
+        module.mix(q, q[:, :1], q[:, :1], module.rule(), view)

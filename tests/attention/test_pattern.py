@@ -204,11 +204,25 @@ class TestText:
         ("Fixed(4, 5)", "last is 5; expected at most the block's size, 4"),
         ("Blockwise([0, 0])", "permutation is [0, 0]; expected each of 0 … 1 once"),
         ("Global([-1])", "tokens is -1; expected a whole number from 0 on"),
+        ("Blockwise(3)", "permutation is 3; expected a list of blocks, such as [1, 0]"),
+        ("Blockwise([])", "permutation is (); expected a list of blocks"),
+        ("Global(None)", "tokens is None; expected a number of first tokens, or a list of places"),
+        ("Every(99999999999999999999)", "to 2,147,483,648 at most"),
         ("Grid(10, 2, 4)", "width is 10; expected a multiple of the blocks' 4 columns"),
     ])  # fmt: skip
     def test_refuses_the_rest(self, text: str, words: str) -> None:
         with pytest.raises(ValueError, match=re.escape(words)):
             parse(text)
+
+    @pytest.mark.parametrize("causal", [True, False])
+    @pytest.mark.parametrize("length", [1, 63, 64, 150])
+    @pytest.mark.parametrize("text", ["Window(9)", "Full()", "Global([0, 70]) | Every(7)", "Block(24, 12) & Window(30)",
+                                      "Random(2, size=8)", "Window(1) & Every(64)"])  # fmt: skip
+    def test_pairs_are_counted(self, text: str, length: int, causal: bool) -> None:
+        at = torch.arange(length)
+        pattern = parse(text)
+        seen = pattern.visible(at[:, None], at[None], causal=causal, length=length).expand(length, length)
+        assert pattern.pairs(length, causal=causal) == int(seen.sum())
 
     def test_every_pattern_can_be_written(self) -> None:
         assert {type(pattern).__name__ for pattern, _ in EQUATIONS.values()} | {"Random"} >= set(PATTERNS)

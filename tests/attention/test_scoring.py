@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from memory_use import Largest
-from small_models import SMALL, make, text
+from small_models import SMALL, make, text, with_attention
 from spanformer import Rule
-from spanformer.attention import AdaptiveSpan, Additive, Bilinear, Dot, General, Mixed, View, Window
+from spanformer.attention import AdaptiveSpan, Additive, Bilinear, Dot, General, Mixed, Sinks, View, Window
 from spanformer.model.config import PositionConfig
 
 F64 = torch.float64
@@ -138,5 +138,24 @@ def test_refusals() -> None:
         match="Additive would feel where turned queries and keys stand, and not only how far apart, as Rotary",
     ):
         lm(text(1, 5))
-    with pytest.raises(ValueError, match="General mixes in its own way here"):
-        Mixed([General(Window(H, 9), D), Window(H, 3)])
+    with pytest.raises(ValueError, match=r"Additive\(.* mixes values in its own way, so that its heads cannot share"):
+        Mixed([Additive(Window(H, 9), D), Window(H, 3)])
+
+
+@pytest.mark.parametrize("kind", ["dot", "general", "bilinear"])
+def test_heads_of_other_scorings_stand_beside_each_other(kind: str) -> None:
+    """Also inside another mechanism, and as a mixture of a run file."""
+    inner = scorings(Window(H, 9))[kind].double()
+    mixed = Mixed([Window(1, 3), Sinks(inner).double(), Window(2, 5)])
+    q, k, v = (rand(B, H + 3, T, D, seed=seed) for seed in range(3))
+    got = mixed.mix(mixed.map_queries(q), k, v, mixed.rule(View()), View()).out
+    some = slice(1, 1 + H)
+    alone = mixed.parts[1]
+    assert isinstance(alone, Sinks)
+    expected = alone.mix(alone.map_queries(q[:, some]), k[:, some], v[:, some], alone.rule(View()), View()).out
+    torch.testing.assert_close(got[:, some], expected)
+    plain = Window(1, 3).mix(q[:, :1], k[:, :1], v[:, :1], Window(1, 3).rule(), View()).out
+    torch.testing.assert_close(got[:, :1], plain)
+    lm = make(with_attention(SMALL, kind=f"2 {kind} + 2 adaptive_span"))
+    x = text(2, 30)
+    torch.testing.assert_close(lm.read(x, lm.cache(2)), lm(x).logits, rtol=1e-9, atol=1e-9)

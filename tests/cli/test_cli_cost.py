@@ -10,14 +10,27 @@ from spanformer.cli.main import main
 from spanformer.cost.mechanisms import MECHANISMS
 
 
-@pytest.mark.parametrize("columns", ["80", "160"])
+@pytest.mark.parametrize("columns", [80, 120, 140, 141, 150, 160, 200])
 def test_the_table_names_every_mechanism(capsys, monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", columns)
+    """Whole, numbers and all, however wide the terminal is."""
+    monkeypatch.setenv("COLUMNS", str(columns))
     main(["cost", "--length", "512", "--heads", "4", "--dim", "64"])
     shown = capsys.readouterr().out
     assert all(f"\n{name}" in shown for name in MECHANISMS)
     assert "512 tokens, one layer, 4 heads of 16, float32" in shown
-    assert ("every earlier token" in shown) == (columns == "160")
+    assert ("every earlier token" in shown) == (columns >= 140)
+    (full,) = [line for line in shown.splitlines() if line.startswith("full ")]
+    assert full.split()[1:3] == ["256.5", "33.6"] and "keys a query" in shown
+
+
+def test_mixtures_and_patterns(capsys):
+    kinds = ["2 window:64 + 2 full", "Window(64) | Global([0])", "window:64", "full"]
+    main(["cost", "--length", "512", "--heads", "4", "--dim", "64", "--json", "-", "--kinds", *kinds])
+    mixed, pattern, window, full = json.loads(capsys.readouterr().out)["mechanisms"]
+    for name in ("flops", "flops_backward", "weight_bytes", "activation_bytes", "cache_bytes", "pairs"):
+        assert mixed[name] == (window[name] + full[name]) / 2, name
+    assert pattern["pairs"] == window["pairs"] + 512 - 64 and pattern["activation_bytes"] is None
+    assert pattern["cache_bytes"] == full["cache_bytes"] and pattern["kind"] == "Window(64) | Global([0])"
 
 
 def test_json_holds_the_numbers(capsys, tmp_path):
@@ -44,6 +57,10 @@ def test_published_figures_stand_beside_ours(capsys):
         (("--dim", "10", "--heads", "3"), "dim is 10; expected a multiple of heads, 3"),
         (("--kinds", "windo:3"), "did you mean window"),
         (("--length", "0"), "length is 0; expected at least 1"),
+        (("--kinds", "2 window + 3 full"), "'2 window + 3 full' has 5 heads; expected 12 (--heads)"),
+        (("--kinds", "1 window + 11 full", "--kv-heads", "6"), "expected multiples of 2 heads"),
+        (("--kinds", "Wndow(3)"), "is no pattern; expected one of"),
+        (("--kinds", "Every(8)", "--length", "1000000"), "expected at most 131,072 for Every(8), whose pairs are"),
     ],
 )
 def test_mistakes_are_one_sentence(capsys, arguments, said):

@@ -39,6 +39,23 @@ def test_kinds_show_what_an_encoders_heads_see():
         assert (visible(kind, n, causal=False)[0] == defined(name, n, *numbers, causal=False)).all(), kind
 
 
+def test_layers_that_take_turns(capsys, tmp_path):
+    main(["show", "Window(9)", "Every(8)", "--length", "40", "--out", str(tmp_path / "x.png")])
+    shown = capsys.readouterr().out
+    assert "layer 1: Window(9)" in shown and "layer 2: Every(8)" in shown and "1 head in each of 2 layers" in shown
+    assert "after 2 layers every token" in shown  # each by itself takes 5, or never gets there
+    main(["show", "strided_heads:8", "--length", "40", "--out", str(tmp_path / "x.png")])
+    assert "forward, 2 heads of 64" in capsys.readouterr().out
+    main(["show", " ( Window(3) )", "--length", "40", "--out", str(tmp_path / "x.png")])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_shown(kind):
+    """As language models have it, or encoders."""
+    (seen, *_) = visible(kind, 40, causal=not kind.startswith("etc"))
+    assert seen.any(1).all()
+
+
 @pytest.mark.parametrize("hard", [0, 1])
 def test_etc_shows_its_four_parts(hard):
     n, m, radius = 20, 4, 2
@@ -48,6 +65,7 @@ def test_etc_shows_its_four_parts(hard):
             long = i >= m and j >= m
             near = abs(i - j) <= radius if long else j < m or (j - m) // 5 == i or not hard
             assert seen[i, j] == near, (i, j)
+    assert (visible(f"etc_apart:{radius}:5:12:{hard}", n, causal=False)[0] == seen).all()
     assert attention_cost(f"etc:{radius}:5:12:{hard}", Sizes(n, 1, 64)).pairs == seen.sum()
 
 
@@ -85,13 +103,13 @@ def test_patterns_show_their_definitions(causal):
 
 def test_facts_are_counted():
     seen = np.stack([defined("window", 9, 3), defined("full", 9)])
-    density, cost, path = facts(seen, causal=True, dim=10)
+    density, cost, path = facts([seen], causal=True, dim=10)
     pairs = int(seen.sum())
     assert density.startswith(f"{pairs} of 90 pairs are seen") and f"{seen.sum(-1).mean():.1f} keys" in density
-    assert "in 2 heads of 10" in cost and "1 layer every token" in path
+    assert "forward, 2 heads of 10" in cost and "1 layer every token" in path
     blocks = defined("image_1d", 9, 3, 0)[None]
-    assert "never connected" in facts(blocks, causal=True, dim=1)[2]
-    assert "after 4 layers" in facts(defined("window", 9, 3)[None], causal=True, dim=1)[2]
+    assert "never connected" in facts([blocks], causal=True, dim=1)[2]
+    assert "after 4 layers" in facts([defined("window", 9, 3)[None]], causal=True, dim=1)[2]
 
 
 @pytest.mark.parametrize("kind, beside", [
@@ -101,13 +119,13 @@ def test_facts_are_counted():
 ])  # fmt: skip
 def test_a_kind_is_told_by_its_own_operations(kind, beside):
     """9 tokens and a head of 10: full attention has 45 pairs."""
-    cost = facts(defined("full", 9)[None], causal=True, dim=10, kind=kind)[1]
-    assert cost == f"{amount(4 * 10 * 45 + beside)} FLOPs forward in a head of 10; full attention takes 1,800."
+    cost = facts([defined("full", 9)[None]], causal=True, dim=10, kinds=[kind])[1]
+    assert cost == f"{amount(4 * 10 * 45 + beside)} FLOPs forward, 1 head of 10; full attention takes 1,800."
 
 
 def test_a_mixture_is_told_by_its_pairs():
     seen = np.stack([defined("window", 9, 3), defined("full", 9)])
-    assert facts(seen, causal=True, dim=10, kind="1 window:3 + 1 general") == facts(seen, causal=True, dim=10)
+    assert facts([seen], causal=True, dim=10, kinds=["1 window:3 + 1 general"]) == facts([seen], causal=True, dim=10)
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
@@ -134,7 +152,10 @@ def test_a_long_pattern_fits_above_its_picture():
         (("window:0",), "window is 0; expected at least 1 token"),
         (("Window(-1)",), "width is -1; expected a whole number from 1 on"),
         (("windo:8",), "holds 'windo:8'; expected kinds such as"),
-        ((), "PATTERN is missing"),
+        (("Window(99999999999999999999)",), "expected a whole number from 1 on, to 2,147,483,648 at most"),
+        (("etc:4:8",), "etc reads a text whole, in both directions"),
+        (("etc:4:8", "full", "--no-causal"), "some of these layers have global tokens beside the text"),
+        ((), "no pattern was named; expected one such as"),
     ],
 )
 def test_mistakes_are_one_sentence(capsys, arguments, said):

@@ -28,10 +28,25 @@ def test_it_equals_a_walk(seed, causal):
     draw = random.Random(seed)
     n = draw.choice([1, 2, 9, 20])
     seen = [[(j <= i or not causal) and draw.random() < draw.choice([0.05, 0.2]) for j in range(n)] for i in range(n)]
-    paths, known = longest_path(seen, causal=causal), walked(seen)
+    paths, known = longest_path([seen], causal=causal), walked(seen)
     assert paths.layers == max(known.values()) and paths.reached == len(known)
     assert paths.allowed == sum(j <= i or not causal for i in range(n) for j in range(n))
     assert paths.whole == (len(known) == paths.allowed)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_layers_that_take_turns_equal_a_walk_through_them(seed):
+    draw = random.Random(seed)
+    n = draw.choice([3, 9, 14])
+    layers = [[[draw.random() < 0.15 for _ in range(n)] for _ in range(n)] for _ in range(draw.choice([2, 3]))]
+    paths = longest_path(layers, causal=False)
+    reached, counts = [{i} for i in range(n)], []
+    for depth in range(12 * n):
+        seen = layers[depth % len(layers)]
+        reached = [set.union(reached[i], *(reached[j] for j in range(n) if seen[i][j])) for i in range(n)]
+        counts.append(sum(map(len, reached)))
+    grown = [at + 1 for at, count in enumerate(counts) if count > (counts[at - 1] if at else n)]
+    assert paths.layers == max(grown, default=0) and paths.reached == counts[-1]
 
 
 def test_known_patterns():
@@ -40,7 +55,7 @@ def test_known_patterns():
     window = [[0 <= i - j < 5 for j in range(n)] for i in range(n)]
     strided = [[i - j >= 0 and (i - j < 4 or (i - j) % 4 == 0) for j in range(n)] for i in range(n)]
     blocks = [[j <= i and i // 8 == j // 8 for j in range(n)] for i in range(n)]
-    assert longest_path(full, causal=True) == (1, n * (n + 1) // 2, n * (n + 1) // 2)
-    assert longest_path(window, causal=True).layers == 8  # 4 tokens a layer
-    assert longest_path(strided, causal=True) == (2, n * (n + 1) // 2, n * (n + 1) // 2)
-    assert not longest_path(blocks, causal=True).whole
+    assert longest_path([full], causal=True) == (1, n * (n + 1) // 2, n * (n + 1) // 2)
+    assert longest_path([window], causal=True).layers == 8  # 4 tokens a layer
+    assert longest_path([strided], causal=True) == (2, n * (n + 1) // 2, n * (n + 1) // 2)
+    assert not longest_path([blocks], causal=True).whole

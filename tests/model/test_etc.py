@@ -199,8 +199,19 @@ class TestEncoder:
             make()(x, segments=torch.full((2, 12), 3))
         with pytest.raises(ValueError, match="segments is given, and no layer has global tokens"):
             make("window:4")(x, segments=torch.zeros_like(x))
+        picked = torch.zeros(2, 2, dtype=torch.long)
         with pytest.raises(ValueError, match="picked is given without alone and alone_padding"):
-            make()(x, picked=torch.zeros(2, 2, dtype=torch.long))
+            make()(x, picked=picked)
+        alone = {"alone": torch.zeros(2, 2, 3, dtype=torch.long), "alone_padding": torch.zeros(2, 2, 3) > 0}
+        with pytest.raises(ValueError, match=r"picked holds .*9.*; expected segments 0 … 2"):
+            make()(x, picked=picked + 9, **alone)
+        for wrong in (torch.zeros(2, 9, dtype=torch.long), torch.zeros(2, 12)):
+            with pytest.raises(ValueError, match=r"segments has shape \[2, .*expected \[2, 12\] of torch.int64"):
+                make()(x, segments=wrong)
+        with pytest.raises(ValueError, match="chosen is given, and no layer has tokens to choose"):
+            make("window:4")(x, chosen=torch.zeros(2, 12, dtype=torch.bool))
+        with pytest.raises(ValueError, match="the text has no token; expected at least 1"):
+            make()(x[:, :0])
 
 
 class TestContrastive:

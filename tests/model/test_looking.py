@@ -11,6 +11,7 @@ import torch
 from small_models import CONFIGS, SMALL, make, text, with_attention
 from spanformer.attention import Window
 from spanformer.model.config import EncoderConfig
+from spanformer.model.encoder import Encoder
 from spanformer.model.looking import LONGEST, attention_maps, pair_maps
 from spanformer.model.seq2seq import Seq2Seq
 
@@ -93,6 +94,15 @@ def test_what_does_not_mix_by_weights_is_refused():
     with pytest.raises(ValueError, match=r"layer 2 \(Twice\) does not mix its values by weights alone"):
         attention_maps(lm, text(1, 9)[0])
     assert "mix" not in vars(lm.blocks[1].attention.mechanism)
+
+
+@pytest.mark.parametrize("kind", ["etc:3:4", "etc_apart:3:4:2:1", "longformer:4:2"])
+def test_rows_of_tokens_with_projections_of_their_own_sum_to_one(kind):
+    model = Encoder(replace(with_attention(SMALL, kind=kind), kind="encoder", position=CONFIGS["none"].position))
+    for found in attention_maps(model.double(), text(1, T)[0]):
+        size = T + (-(-T // 4) if "etc" in kind else 0)
+        assert found.shape == (4, size, size)
+        torch.testing.assert_close(found.sum(-1), torch.ones_like(found[..., 0]))
 
 
 def test_only_a_short_text_is_taken():

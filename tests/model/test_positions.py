@@ -68,7 +68,9 @@ def test_a_text_beyond_the_table_is_refused(kind: str) -> None:
         lm.read(x[:, 128:], cache)
 
 
-@pytest.mark.parametrize("kind", ["sinusoidal", "learned", "learned_per_layer", "transformer_xl", "shaw"])
+@pytest.mark.parametrize(
+    "kind", ["sinusoidal", "sinusoidal_per_layer", "learned_per_layer", "learned", "transformer_xl", "shaw"]
+)
 def test_rows_at_different_places(kind: str) -> None:
     """Padding is not embedded, so it may stand where the table has ended."""
     lm, x = model(kind), text(2, 128)

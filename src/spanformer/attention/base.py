@@ -6,9 +6,9 @@ Shapes: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -123,6 +123,16 @@ class Attention(nn.Module):
 
     def after_step(self) -> None:
         """Called after every optimiser step, e.g. to put parameters back into their range."""
+
+
+def given_terms(rule: Rule, view: View, beside: Collection[str]) -> list[str]:
+    """The names of what a rule says, and a view's documents, other than the terms `beside`."""
+    found = [f.name for f in fields(rule) if f.name not in beside and _given(getattr(rule, f.name), f.default)]
+    return [*found, *(["documents"] if view.documents is not None and "documents" not in found else [])]
+
+
+def _given(value: object, default: object) -> bool:
+    return value is not None and (isinstance(value, Tensor) or value != default)
 
 
 def key_states(view: View, dim: int) -> Tensor:

@@ -8,11 +8,9 @@ The two texts have no common positions, so there is no distance: every query see
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from torch import Tensor
 
-from spanformer.attention.base import Attention, View
+from spanformer.attention.base import Attention, View, given_terms
 from spanformer.ops import Attended, Rule
 
 TERMS = ("heads", "causal", "ramp", "key_bias", "sinks", "penalty")  # that need no distance, and the ramp of none
@@ -35,18 +33,12 @@ class Cross(Attention):
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View) -> Attended:
         """view: the encoder's padding [B, Tk], and no positions."""
-        distant = [f.name for f in fields(rule) if f.name not in TERMS and _given(rule, f.name, f.default)]
+        distant = given_terms(rule, view, TERMS)
         distant += ["causal=True"] if rule.causal else []
         distant += ["positions"] if view.q_positions is not None or view.k_positions is not None else []
-        distant += ["documents"] if view.documents is not None else []
         if distant:
             raise ValueError(
                 f"{', '.join(distant)} goes by distances, and a decoder's and an encoder's tokens have none; give it "
                 "to the self-attentions"
             )
         return super().mix(q, k, v, rule, view)
-
-
-def _given(rule: Rule, name: str, default: object) -> bool:
-    value = getattr(rule, name)
-    return value is not None and (isinstance(value, Tensor) or value != default)

@@ -20,13 +20,13 @@ import math
 import torch
 from torch import Tensor, nn
 
-from spanformer.attention.base import Attention, View, key_states
+from spanformer.attention.base import Attention, View, given_terms, key_states
 from spanformer.attention.etc_inputs import Projected, Structure, Two, check_inputs, hide
 from spanformer.ops import Attended, Rule, attend, merge
 
 PARTS = ("l2l", "l2g", "g2g", "g2l")
-DISTANCES = ("distance_bias", "distance_vec", "distance_value", "distance_scale")
-"""what a position encoding may add to a rule"""
+TERMS = ("heads", "causal", "reach", "ahead", "ramp", "penalty")
+"""of the rule"""
 
 
 class GlobalLocal(Attention):
@@ -76,10 +76,14 @@ class GlobalLocal(Attention):
     def mix(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View) -> Attended:
         if view.segments is None:
             raise ValueError("view.segments is missing; expected the number [B, n] of each long token's global token")
-        if any(getattr(rule, name) is not None for name in DISTANCES):
+        if others := given_terms(rule, view, TERMS):
             raise ValueError(
-                "ETC tells distances by labels of its own, and adds nothing else to scores; expected position kind "
-                "none, sinusoidal or learned"
+                f"{', '.join(others)} was given; ETC tells distances by labels of its own, and hides nothing but "
+                "padding; expected position kind none, sinusoidal or learned"
+            )
+        if k.shape[1] != self.heads:
+            raise ValueError(
+                f"k has {k.shape[1]} heads; ETC adds labels to the keys of every head, expected {self.heads}"
             )
         m = k.shape[2] - view.segments.shape[1]
         (top_k, long_k), (top_v, long_v) = ((t[:, :, :m], t[:, :, m:]) for t in (k, v))

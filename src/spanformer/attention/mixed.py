@@ -1,4 +1,7 @@
-"""Heads of several kinds in one layer: for instance six fixed windows and two heads that learn their span."""
+"""Heads of several kinds in one layer: for instance six fixed windows and two heads that learn their span.
+
+out = [out_1, …, out_H]        head h by the rule, and the scoring, of the part that it belongs to
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor, nn
 
-from spanformer.attention.around import Around
 from spanformer.attention.base import Attention, View
 from spanformer.ops import BlockIndex, Rule, stand_apart
 from spanformer.ops.rule import HEAD_AXIS, soft
@@ -25,18 +27,25 @@ class Mixed(Attention):
         if not parts:
             raise ValueError("parts is empty; expected at least one mechanism")
         for part in parts:
-            if part.alone or type(part).map_queries not in (Attention.map_queries, Around.map_queries):
+            if part.alone:
                 raise ValueError(
-                    f"{type(part).__name__} mixes in its own way here ({part.extra_repr()}), so its heads cannot share "
-                    "a layer with other kinds; give it all heads of a layer"
+                    f"{type(part).__name__}({part.extra_repr()}) mixes values in its own way, so that its heads cannot "
+                    "share a layer with other kinds; give it all heads of a layer"
                 )
         self.parts = nn.ModuleList(parts)
         self.heads = sum(part.heads for part in parts)
         self.kept = max(part.kept for part in parts)
         self.placed, self.reads_keys = (any(getattr(p, name) for p in parts) for name in ("placed", "reads_keys"))
+        self.turnable = all(part.turnable for part in parts)
 
     def rule(self, view: View) -> Rule:
         return join([part.rule(view) for part in self._parts()])
+
+    def map_queries(self, q: Tensor) -> Tensor:
+        """Each part its own heads'."""
+        pieces = q.split([part.heads for part in self._parts()], 1)
+        mapped = [part.map_queries(piece) for part, piece in zip(self._parts(), pieces, strict=True)]
+        return q if all(a is b for a, b in zip(mapped, pieces, strict=True)) else torch.cat(mapped, 1)
 
     def lookback(self) -> list[int]:
         return [n for part in self._parts() for n in part.lookback()]

@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from spanformer.cli.leaf import Leaf
-from spanformer.cost.mechanisms import MECHANISMS, AttentionCost, Sizes, attention_cost, find
+from spanformer.cost.mechanisms import (
+    MECHANISMS,
+    AttentionCost,
+    Mechanism,
+    Sizes,
+    attention_cost,
+    cost_of,
+    find,
+    together,
+)
 from spanformer.cost.published import Figure, flops_figures, memory_figures
 from spanformer.report.measures import NOTHING, amount, decimal, percent
 
 ITEMS = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 WIDE = 140
 """columns of a terminal that has room for what each mechanism sees"""
+LONGEST = 1 << 17
+"""tokens, where pairs are counted"""
 
 
 @dataclass(frozen=True)
 class CostOptions:
     """What attention costs by arithmetic: FLOPs, bytes of weights, activations and caches, for every mechanism.
 
-    A kind is written as in a run file, with its numbers: window:128, strided:64, big_bird:64:3:2:3. Without numbers,
-    those of the table are meant. Nothing is run, so any size can be asked for:
+    A kind is written with its numbers: window:128, strided:64, big_bird:64:3:2:3, adaptive_span:314:32 (average span
+    and ramp). Without numbers, those of the table are meant. Mixtures by head, and patterns, are counted too. Nothing
+    is run, so any size can be asked for:
 
         spanformer cost --length 1000000 --kinds full window:4096 adaptive_span:314:32
+        spanformer cost --kinds "Window(256) | Global([0])" "10 window:64 + 2 adaptive_span:1000:32"
     """
 
     length: int = 8192
@@ -45,7 +59,7 @@ class CostOptions:
     causal: bool = True
     """no token sees the future; --no-causal: every pattern in both directions"""
     kinds: tuple[str, ...] = ()
-    """mechanisms, as window:128; none: all of them"""
+    """mechanisms, as window:128, mixtures or patterns; none: all mechanisms"""
     published: bool = False
     """hold the tables of a textbook chapter on attention variants against the same arithmetic, and say where they
     differ and why"""
@@ -59,7 +73,8 @@ class CostOptions:
         if self.dim % self.heads:
             raise ValueError(f"dim is {self.dim}; expected a multiple of heads, {self.heads}")
         for kind in self.kinds:
-            find(kind)
+            for _, part in _parts(kind, self.heads):
+                _find(part)
 
     def sizes(self) -> Sizes:
         return Sizes(
@@ -76,7 +91,7 @@ class CostOptions:
 
 def run(options: CostOptions) -> None:
     sizes = options.sizes()
-    costs = [attention_cost(kind, sizes) for kind in options.kinds or MECHANISMS]
+    costs = [_cost(kind, sizes) for kind in options.kinds or MECHANISMS]
     figures = [*memory_figures(), *flops_figures()] if options.published else []
     if options.json:
         _write(options, sizes, costs, figures)
@@ -86,7 +101,7 @@ def run(options: CostOptions) -> None:
     if options.published:
         _show_published(console, figures)
         return
-    console.print(_table(options, sizes, costs, wide=console.width >= WIDE))
+    console.print(_table(options, sizes, costs, console.width))
     projections = 4 * sizes.times * options.length * options.dim * (options.dim + sizes.groups * sizes.head_dim)
     kept = attention_cost("full", sizes)
     assert kept.activation_bytes is not None
@@ -101,7 +116,44 @@ def run(options: CostOptions) -> None:
     console.print(said, style="dim")
 
 
-def _table(options: CostOptions, sizes: Sizes, costs: list[AttentionCost], *, wide: bool) -> Table:
+def _parts(kind: str, heads: int) -> list[tuple[int, str]]:
+    """(heads, kind) of a mixture; all heads of one kind are one part."""
+    found = [re.fullmatch(r"\s*(?:(\d+)\s+)?(.*?)\s*", part, re.DOTALL) for part in kind.split("+")]
+    parts = [(int(each[1]) if each[1] else heads, each[2]) for each in found if each]
+    if sum(count for count, _ in parts) != heads:
+        raise ValueError(f"{kind!r} has {sum(count for count, _ in parts)} heads; expected {heads} (--heads)")
+    return parts
+
+
+def _find(kind: str) -> tuple[str, Mechanism, list[int]]:
+    """Name, mechanism and numbers: one of the table, or a pattern as one."""
+    if not re.match(r"[\s(]*[A-Z]", kind):
+        mechanism, numbers = find(kind)
+        return ":".join([kind.split(":")[0], *map(str, numbers)]), mechanism, numbers
+    from spanformer.attention.pattern import parse
+
+    pattern = parse(kind)
+    far = pattern.lookback() + 1
+
+    def pairs(n: int, causal: bool) -> int:
+        if n > LONGEST:
+            raise ValueError(f"length is {n}; expected at most {LONGEST:,} for {pattern}, whose pairs are counted")
+        return pattern.pairs(n, causal=causal)
+
+    return str(pattern), Mechanism("the pattern", "", {}, pairs, lambda n: min(n, far), kept=None), []
+
+
+def _cost(kind: str, sizes: Sizes) -> AttentionCost:
+    parts, shared = _parts(kind, sizes.heads), sizes.heads // sizes.groups
+    if any(count % shared for count, _ in parts):
+        raise ValueError(f"{kind!r} divides heads that share keys; expected multiples of {shared} heads")
+    costs = [
+        (count, cost_of(*_find(part), replace(sizes, heads=count, kv_heads=count // shared))) for count, part in parts
+    ]
+    return costs[0][1] if len(costs) == 1 else together(kind, costs)
+
+
+def _table(options: CostOptions, sizes: Sizes, costs: list[AttentionCost], width: int) -> Table:
     whole = attention_cost("full", sizes)
     where = f"{options.layers} layers" if options.layers > 1 else "one layer"
     texts = f"{options.batch} texts of " if options.batch > 1 else ""
@@ -109,21 +161,27 @@ def _table(options: CostOptions, sizes: Sizes, costs: list[AttentionCost], *, wi
         f"Attention over {texts}{options.length:,} tokens, {where}, {options.heads} heads of {sizes.head_dim}, "
         f"{options.dtype}, {'causal' if options.causal else 'both directions'}"
     )
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for name in ("kind", "keys a query", "FLOPs", "of full", "weights", "cache"):
-        table.add_column(name, justify="left" if name == "kind" else "right", no_wrap=True)
-    if wide:
-        table.add_column("a query sees", no_wrap=True)
-    for cost in costs:
-        cells = [
+    names = ("kind", "keys a query", "FLOPs", "of full", "weights", "cache")
+    rows = [
+        (
             cost.kind + ("" if cost.cache_bytes is not None else " *"),
             NOTHING if cost.keys is None else f"{cost.keys:,.1f}",
             amount(cost.flops),
             percent(cost.flops / whole.flops),
             decimal(cost.weight_bytes),
             NOTHING if cost.cache_bytes is None else decimal(cost.cache_bytes),
-        ]
-        table.add_row(*cells, *[cost.about] * wide)
+        )
+        for cost in costs
+    ]
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="left" if name == "kind" else "right", no_wrap=name != "kind")
+    taken = sum(2 + max(map(len, column)) for column in zip(names, *rows, strict=True))
+    wide = width >= max(WIDE, taken + 20)
+    if wide:
+        table.add_column("a query sees", no_wrap=True, overflow="ellipsis", width=width - taken)
+    for cost, row in zip(costs, rows, strict=True):
+        table.add_row(*row, *[cost.about] * wide)
     if options.causal and any(cost.cache_bytes is None for cost in costs):
         table.caption, table.caption_justify = "* reads a text whole, in both directions; there is no decoding", "left"
     return table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from spanformer.model.lm import LM
 
 LONGEST = 1024
-PATTERN = re.compile(r"\s*\(*[A-Z]")  # how one begins; kinds have small letters
+PATTERN = re.compile(r"[\s(]*[A-Z]")  # how one begins; kinds have small letters
 WIDE = 160  # tokens: more do not fit beside each other on a terminal
 
 
@@ -31,13 +32,14 @@ class ShowOptions:
         spanformer show "Strided(8) & Window(32)" --length 96 --no-causal
         spanformer show strided:8                          a kind, as in a run file
         spanformer show "2 window:8 + 2 dilated:4:4"       a mixture by head
+        spanformer show "Window(9)" "Every(8)"             layers that take turns, as in a stack
 
     Patterns are sets of pairs, put together by | (either) and & (both); docs/patterns.md lists them. A row of the
     picture is a query, a column a key.
     """
 
-    pattern: tyro.conf.Positional[str]
-    """a pattern such as "Window(8) | Global([0])", or what model.attention.kind takes"""
+    patterns: tyro.conf.Positional[tuple[str, ...]]
+    """a pattern such as "Window(8) | Global([0])", or what model.attention.kind takes; several are layers in turn"""
     length: int = 64
     """tokens of the picture"""
     causal: bool = True
@@ -48,6 +50,8 @@ class ShowOptions:
     """file of the picture, .png or .svg; by default the pattern's name with .png in the folder out"""
 
     def __post_init__(self) -> None:
+        if not self.patterns:
+            raise ValueError('no pattern was named; expected one such as "Window(8) | Global([0])"')
         if not 1 <= self.length <= LONGEST:
             raise ValueError(f"length is {self.length}; expected 1 … {LONGEST}, what a picture can show")
         if self.dim < 1:
@@ -60,17 +64,22 @@ def run(options: ShowOptions) -> None:
     from spanformer.report.pattern_pictures import pattern_picture
     from spanformer.report.terminal import beside, half_blocks
 
-    seen = visible(options.pattern, options.length, causal=options.causal)
-    by_title = _alike(seen)
+    layers = [visible(pattern, options.length, causal=options.causal) for pattern in options.patterns]
+    if len({seen.shape[1] for seen in layers}) > 1:
+        raise ValueError("some of these layers have global tokens beside the text (etc), and others do not")
+    by_title = _titled(layers, options.patterns)
     if options.length <= WIDE:
         pictures = {title if len(by_title) > 1 else "": half_blocks(matrix) for title, matrix in by_title.items()}
         print(beside(pictures, shutil.get_terminal_size().columns))
-    sentences = facts(seen, causal=options.causal, dim=options.dim, kind=options.pattern)
+    if above := layers[0].shape[1] - options.length:
+        print(f"The first {above} are global tokens, beside the {options.length} of the text.")
+    sentences = facts(layers, causal=options.causal, dim=options.dim, kinds=options.patterns, length=options.length)
     print("\n".join(sentences))
-    name = re.sub(r"[^A-Za-z0-9_]+", "-", options.pattern).strip("-")[:60]
+    together = ", ".join(options.patterns)
+    name = re.sub(r"[^A-Za-z0-9_]+", "-", together).strip("-")[:60]
     path = Path(options.out or Path("out") / f"show-{name}.png")
     path.parent.mkdir(parents=True, exist_ok=True)
-    picture = pattern_picture(options.pattern, by_title, " ".join(sentences[:1] + sentences[2:]), causal=options.causal)
+    picture = pattern_picture(together, by_title, " ".join(sentences[:1] + sentences[2:]), causal=options.causal)
     print(f"picture: {picture.save(path)}")
 
 
@@ -87,39 +96,48 @@ def visible(pattern: str, length: int, *, causal: bool = True) -> np.ndarray:
     return _of_a_layer(pattern, length, causal=causal)
 
 
-def facts(seen: np.ndarray, *, causal: bool, dim: int, kind: str = "") -> list[str]:
-    """Density, cost and longest path, a sentence each. kind: as a run file has it; one for all heads is counted by its
-    own operations, and what else is seen by products of query and key."""
+def facts(
+    layers: Sequence[np.ndarray], *, causal: bool, dim: int, kinds: Sequence[str] = (), length: int = 0
+) -> list[str]:  # fmt: skip
+    """Density, cost and longest path of layers [H, n, n] that take turns, a sentence each. kinds: as a run file has
+    them; one for all heads is counted by its own operations, and what else is seen by products of query and key.
+    length: of the text, where global tokens stand beside it."""
     from spanformer.cost.attention import FORWARD
     from spanformer.cost.paths import longest_path
     from spanformer.report.measures import amount, percent
 
-    heads, n, _ = seen.shape
-    pairs, allowed = int(seen.sum()), heads * (n * (n + 1) // 2 if causal else n * n)
-    rows = seen.sum(-1)
+    heads, n = sum(len(seen) for seen in layers), layers[0].shape[1]
+    pairs, allowed = sum(int(seen.sum()) for seen in layers), heads * (n * (n + 1) // 2 if causal else n * n)
+    rows = [seen.sum(-1) for seen in layers]
+    operations = sum(
+        _operations(kind, seen, causal=causal, dim=dim, length=length or n)
+        for kind, seen in zip(kinds or [""] * len(layers), layers, strict=True)
+    )
+    mean = sum(float(row.mean()) for row in rows) / len(layers)
+    where = _counted(heads // len(layers), "head") + (f" in each of {len(layers)} layers" if len(layers) > 1 else "")
     said = [
-        f"{pairs:,} of {allowed:,} pairs are seen, {percent(pairs / allowed)}; a query sees {rows.mean():.1f} keys on "
-        f"average, {rows.max():,} at most.",
-        f"{amount(_operations(kind, seen, causal=causal, dim=dim))} FLOPs forward in {_heads(heads)} of {dim}; full "
-        f"attention takes {amount(FORWARD * dim * allowed)}.",
+        f"{pairs:,} of {allowed:,} pairs are seen, {percent(pairs / allowed)}; a query sees {mean:.1f} keys on "
+        f"average, {max(row.max() for row in rows):,} at most.",
+        f"{amount(operations)} FLOPs forward, {where} of {dim}; full attention takes "
+        f"{amount(FORWARD * dim * allowed)}.",
     ]
-    paths = longest_path(np.any(seen, axis=0).tolist(), causal=causal)
+    paths = longest_path([np.any(seen, axis=0).tolist() for seen in layers], causal=causal)
     if paths.whole:
-        layers = "1 layer" if paths.layers == 1 else f"{paths.layers} layers"
-        said.append(f"Longest path: after {layers} every token has reached every other that it may.")
+        after = _counted(paths.layers, "layer")
+        said.append(f"Longest path: after {after} every token has reached every other that it may.")
     else:
         share = percent(1 - paths.reached / paths.allowed)
         said.append(f"Longest path: none; {share} of the pairs are never connected, through however many layers.")
     return said
 
 
-def _operations(kind: str, seen: np.ndarray, *, causal: bool, dim: int) -> int:
+def _operations(kind: str, seen: np.ndarray, *, causal: bool, dim: int, length: int) -> int:
     """Forward, over the pairs that are seen."""
     from spanformer.cost.attention import FORWARD
     from spanformer.cost.mechanisms import MECHANISMS, Sizes
     from spanformer.model.kinds import parse_layer
 
-    (heads, n, _), pairs = seen.shape, int(seen.sum())
+    heads, pairs = len(seen), int(seen.sum())
     parts = parse_layer(kind, heads) if kind and not PATTERN.match(kind) else []
     if len(parts) != 1 or parts[0].kind not in MECHANISMS:
         return FORWARD * dim * pairs
@@ -129,11 +147,11 @@ def _operations(kind: str, seen: np.ndarray, *, causal: bool, dim: int) -> int:
         return own
     defaults = list(mechanism.numbers.values())
     numbers = [d if g is None else g for d, g in zip_longest(defaults, given)]
-    return own + mechanism.extra(Sizes(n, heads, dim, causal=causal), *numbers)
+    return own + mechanism.extra(Sizes(length, heads, dim, causal=causal), *numbers)
 
 
-def _heads(count: int) -> str:
-    return "a head" if count == 1 else f"{count} heads"
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _of_a_layer(kind: str, length: int, *, causal: bool) -> np.ndarray:
@@ -145,7 +163,7 @@ def _of_a_layer(kind: str, length: int, *, causal: bool) -> np.ndarray:
     from spanformer.model.lm import LM
 
     counts = [int(found[1]) for found in re.finditer(r"(?:^|\+)\s*(\d+)\s+[A-Za-z]", kind)]
-    heads = sum(counts) or 1
+    heads = sum(counts) or (2 if "_heads" in kind else 1)  # whose heads differ
     attention = AttentionConfig(kind=kind, max_span=length, ramp=max(1.0, length / 16), init=0.25)
     place = PositionConfig(kind="none")
     with torch.random.fork_rng(devices=[]):
@@ -168,15 +186,17 @@ def seen_in(lm: LM | Encoder, length: int) -> np.ndarray:
     return (maps[0] > 0).numpy()
 
 
-def _alike(seen: np.ndarray) -> dict[str, np.ndarray]:
-    """The different matrices, by the heads that have them."""
-    groups: dict[bytes, list[int]] = {}
-    for head, matrix in enumerate(seen):
-        groups.setdefault(matrix.tobytes(), []).append(head)
+def _titled(layers: Sequence[np.ndarray], patterns: Sequence[str]) -> dict[str, np.ndarray]:
+    """The different matrices of each layer, by the heads that have them."""
     titles = {}
-    for heads in groups.values():
-        listed = ", ".join(str(head + 1) for head in heads)
-        titles[f"head{'s' if len(heads) > 1 else ''} {listed}"] = seen[heads[0]]
+    for n, (seen, pattern) in enumerate(zip(layers, patterns, strict=True), 1):
+        groups: dict[bytes, list[int]] = {}
+        for head, matrix in enumerate(seen):
+            groups.setdefault(matrix.tobytes(), []).append(head)
+        for heads in groups.values():
+            named = f"head{'s' if len(heads) > 1 else ''} {', '.join(str(head + 1) for head in heads)}"
+            layer = [f"layer {n}", *([pattern] if len(groups) == 1 else [named])] if len(layers) > 1 else [named]
+            titles[": ".join(layer)] = seen[heads[0]]
     return titles
 
 

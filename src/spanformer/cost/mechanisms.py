@@ -21,7 +21,7 @@ A new mechanism is one line of `MECHANISMS`, and one function of `pairs` where i
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 
 from spanformer.cost import activations, pairs
@@ -248,6 +248,28 @@ def find(kind: str) -> tuple[Mechanism, list[int]]:
 def attention_cost(kind: str, sizes: Sizes) -> AttentionCost:
     """What a mechanism costs at these sizes. One that cannot be causal is counted as it is, in both directions."""
     mechanism, numbers = find(kind)
+    return cost_of(":".join([kind.split(":")[0], *map(str, numbers)]), mechanism, numbers, sizes)
+
+
+def together(kind: str, parts: Sequence[tuple[int, AttentionCost]]) -> AttentionCost:
+    """What heads of several kinds cost in one layer: (how many, what these cost)."""
+    heads, costs = sum(count for count, _ in parts), [cost for _, cost in parts]
+
+    def total(name: str) -> int | None:
+        found = [getattr(cost, name) for cost in costs]
+        return None if None in found else sum(found)
+
+    def mean(name: str) -> float | None:
+        found = [(count, getattr(cost, name)) for count, cost in parts]
+        return None if any(value is None for _, value in found) else sum(c * value for c, value in found) / heads
+
+    sums = {name: total(name) for name in ("flops", "flops_backward", "weight_bytes", "activation_bytes",
+                                           "dense_activation_bytes", "cache_bytes")}  # fmt: skip
+    about = "; ".join(f"{count}: {cost.about}" for count, cost in parts)
+    return AttentionCost(kind=kind, about=about, pairs=mean("pairs"), keys=mean("keys"), **sums)  # pyright: ignore
+
+
+def cost_of(name: str, mechanism: Mechanism, numbers: list[int], sizes: Sizes) -> AttentionCost:
     n, d, causal = sizes.length, sizes.head_dim, sizes.causal and mechanism.cached is not None
     seen = None if mechanism.pairs is None else mechanism.pairs(n, causal, *numbers)
     own = mechanism.extra(sizes, *numbers) if mechanism.extra else 0
@@ -259,7 +281,7 @@ def attention_cost(kind: str, sizes: Sizes) -> AttentionCost:
     times, b = sizes.times, sizes.item
     dense = sizes.queried + sizes.keyed * keys / n + sizes.rows * keys
     return AttentionCost(
-        kind=":".join([kind.split(":")[0], *map(str, numbers)]),
+        kind=name,
         about=mechanism.about,
         pairs=seen,
         keys=None if seen is None else seen / n,

@@ -2,7 +2,7 @@
 
 In one layer a query takes up what the keys it sees hold, and keeps what it has itself (the residual stream):
 
-    R_1 = A ∪ identity        R_L = R_1 ∘ R_{L−1}        longest path: the least L for which R_L is all that may be
+    R_L = (A_L ∪ identity) ∘ R_{L−1}        longest path: the least L for which R_L is all that may be
 
 Rows are sets of keys as the bits of a whole number, so a product of two matrices is a few hundred "or"s.
 """
@@ -27,16 +27,20 @@ class Paths(NamedTuple):
         return self.reached == self.allowed
 
 
-def longest_path(seen: Sequence[Sequence[bool]], *, causal: bool) -> Paths:
-    """seen [n][n]: whether query i sees key j, in any head of a layer; every layer is alike."""
-    n = len(seen)
-    first = [sum(1 << j for j, sees in enumerate(row) if sees) | 1 << i for i, row in enumerate(seen)]
-    reach, layers = first, 1
-    while (further := [_through(row, reach) for row in first]) != reach:
-        reach, layers = further, layers + 1
+def longest_path(layers: Sequence[Sequence[Sequence[bool]]], *, causal: bool) -> Paths:
+    """layers: of each, [n][n] whether query i sees key j, in any of its heads; they take turns, or one is all."""
+    n = len(layers[0])
+    sets = [
+        [sum(1 << j for j, sees in enumerate(row) if sees) | 1 << i for i, row in enumerate(seen)] for seen in layers
+    ]
+    reach, passed, last = [1 << i for i in range(n)], 0, 0
+    while passed - last < len(layers):  # a turn of all in which nothing is new is the end
+        further = [_through(row, reach) for row in sets[passed % len(layers)]]
+        passed += 1
+        if further != reach:
+            reach, last = further, passed
     allowed = n * (n + 1) // 2 if causal else n * n
-    alone = all(row == 1 << i for i, row in enumerate(first))
-    return Paths(0 if alone else layers, sum(row.bit_count() for row in reach), allowed)
+    return Paths(last, sum(row.bit_count() for row in reach), allowed)
 
 
 def _through(row: int, reach: list[int]) -> int:

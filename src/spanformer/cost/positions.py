@@ -9,6 +9,7 @@ _VECTOR = "a product q·r[d] of 2·D operations a pair, half as much again as q�
 POSITION_COSTS: dict[str, str] = {
     "none": "nothing",
     "sinusoidal": "n·E additions, once",
+    "sinusoidal_per_layer": "n·E additions in every layer",
     "learned": "n·E additions, once, and a vector of E numbers for each place",
     "learned_per_layer": "n·E additions in every layer, and a vector of E numbers for each place and layer",
     "rotary": _TURNED,

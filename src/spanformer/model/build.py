@@ -45,10 +45,13 @@ from spanformer.position import (
     Rotary,
     Shaw,
     Sinusoidal,
+    SinusoidalPerLayer,
     Table,
     TransformerXL,
 )
 
+ABSOLUTE = ("none", "sinusoidal", "sinusoidal_per_layer", "learned", "learned_per_layer")
+"""positions that are added to the tokens alone"""
 LEAST_DYNAMIC = 0.018  # a dynamic span is a sigmoid: it starts above zero, or it would never move
 
 
@@ -170,7 +173,7 @@ def _etc(config: ModelConfig, part: HeadKind) -> Attention:
         raise ValueError(
             f"model.kv_heads is {config.kv_heads}; {part.kind} adds labels to the keys of every head, expected 0"
         )
-    if config.position.kind not in ("none", "sinusoidal", "learned", "learned_per_layer"):
+    if config.position.kind not in ABSOLUTE:
         raise ValueError(
             f"model.position.kind is {config.position.kind!r}; {part.kind} tells distances by labels of its own, "
             "expected none, or one that is added to the tokens: sinusoidal or learned"
@@ -208,13 +211,14 @@ MAKERS: dict[str, Callable[[ModelConfig, HeadKind], Attention]] = {
 """one for each of kinds.KINDS, and for patterns"""
 
 
-def make_position(config: ModelConfig) -> Position:
-    """One encoding, for all layers or (with `position.per_layer`) for one of them."""
+def make_position(config: ModelConfig, layer: int = 0) -> Position:
+    """One encoding, for all layers or (with `position.per_layer`) for one of them, counted from 0."""
     p, heads, size, causal = config.position, config.heads, config.head_dim, config.causal
     longest = config.attention.max_span + (0 if config.original else math.ceil(config.attention.ramp))
     makers: dict[str, Callable[[], Position]] = {
         "none": Position,
         "sinusoidal": lambda: Sinusoidal(config.dim, p.base),
+        "sinusoidal_per_layer": lambda: SinusoidalPerLayer(config.dim, layer + 1, p.base),
         "learned": lambda: Learned(config.dim, p.length),
         "learned_per_layer": lambda: Learned(config.dim, p.length),
         "table": lambda: Table(heads, size, longest),

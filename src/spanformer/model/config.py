@@ -56,19 +56,20 @@ class AttentionConfig:
         _within("attention.backend", repr(self.backend), self.backend in known, f"one of {', '.join(known)}")
 
 
-PER_LAYER = ("learned_per_layer", "shaw", "transformer_xl", "da_transformer")
+PER_LAYER = ("sinusoidal_per_layer", "learned_per_layer", "shaw", "transformer_xl", "da_transformer")
 """kinds of positions of which every layer has its own"""
 
 
 @dataclass(frozen=True)
 class PositionConfig:
     kind: Literal[
-        "none", "sinusoidal", "learned", "learned_per_layer", "table", "shaw", "transformer_xl", "rotary", "alibi",
-        "t5", "distance_bias", "da_transformer",
+        "none", "sinusoidal", "sinusoidal_per_layer", "learned", "learned_per_layer", "table", "shaw",
+        "transformer_xl", "rotary", "alibi", "t5", "distance_bias", "da_transformer",
     ] = "rotary"  # fmt: skip
-    """absolute: sinusoidal, learned, learned_per_layer; a vector for each distance: table (the adaptive-span paper's),
-    shaw (clipped, for keys and values), transformer_xl; turned queries and keys: rotary; a number for each head and
-    distance: alibi, t5 (by buckets), distance_bias (learned), da_transformer (multiplied); see docs/positions.md"""
+    """absolute: sinusoidal and learned, either also with _per_layer; a vector for each distance: table (the
+    adaptive-span paper's), shaw (clipped, for keys and values), transformer_xl; turned queries and keys: rotary; a
+    number for each head and distance: alibi, t5 (by buckets), distance_bias (learned), da_transformer (multiplied);
+    see docs/positions.md"""
     base: float = 10000.0
     """of rotary and sinusoidal: the longest wavelength is about 6 times this many tokens"""
     length: int = 0

@@ -96,6 +96,10 @@ class Encoder(Layered):
             h, view = self.summaries(h, padding, segments)
         elif segments is not None:
             raise ValueError("segments is given, and no layer has global tokens for them; expected attention kind etc")
+        if chosen is not None and not any(getattr(m, "most", 0) for m in self.mechanisms()):
+            raise ValueError(
+                "chosen is given, and no layer has tokens to choose; expected attention kind longformer:W:G"
+            )
         penalty = h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
         for n, (block, position) in enumerate(zip(self.blocks, self.positions(), strict=True)):
             if n and self.config.position.per_layer:
@@ -114,6 +118,12 @@ class Encoder(Layered):
                 "picked is given without alone and alone_padding, or to layers without global tokens; expected all "
                 "three (spanformer.data.mask_segments), and attention kind etc"
             )
+        if (
+            picked.device.type == "cpu"
+            and picked.numel()
+            and not 0 <= int(picked.min()) <= int(picked.max()) < summaries.shape[1]
+        ):
+            raise ValueError(f"picked holds {picked.tolist()}; expected segments 0 … {summaries.shape[1] - 1}")
         rows, hidden = alone.flatten(0, 1), alone_padding.flatten(0, 1)
         codes = self.encode(self.embedding(rows), hidden, segments=torch.zeros_like(rows)).summaries[:, 0]
         guessed = summaries.gather(1, picked[..., None].expand(-1, -1, summaries.shape[2]))

@@ -28,9 +28,16 @@ class Summaries(nn.Module):
         """h [B, n, dim] → [B, m + n, dim], and what its layers may look at. segments [B, n] integers 0 … m − 1, −1: of
         none; by default so many tokens each. A global token without any token is hidden."""
         b, n, _ = h.shape
+        if not n:
+            raise ValueError("the text has no token; expected at least 1, for a global token to stand for")
+        if segments is not None and (segments.shape != (b, n) or segments.dtype not in (torch.int32, torch.int64)):
+            raise ValueError(
+                f"segments has shape {list(segments.shape)} and dtype {segments.dtype}; expected [{b}, {n}] of "
+                "torch.int64, the number of each token's global token, −1 for none"
+            )
         m, at = self.count(n), torch.arange(n, device=h.device)
         above = torch.cat([self.weight.to(h.dtype).expand(b, m, -1), h], 1)
-        ids = (at // self.segment).expand(b, n) if segments is None else segments
+        ids = (at // self.segment).expand(b, n) if segments is None else segments.long()
         if segments is None and padding is None:
             return above, View(segments=ids)
         missing = torch.zeros_like(ids, dtype=torch.bool) if padding is None else padding

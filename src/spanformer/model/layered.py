@@ -44,7 +44,7 @@ class Layered(nn.Module):
         if tokens:
             self.embedding, self.head = make_embedding(config)
         one_each = range(config.layers if config.position.per_layer else 0)
-        made = [make_position(config) for _ in one_each]
+        made = [make_position(config, n) for n in one_each]
         self.position = nn.ModuleList(made) if made else make_position(config)
         self.blocks = nn.ModuleList(make_block(config, parts) for parts in config.stack())
         self.norm = make_norm(config.norm, config.dim) if config.order == "pre" else nn.Identity()

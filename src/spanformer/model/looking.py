@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from spanformer.attention import Attention, View
+from spanformer.attention import Attention, GlobalLocal, View
 from spanformer.memory.groups import group_heads
 from spanformer.model.cross_attention import CrossAttention
 from spanformer.model.encoder import Encoder
@@ -87,15 +87,27 @@ def _maps(
 
 class _OneHot(nn.Module):
     """In the place of a mechanism's own projection of values: the token's place among `keys`, for each key/value head.
-    A mechanism may project the first ones only."""
+    A mechanism may project some only, from `first` on."""
 
-    def __init__(self, kv_heads: int, keys: int) -> None:
+    def __init__(self, kv_heads: int, keys: int, first: int) -> None:
         super().__init__()
-        self.kv_heads, self.keys = kv_heads, keys
+        self.kv_heads, self.keys, self.first = kv_heads, keys, first
 
     def forward(self, x: Tensor) -> Tensor:
-        places = torch.eye(x.shape[1], self.keys, dtype=x.dtype, device=x.device)
+        places = torch.eye(self.first + x.shape[1], self.keys, dtype=x.dtype, device=x.device)[self.first :]
         return places.repeat(1, self.kv_heads).expand(x.shape[0], -1, -1)
+
+
+def _own_values(mechanism: Attention, above: int) -> list[tuple[nn.Module, str, int]]:
+    """Projections of values that a mechanism has itself, as Longformer for its global tokens: (whose, its name, place
+    of the first token it is given). above: how many global tokens come before the text."""
+    found = [
+        (part, "value", 0) for part in mechanism.modules() if isinstance(getattr(part, "value", None), nn.Linear)
+    ]  # fmt: skip
+    if isinstance(mechanism, GlobalLocal):
+        names = [name for name in mechanism.own if name.startswith("value")]
+        found += [(mechanism.own, name, above if name.endswith("2l") else 0) for name in names]
+    return found
 
 
 class _Watch:
@@ -123,15 +135,16 @@ class _Watch:
             plain, relative = rule, getattr(rule, "distance_value", None)
             if relative is not None:  # values of distances come on top of the weights; they are none of the keys'
                 plain = replace(rule, distance_value=None)
-            own = [part for part in self.mechanism.modules() if isinstance(getattr(part, "value", None), nn.Linear)]
-            values = [part.value for part in own]
-            for part in own:  # values that a mechanism makes itself, as Longformer does for its global tokens
-                part.value = _OneHot(self.attention.kv_heads, k.shape[2])
+            above = 0 if view.segments is None else k.shape[2] - view.segments.shape[1]
+            own = _own_values(self.mechanism, above)
+            values = [getattr(part, name) for part, name, _ in own]
+            for part, name, first in own:
+                setattr(part, name, _OneHot(k.shape[1], k.shape[2], first))
             try:
                 weights = mix(q, k, one_hot, plain, view)
             finally:
-                for part, value in zip(own, values, strict=True):
-                    part.value = value
+                for (part, name, _), value in zip(own, values, strict=True):
+                    setattr(part, name, value)
             off = 0.0
             if relative is None and not own:
                 again = weights.out @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)

@@ -1,6 +1,6 @@
 """Position encodings, by name."""
 
-from spanformer.position.absolute import Learned, Sinusoidal
+from spanformer.position.absolute import Learned, Sinusoidal, SinusoidalPerLayer
 from spanformer.position.alibi import Alibi
 from spanformer.position.base import Places, Position, Turner
 from spanformer.position.da_transformer import DATransformer
@@ -14,6 +14,7 @@ from spanformer.position.transformer_xl import TransformerXL
 POSITIONS = {
     "none": Position,
     "sinusoidal": Sinusoidal,
+    "sinusoidal_per_layer": SinusoidalPerLayer,
     "learned": Learned,
     "learned_per_layer": Learned,
     "table": Table,
@@ -28,5 +29,5 @@ POSITIONS = {
 
 __all__ = [
     "POSITIONS", "T5", "Alibi", "DATransformer", "DistanceBias", "Learned", "Places", "Position", "Rotary", "Shaw",
-    "Sinusoidal", "Table", "TransformerXL", "Turner",
+    "Sinusoidal", "SinusoidalPerLayer", "Table", "TransformerXL", "Turner",
 ]  # fmt: skip

@@ -4,6 +4,9 @@ Sinusoidal: Attention Is All You Need (Vaswani et al., 2017), §3.5. https://arx
 
     p_t[2c] = sin(t · base^(−2c / dim))        p_t[2c + 1] = cos(t · base^(−2c / dim))        x_t + p_t
 
+Before every layer, and with the layer's own number: Universal Transformers (Dehghani et al., 2018), §2.1.
+https://arxiv.org/abs/1807.03819. Into layer l = 1, 2, …: x_t + p_t + p_l
+
 Learned: Convolutional Sequence to Sequence Learning (Gehring et al., 2017), §3.1. https://arxiv.org/abs/1705.03122
 One vector for each place in the text, x_t + w_t. Given to every layer, each with a table of its own: Character-Level
 Language Modeling with Deeper Self-Attention (Al-Rfou et al., 2018), §3. https://arxiv.org/abs/1808.04444
@@ -33,6 +36,23 @@ class Sinusoidal(Position):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, base={self.base:g}"
+
+
+class SinusoidalPerLayer(Sinusoidal):
+    """For one layer, counted from 1."""
+
+    def __init__(self, dim: int, layer: int, base: float = 10000.0) -> None:
+        super().__init__(dim, base)
+        if layer < 1:
+            raise ValueError(f"layer is {layer}; expected a number from 1 on")
+        self.layer = layer
+
+    def embed(self, x: Tensor, start: int | Tensor) -> Tensor:
+        mine = sinusoids(torch.tensor(self.layer, device=x.device), self.dim, self.base)
+        return super().embed(x, start) + mine.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, layer={self.layer}"
 
 
 class Learned(Position):

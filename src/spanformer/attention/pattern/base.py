@@ -19,6 +19,7 @@ from spanformer.ops.rule import UNLIMITED
 
 Areas = list[tuple[Tensor, Tensor, Tensor]]
 """(which stretch of queries [N], first key [N], key after the last [N]), as often as needed"""
+MOST = 1 << 31  # of any number: the product of two is then still one that tensors hold
 Bands = list[tuple[int, int, int]]
 """(stride, least, limit): the distances d ≥ least that are multiples of the stride and below the limit"""
 
@@ -67,6 +68,15 @@ class Pattern:
         from spanformer.attention.pattern.rule import build_blocks
 
         return build_blocks(self, length, size, start, causal)
+
+    def pairs(self, length: int, *, causal: bool = True) -> int:
+        """How many pairs of a text of this length it holds, counted by blocks."""
+        index = self.blocks(length, causal=causal)
+        rows = torch.arange(index.rows).repeat_interleave(index.offsets[0].diff())
+        sides = ((length - at * index.size).clamp(max=index.size) for at in (rows, index.columns))
+        partly = index.masks.flatten(1).sum(1)
+        whole = torch.mul(*sides)
+        return int(torch.where(index.mask_ids < 0, whole, partly[index.mask_ids] if len(partly) else 0).sum())
 
     def rule(self, heads: int, length: int, *, start: int = 0, causal: bool = True, size: int = 64) -> Rule:
         """As the cheapest rule for `length` keys from position `start` on: reaches and strides where that says it,
@@ -164,5 +174,5 @@ def every_row(lo: Tensor) -> Tensor:
 
 
 def at_least(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name} is {value!r}; expected a whole number from {least} on")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
+        raise ValueError(f"{name} is {value!r}; expected a whole number from {least} on, to {MOST:,} at most")

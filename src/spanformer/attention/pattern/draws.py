@@ -5,6 +5,7 @@ Shapes: r [N] block rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,8 +87,10 @@ class Blockwise(Pattern):
     size: int | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.permutation, Sequence) or not self.permutation:
+            raise ValueError(f"permutation is {self.permutation!r}; expected a list of blocks, such as [1, 0]")
         object.__setattr__(self, "permutation", tuple(self.permutation))
-        if sorted(self.permutation) != list(range(len(self.permutation))) or not self.permutation:
+        if sorted(self.permutation) != list(range(len(self.permutation))):
             raise ValueError(
                 f"permutation is {list(self.permutation)}; expected each of 0 … {len(self.permutation) - 1} once"
             )

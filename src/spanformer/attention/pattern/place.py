@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -90,6 +91,8 @@ class Global(Pattern):
     def __post_init__(self) -> None:
         if isinstance(self.tokens, int):
             return at_least("tokens", self.tokens, 0)
+        if not isinstance(self.tokens, Sequence):
+            raise ValueError(f"tokens is {self.tokens!r}; expected a number of first tokens, or a list of places")
         for token in self.tokens:
             at_least("tokens", token, 0)
         object.__setattr__(self, "tokens", tuple(sorted(set(self.tokens))))
