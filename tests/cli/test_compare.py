@@ -74,6 +74,14 @@ def test_kinds_are_trained_once_and_reported_together(tmp_path, capsys):
     assert all((out / name / "events.jsonl").read_bytes() == text for name, text in written.items())
     assert (out / "compare.md").read_text().count("\n") == 5
 
+    main(["compare", file, "--out", str(out), "--again"])
+    assert "measuring 2 of 2: full" in capsys.readouterr().out
+    for run, name in zip(runs, ("window-8", "full"), strict=True):
+        again = read_run(out / name)
+        assert (out / name / "events.jsonl").read_text().count('"event": "cost"') == 2 and again.stop is not None
+        (old,), (new,) = run.costs, again.costs  # the later one takes the place of the other
+        assert old.flops == new.flops and old.step_seconds != new.step_seconds
+
     said = refused(capsys, file, "--out", out, "--optim.lr", "0.5")
     assert "window-8 holds a run that was trained with optim.lr = 0.01, and this one has 0.5" in said
 

@@ -155,7 +155,7 @@ def test_a_long_pattern_fits_above_its_picture():
         (("Window(99999999999999999999)",), "expected a whole number from 1 on, to 2,147,483,648 at most"),
         (("etc:4:8",), "etc reads a text whole, in both directions"),
         (("etc:4:8", "full", "--no-causal"), "some of these layers have global tokens beside the text"),
-        ((), "no pattern was named; expected one such as"),
+        ((), "PATTERNS is missing"),
     ],
 )
 def test_mistakes_are_one_sentence(capsys, arguments, said):

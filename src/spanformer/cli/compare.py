@@ -39,6 +39,8 @@ class CompareConfig(RunConfig):
     """position encodings to train each kind with; none: as the run file says"""
     different: bool = False
     """compare although data, training time or (by more than 2 %) parameters differ"""
+    again: bool = False
+    """when all are trained, measure once more what a step of each costs: on a machine that does nothing else by then"""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Comparison:
     out: Path
     runs: list[RunConfig]
     different: bool
+    again: bool
 
 
 def parse(program: str, arguments: list[str]) -> Comparison:
@@ -64,7 +67,7 @@ def parse(program: str, arguments: list[str]) -> Comparison:
                 f"{files[0] if files else 'the run'} lists neither kinds nor positions; expected at least one of them "
                 "(--kinds full window:128), or several run files"
             )
-        return Comparison(out, _product(config, out), config.different)
+        return Comparison(out, _product(config, out), config.different, config.again)
     read = [read_run(CompareConfig, program, [file, *arguments], known) for file in files]
     if listed := [file for file, config in zip(files, read, strict=True) if config.kinds or config.positions]:
         raise ValueError(f"{listed[0]} lists kinds or positions; compare it by itself, or name run files only")
@@ -75,7 +78,7 @@ def parse(program: str, arguments: list[str]) -> Comparison:
         raise ValueError(f"{', '.join(files)} names a run file twice; expected each once")
     out = Path(read[0].out or Path("out") / f"compare-{'-'.join(names)}"[:80])
     runs = [_run(config, out / name, config.model) for config, name in zip(read, names, strict=True)]
-    return Comparison(out, runs, read[0].different)
+    return Comparison(out, runs, read[0].different, read[0].again)
 
 
 def run(comparison: Comparison) -> None:
@@ -83,8 +86,19 @@ def run(comparison: Comparison) -> None:
     if not comparison.different:
         check_alike(runs)
     train_each(runs)
+    if comparison.again:
+        _measure(runs)
     for line in write_comparison(runs, comparison.out):
         print(line)
+
+
+def _measure(runs: list[RunConfig]) -> None:
+    from spanformer.report.events import read_run as read_events
+    from spanformer.train.again import measure_again
+
+    for number, each in enumerate(runs, 1):
+        print(f"measuring {number} of {len(runs)}: {Path(each.out).name}")
+        measure_again(each, read_events(Path(each.out)).steps[-1].step)
 
 
 def write_comparison(runs: list[RunConfig], out: Path) -> list[str]:

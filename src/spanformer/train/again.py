@@ -1,0 +1,33 @@
+"""What a step of a trained run costs, measured once more: times mean something only if nothing else ran meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from spanformer.cost.malloc import keep_freed_memory
+from spanformer.data import prepare
+from spanformer.model.load import load_any
+from spanformer.train.config import RunConfig
+from spanformer.train.events import EventLog
+from spanformer.train.measure import measure_cost
+from spanformer.train.objective import make_objective
+from spanformer.train.place import EVENTS
+
+
+def measure_again(config: RunConfig, step: int) -> None:
+    """Append a cost event to those of the run in config.out, which was trained for so many steps. Reports take the
+    last."""
+    t = config.train
+    if t.threads:
+        torch.set_num_threads(t.threads)
+    if t.keep_memory and not t.checkpointing:
+        keep_freed_memory(True)
+    model = load_any(config.out).train()
+    model.checkpointing = t.checkpointing
+    drawn = make_objective(prepare(config.data), replace(config, model=model.config), slice(0, t.batch)).draw()
+    found = measure_cost(model, drawn.arguments, dtype=t.dtype)
+    with EventLog(Path(config.out) / EVENTS, None) as log:
+        log.write("cost", {"step": step, **found, "tokens": drawn.tokens})
