@@ -29,6 +29,13 @@ def test_mixtures_and_patterns(capsys):
     mixed, pattern, window, full = json.loads(capsys.readouterr().out)["mechanisms"]
     for name in ("flops", "flops_backward", "weight_bytes", "activation_bytes", "cache_bytes", "pairs"):
         assert mixed[name] == (window[name] + full[name]) / 2, name
+    for kind in ("dynamic_span", "forgetting", "window", "general", "strided:32"):  # heads of one kind, in two parts
+        arguments = ["--length", "512", "--heads", "4", "--dim", "64", "--json", "-", "--kinds"]
+        main(["cost", *arguments, kind, f"1 {kind} + 3 {kind}"])
+        one, two = json.loads(capsys.readouterr().out)["mechanisms"]
+        assert {key: one[key] for key in one if key not in ("kind", "about")} == {
+            key: two[key] for key in two if key not in ("kind", "about")
+        }
     assert pattern["pairs"] == window["pairs"] + 512 - 64 and pattern["activation_bytes"] is None
     assert pattern["cache_bytes"] == full["cache_bytes"] and pattern["kind"] == "Window(64) | Global([0])"
 
@@ -59,6 +66,8 @@ def test_published_figures_stand_beside_ours(capsys):
         (("--length", "0"), "length is 0; expected at least 1"),
         (("--kinds", "2 window + 3 full"), "'2 window + 3 full' has 5 heads; expected 12 (--heads)"),
         (("--kinds", "1 window + 11 full", "--kv-heads", "6"), "expected multiples of 2 heads"),
+        (("--kinds", "6 etc + 6 window"), "etc:32:16:12:0 mixes values in its own way, and shares a layer with no"),
+        (("--kinds", "6 longformer + 6 window"), "longformer:256:16:1 mixes values in its own way"),
         (("--kinds", "Wndow(3)"), "is no pattern; expected one of"),
         (("--kinds", "Every(8)", "--length", "1000000"), "expected at most 131,072 for Every(8), whose pairs are"),
     ],

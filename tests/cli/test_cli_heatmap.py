@@ -11,16 +11,19 @@ from spanformer import LM, Encoder, ModelConfig, Seq2Seq, load
 from spanformer.cli.main import main
 from spanformer.data import Bytes, Words
 from spanformer.infer import answer
-from spanformer.model.config import SPECIAL, AttentionConfig
+from spanformer.model.config import SPECIAL, AttentionConfig, EncoderConfig, PositionConfig
 from spanformer.model.fields import as_dict
 from spanformer.model.folder import write_folder
 
 MODEL = ModelConfig(dim=16, layers=2, heads=2, attention=AttentionConfig(max_span=32, ramp=4.0, init=0.3))
 
 
-def save(path, vocab, made=LM, kind="lm"):
+ETC = {"attention": AttentionConfig(kind="etc:4:2"), "position": PositionConfig(kind="none")}
+
+
+def save(path, vocab, made=LM, kind="lm", **changes):
     torch.manual_seed(0)
-    config = dataclasses.replace(MODEL, vocab=vocab.size + SPECIAL[kind], kind=kind)
+    config = dataclasses.replace(MODEL, vocab=vocab.size + SPECIAL[kind], kind=kind, **changes)
     write_folder(path, {"model": made(config).state_dict()}, {"model": as_dict(config), "vocab": vocab.to_json()})
     return str(path)
 
@@ -38,6 +41,15 @@ def test_an_encoder_looks_ahead(tmp_path, capsys):
     main(["heatmap", save(tmp_path / "e", Bytes(), Encoder, "encoder"), "--text", "a cat"])
     shown = capsys.readouterr().out
     assert "tokens away on average" in shown and (tmp_path / "e" / "heatmap" / "heatmap.png").stat().st_size > 1000
+
+
+def test_global_tokens_come_first(tmp_path, capsys):
+    main(["heatmap", save(tmp_path / "e", Bytes(), Encoder, "encoder", **ETC), "--text", "a cat"])
+    rows = capsys.readouterr().out.splitlines()[3:11]
+    assert [row.split()[0] for row in rows] == ["Σ1", "Σ2", "Σ3", "a", "␣", "c", "a", "t"]
+    folder = save(tmp_path / "s", Bytes(), Seq2Seq, "seq2seq", encoder=EncoderConfig(**ETC))
+    main(["heatmap", folder, "--text", "a cat", "--target", "yes"])
+    assert (tmp_path / "s" / "heatmap" / "heatmap-encoder.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("target", ["yes", ""])

@@ -44,6 +44,8 @@ def test_layers_that_take_turns(capsys, tmp_path):
     shown = capsys.readouterr().out
     assert "layer 1: Window(9)" in shown and "layer 2: Every(8)" in shown and "1 head in each of 2 layers" in shown
     assert "after 2 layers every token" in shown  # each by itself takes 5, or never gets there
+    main(["show", "Window(9)", "2 window:8 + 2 dilated:4:4", "--length", "40", "--out", str(tmp_path / "x.png")])
+    assert "1 and 4 heads in each of 2 layers" in capsys.readouterr().out
     main(["show", "strided_heads:8", "--length", "40", "--out", str(tmp_path / "x.png")])
     assert "forward, 2 heads of 64" in capsys.readouterr().out
     main(["show", " ( Window(3) )", "--length", "40", "--out", str(tmp_path / "x.png")])

@@ -180,6 +180,8 @@ class TestEncoder:
             ({"attention": AttentionConfig(stack=("etc", "window:8"))}, "model.attention.stack mixes etc with other"),
             ({"attention": AttentionConfig(stack=("etc:8:4", "etc:8:2"))}, "or etc of different segments"),
             ({"attention": AttentionConfig(kind="1 etc + 1 window:8")}, "GlobalLocal"),
+            ({"attention": AttentionConfig(kind="etc_apart"), "persistent": 3}, "model.persistent is 3, and global"),
+            ({"attention": AttentionConfig(kind="longformer:8:2"), "persistent": 3}, "of longformer have queries"),
         ],
     )
     def test_what_does_not_go_together_is_refused(self, changes, message):
@@ -200,11 +202,15 @@ class TestEncoder:
         with pytest.raises(ValueError, match="segments is given, and no layer has global tokens"):
             make("window:4")(x, segments=torch.zeros_like(x))
         picked = torch.zeros(2, 2, dtype=torch.long)
-        with pytest.raises(ValueError, match="picked is given without alone and alone_padding"):
+        with pytest.raises(ValueError, match="some of picked, alone and alone_padding are missing"):
             make()(x, picked=picked)
         alone = {"alone": torch.zeros(2, 2, 3, dtype=torch.long), "alone_padding": torch.zeros(2, 2, 3) > 0}
-        with pytest.raises(ValueError, match=r"picked holds .*9.*; expected segments 0 … 2"):
+        with pytest.raises(ValueError, match="picked holds 9 … 9; expected segments 0 … 2"):
             make()(x, picked=picked + 9, **alone)
+        with pytest.raises(ValueError, match=r"picked has shape \[2, 2\] and dtype torch.int32"):
+            make()(x, picked=picked.int(), **alone)
+        with pytest.raises(ValueError, match="some of picked, alone and alone_padding are missing"):
+            make()(x, **alone)
         for wrong in (torch.zeros(2, 9, dtype=torch.long), torch.zeros(2, 12)):
             with pytest.raises(ValueError, match=r"segments has shape \[2, .*expected \[2, 12\] of torch.int64"):
                 make()(x, segments=wrong)

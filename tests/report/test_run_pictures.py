@@ -113,6 +113,7 @@ def test_cost_bars_are_the_predicted_parts_and_the_measured_pairs(run):
     predicted_axis, *_ = (axis for axis in picture.figure.axes if "Predicted" in axis.get_title(loc="left"))
     widths = [bar.get_width() for bar in predicted_axis.patches]
     assert widths == [*whole.parts().values(), *learned.parts().values()]
+    assert [tick.get_text() for tick in predicted_axis.get_yticklabels()] == ["learned spans", "full attention"]
     texts = words(picture.figure)
     for expected in ("FLOPs counted in a step\n3.11× less", "Time of a step\n2.6× less", "Peak memory\n2.55× less"):
         assert expected in texts

@@ -144,6 +144,11 @@ def test_segments_that_cannot_be_told_apart_are_refused(tmp_path: Path, changed:
         make_objective(prepare(config.data), config, slice(0, 4))
 
 
+def test_segments_are_for_encoders(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"train.sentences is 0.3, and model.kind is 'lm'; segments are masked for"):
+        tiny(tmp_path, {"train.sentences": 0.3})
+
+
 def test_exact_match_is_what_greedy_decoding_writes(tmp_path: Path) -> None:
     """Trained until some answers are right and some are not."""
     more = {"train.steps": 120, "optim.lr": 0.01, "model.attention.dropout": 0.0, "train.eval_every": 0,

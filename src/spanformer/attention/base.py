@@ -80,6 +80,9 @@ class Attention(nn.Module):
     """whether its rule does not say all that its heads see, or `mix` is no masked softmax over it, so that they cannot
     share a layer with other kinds, and a cache does not know them"""
 
+    own_queries: bool = False
+    """whether some tokens ask with queries that it makes itself, and not with the layer's"""
+
     def rule(self, view: View) -> Rule:
         """What each head may see. A layer adds its position encoding's rule to this one before mixing."""
         raise NotImplementedError(f"{type(self).__name__} does not say what its heads see; override rule or mix")

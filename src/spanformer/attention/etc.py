@@ -58,7 +58,7 @@ class GlobalLocal(Attention):
         """[H, 2, D]: row 1 for a pair of one segment, 0 for others, as in g2l"""
         self.g2l = nn.Parameter(torch.zeros(heads, 2, head_dim))
         names = ("query", *(f"{which}_{part}" for part in PARTS[1:] for which in ("key", "value")))
-        dim = heads * head_dim
+        dim, self.own_queries = heads * head_dim, apart
         self.own = nn.ModuleDict({name: nn.Linear(dim, dim, bias=False) for name in names if apart})
 
     def rule(self, view: View | None = None) -> Rule:

@@ -65,7 +65,7 @@ class Longformer(Attention):
         self.dim, self.heads, self.kv_heads, self.window, self.causal = dim, heads, kv_heads, window, causal
         self.positions, self.most, self.farthest = sorted(positions), most, farthest
         self.dilations, self.steps = dilations, steps
-        self.reads_keys = self.alone = bool(positions or most)
+        self.reads_keys = self.alone = self.own_queries = bool(positions or most)
         self.placed = self.reads_keys or max(dilations) > 1  # a cache serves steps only with keys laid out in order
         if self.reads_keys:
             self.query = nn.Linear(dim, dim, bias=False)

@@ -1,7 +1,9 @@
 """How well a query and a key go together, other than by their scaled product.
 
-    Dot         q·k                  Luong, Pham, Manning, 2015, "dot" and "general", also called multiplicative
-    General     q·W·k                https://arxiv.org/abs/1508.04025
+    Dot         q·k                  Luong, Pham, Manning, 2015: multiplicative, "dot"
+                                     https://arxiv.org/abs/1508.04025
+    General     q·W·k                Luong, Pham, Manning, 2015: multiplicative, "general"
+                                     https://arxiv.org/abs/1508.04025
     Bilinear    (q·W + w)·k          Dozat, Manning, 2017: biaffine, without what a softmax does not feel
                                      https://arxiv.org/abs/1611.01734
     Additive    v·tanh(W·q + U·k)    Bahdanau, Cho, Bengio, 2015

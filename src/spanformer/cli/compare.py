@@ -97,8 +97,11 @@ def _measure(runs: list[RunConfig]) -> None:
     from spanformer.train.again import measure_again
 
     for number, each in enumerate(runs, 1):
-        print(f"measuring {number} of {len(runs)}: {Path(each.out).name}")
-        measure_again(each, read_events(Path(each.out)).steps[-1].step)
+        found = read_events(Path(each.out))
+        measured = found.start.machine.get("device", "cpu") == "cpu"
+        print(f"measuring {number} of {len(runs)}: {found.name}" + ("" if measured else ", left out: trained on a GPU"))
+        if measured:
+            measure_again(each, found.steps[-1].step)
 
 
 def write_comparison(runs: list[RunConfig], out: Path) -> list[str]:

@@ -27,6 +27,8 @@ from spanformer.report.measures import NOTHING, amount, decimal, percent
 ITEMS = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 WIDE = 140
 """columns of a terminal that has room for what each mechanism sees"""
+ALONE = ("additive", "chunked", "etc", "etc_apart", "cross", "linear", "low_rank")
+"""what is no part of a mixture"""
 LONGEST = 1 << 17
 """tokens, where pairs are counted"""
 
@@ -147,9 +149,12 @@ def _cost(kind: str, sizes: Sizes) -> AttentionCost:
     parts, shared = _parts(kind, sizes.heads), sizes.heads // sizes.groups
     if any(count % shared for count, _ in parts):
         raise ValueError(f"{kind!r} divides heads that share keys; expected multiples of {shared} heads")
-    costs = [
-        (count, cost_of(*_find(part), replace(sizes, heads=count, kv_heads=count // shared))) for count, part in parts
-    ]
+    for _, part in parts:
+        name, _, numbers = _find(part)
+        if len(parts) > 1 and (name.split(":")[0] in ALONE or (name.startswith("longformer") and numbers[1])):
+            raise ValueError(f"{name} mixes values in its own way, and shares a layer with no other kind")
+    some = [replace(sizes, heads=count, kv_heads=count // shared, width=sizes.dim) for count, _ in parts]
+    costs = [(one.heads, cost_of(*_find(part), one)) for (_, part), one in zip(parts, some, strict=True)]
     return costs[0][1] if len(costs) == 1 else together(kind, costs)
 
 

@@ -86,7 +86,7 @@ def _looks(options: HeatmapOptions) -> list[Looks]:
     from spanformer.model.load import load_any, load_meta
     from spanformer.model.looking import attention_maps, pair_maps
     from spanformer.model.seq2seq import Seq2Seq
-    from spanformer.report.looks import CrossLooks, Looks
+    from spanformer.report.looks import CrossLooks
 
     vocab = model_vocabulary(load_meta(options.checkpoint), options.checkpoint)
     model = load_any(options.checkpoint)
@@ -97,10 +97,7 @@ def _looks(options: HeatmapOptions) -> list[Looks]:
                 f"--target is for encoder–decoders; {options.checkpoint} holds a model of kind {model.config.kind!r}, "
                 "which reads --text alone"
             )
-        maps = _arrays(attention_maps(model, torch.tensor(ids)))
-        above = len(maps[0][0]) - len(ids)  # ETC's global tokens come first
-        tokens = [*(f"Σ{n + 1}" for n in range(above)), *_shown(ids, vocab)]
-        return [Looks(maps, tokens, tokens, above=above)]
+        return [_of_text(_arrays(attention_maps(model, torch.tensor(ids))), _shown(ids, vocab))]
     written = _written(model, ids, _ids(options.target, vocab))
     source, x = [*ids, model.end], [model.begin, *written[:-1]]
     names = {model.begin: "<begin>", model.end: "<end>"}
@@ -108,9 +105,17 @@ def _looks(options: HeatmapOptions) -> list[Looks]:
     encoder, decoder, cross = map(_arrays, pair_maps(model, torch.tensor(source), torch.tensor(x)))
     return [
         CrossLooks(cross, made, read, "cross-attention"),
-        Looks(encoder, read, read, "encoder"),
-        Looks(decoder, begun, begun, "decoder"),
+        _of_text(encoder, read, "encoder"),
+        _of_text(decoder, begun, "decoder"),
     ]
+
+
+def _of_text(maps: list[np.ndarray], tokens: list[str], part: str = "") -> Looks:
+    from spanformer.report.looks import Looks
+
+    above = len(maps[0][0]) - len(tokens)  # ETC's global tokens come first
+    names = [*(f"Σ{n + 1}" for n in range(above)), *tokens]
+    return Looks(maps, names, names, part, above)
 
 
 def _arrays(maps: list[Tensor]) -> list[np.ndarray]:

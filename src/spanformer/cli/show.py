@@ -34,8 +34,8 @@ class ShowOptions:
         spanformer show "2 window:8 + 2 dilated:4:4"       a mixture by head
         spanformer show "Window(9)" "Every(8)"             layers that take turns, as in a stack
 
-    Patterns are sets of pairs, put together by | (either) and & (both); docs/patterns.md lists them. A row of the
-    picture is a query, a column a key.
+    Patterns are sets of pairs, put together by | (either) and & (both); docs/patterns.md lists them. Those of several
+    layers stand side by side, before other options. A row of the picture is a query, a column a key.
     """
 
     patterns: tyro.conf.Positional[tuple[str, ...]]
@@ -113,8 +113,10 @@ def facts(
         _operations(kind, seen, causal=causal, dim=dim, length=length or n)
         for kind, seen in zip(kinds or [""] * len(layers), layers, strict=True)
     )
-    mean = sum(float(row.mean()) for row in rows) / len(layers)
-    where = _counted(heads // len(layers), "head") + (f" in each of {len(layers)} layers" if len(layers) > 1 else "")
+    mean = pairs / (heads * n)
+    each = sorted({len(seen) for seen in layers})
+    where = _counted(each[0], "head") if len(each) == 1 else f"{' and '.join(map(str, each))} heads"
+    where += f" in each of {len(layers)} layers" if len(layers) > 1 else ""
     said = [
         f"{pairs:,} of {allowed:,} pairs are seen, {percent(pairs / allowed)}; a query sees {mean:.1f} keys on "
         f"average, {max(row.max() for row in rows):,} at most.",

@@ -215,7 +215,7 @@ class AttentionCost:
     """weights, if one is stored for each pair seen; a state, if there is one in their place"""
     activation_bytes: int | None
     """what the operation keeps for its backward pass, as ours does: q, k, v, the output, one number a query, and what
-    the mechanism needs beside; None: ours does not have it"""
+    the mechanism needs beside; None: not predicted (of patterns, and of what ours does not have)"""
     dense_activation_bytes: int
     """the same with every pair's weight in the place of the output and that number"""
     cache_bytes: int | None

@@ -23,10 +23,12 @@ class Sizes:
     item: int = 4
     """bytes of a number"""
     causal: bool = True
+    width: int = 0
+    """of hidden states; 0: heads times their size, as these are all heads of a layer"""
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value, least = getattr(self, each.name), 0 if each.name == "kv_heads" else 1
+            value, least = getattr(self, each.name), 0 if each.name in ("kv_heads", "width") else 1
             if each.name != "causal" and (not isinstance(value, int) or isinstance(value, bool) or value < least):
                 raise ValueError(f"{each.name} is {value!r}; expected a whole number, {least} or more")
         if self.kv_heads and self.heads % self.kv_heads:
@@ -39,7 +41,7 @@ class Sizes:
     @property
     def dim(self) -> int:
         """of hidden states"""
-        return self.heads * self.head_dim
+        return self.width or self.heads * self.head_dim
 
     @property
     def times(self) -> int:

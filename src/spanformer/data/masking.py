@@ -67,7 +67,7 @@ def mask_segments(
     if not 0 < share < 1:
         raise ValueError(f"share is {share}; expected the share of segments to mask, between 0 and 1")
     there = [np.unique(row[row >= 0]) for row in segments]
-    fewest = min(map(len, there))
+    fewest = min(map(len, there), default=0)
     if fewest < 2:
         raise ValueError(f"a row has {fewest} segments; expected 2 or more, as each is contrasted with others")
     count = min(max(2, round(share * fewest)), fewest)

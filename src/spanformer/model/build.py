@@ -58,7 +58,13 @@ LEAST_DYNAMIC = 0.018  # a dynamic span is a sigmoid: it starts above zero, or i
 def make_block(config: ModelConfig, parts: list[HeadKind]) -> Block:
     a, norm = config.attention, lambda: make_norm(config.norm, config.dim)
     persistent = Persistent(config.heads, config.head_dim, config.persistent) if config.persistent else None
-    attention = SelfAttention(config.dim, config.groups, make_mechanism(config, parts), persistent)
+    mechanism = make_mechanism(config, parts)
+    if persistent is not None and mechanism.own_queries:
+        raise ValueError(
+            f"model.persistent is {config.persistent}, and global tokens of {parts[0].kind} have queries of their own, "
+            "which those vectors do not meet; expected 0, or another kind"
+        )
+    attention = SelfAttention(config.dim, config.groups, mechanism, persistent)
     feedforward = make_feedforward(config)
     norm2, cross, norm3 = None if feedforward is None else norm(), None, None
     if config.kind == "seq2seq":

@@ -72,7 +72,7 @@ class Encoder(Layered):
         if targets is not None and targets.shape != asked.shape:
             raise ValueError(f"targets has shape {list(targets.shape)}; expected {list(asked.shape)}")
         h, summaries, penalty = self.encode(self.embedding(x), padding, chosen, segments)
-        if picked is not None:
+        if any(given is not None for given in (picked, alone, alone_padding)):
             penalty = penalty + SHARE * self._contrast(summaries, picked, alone, alone_padding)
         if at is not None:
             h = h.gather(1, at[..., None].expand(-1, -1, h.shape[2]))
@@ -111,19 +111,22 @@ class Encoder(Layered):
         return Encoded(h[:, m:], h[:, :m], penalty)
 
     def _contrast(
-        self, summaries: Tensor, picked: Tensor, alone: Tensor | None, alone_padding: Tensor | None
+        self, summaries: Tensor, picked: Tensor | None, alone: Tensor | None, alone_padding: Tensor | None
     ) -> Tensor:  # fmt: skip
-        if self.summaries is None or alone is None or alone_padding is None:
+        if self.summaries is None or picked is None or alone is None or alone_padding is None:
             raise ValueError(
-                "picked is given without alone and alone_padding, or to layers without global tokens; expected all "
-                "three (spanformer.data.mask_segments), and attention kind etc"
+                "some of picked, alone and alone_padding are missing, or no layer has global tokens for them; expected "
+                "all three (spanformer.data.mask_segments), and attention kind etc"
             )
-        if (
-            picked.device.type == "cpu"
-            and picked.numel()
-            and not 0 <= int(picked.min()) <= int(picked.max()) < summaries.shape[1]
-        ):
-            raise ValueError(f"picked holds {picked.tolist()}; expected segments 0 … {summaries.shape[1] - 1}")
+        if picked.dtype != torch.int64 or picked.shape != alone.shape[:2] or alone.shape != alone_padding.shape:
+            raise ValueError(
+                f"picked has shape {list(picked.shape)} and dtype {picked.dtype}, alone {list(alone.shape)} and "
+                f"alone_padding {list(alone_padding.shape)}; expected [B, P] of torch.int64, [B, P, S] and [B, P, S]"
+            )
+        if picked.device.type == "cpu" and picked.numel() and not torch.compiler.is_compiling():
+            lowest, highest = (int(n) for n in picked.aminmax())
+            if lowest < 0 or highest >= summaries.shape[1]:
+                raise ValueError(f"picked holds {lowest} … {highest}; expected segments 0 … {summaries.shape[1] - 1}")
         rows, hidden = alone.flatten(0, 1), alone_padding.flatten(0, 1)
         codes = self.encode(self.embedding(rows), hidden, segments=torch.zeros_like(rows)).summaries[:, 0]
         guessed = summaries.gather(1, picked[..., None].expand(-1, -1, summaries.shape[2]))

@@ -1,15 +1,15 @@
 """Positions that are added to the hidden states.
 
 Sinusoidal: Attention Is All You Need (Vaswani et al., 2017), §3.5. https://arxiv.org/abs/1706.03762
-
-    p_t[2c] = sin(t · base^(−2c / dim))        p_t[2c + 1] = cos(t · base^(−2c / dim))        x_t + p_t
-
-Before every layer, and with the layer's own number: Universal Transformers (Dehghani et al., 2018), §2.1.
-https://arxiv.org/abs/1807.03819. Into layer l = 1, 2, …: x_t + p_t + p_l
-
+Before every layer, and with the layer's number: Universal Transformers (Dehghani et al., 2018), §2.1.
+https://arxiv.org/abs/1807.03819
 Learned: Convolutional Sequence to Sequence Learning (Gehring et al., 2017), §3.1. https://arxiv.org/abs/1705.03122
-One vector for each place in the text, x_t + w_t. Given to every layer, each with a table of its own: Character-Level
-Language Modeling with Deeper Self-Attention (Al-Rfou et al., 2018), §3. https://arxiv.org/abs/1808.04444
+Before every layer, each with a table of its own: Character-Level Language Modeling with Deeper Self-Attention (Al-Rfou
+et al., 2018), §3. https://arxiv.org/abs/1808.04444
+
+    Sinusoidal           x_t + p_t          p_t[2c] = sin(t · base^(−2c / dim)), p_t[2c + 1] = cos(t · base^(−2c / dim))
+    SinusoidalPerLayer   x_t + p_t + p_l    before layer l = 1, 2, …, with the same p
+    Learned              x_t + w_t          a vector for each place in the text
 
 Shapes: B batch, T tokens, L places, dim of hidden states.
 """
@@ -48,7 +48,7 @@ class SinusoidalPerLayer(Sinusoidal):
         self.layer = layer
 
     def embed(self, x: Tensor, start: int | Tensor) -> Tensor:
-        mine = sinusoids(torch.tensor(self.layer, device=x.device), self.dim, self.base)
+        mine = sinusoids(torch.full((), self.layer, device=x.device), self.dim, self.base)
         return super().embed(x, start) + mine.to(x.dtype)
 
     def extra_repr(self) -> str:

@@ -60,8 +60,8 @@ def latest(run: Run) -> dict[str, dict[str, float]]:
 def _predicted(axis, learned: StepCost, whole: StepCost, name: str) -> None:
     for at, cost in ((1, whole), (0, learned)):
         left = 0.0
-        for name, value in cost.parts().items():
-            axis.barh(at, float(value), left=left, height=0.62, color=PARTS[name][1], edgecolor="white", linewidth=0.8)
+        for part, value in cost.parts().items():
+            axis.barh(at, float(value), left=left, height=0.62, color=PARTS[part][1], edgecolor="white", linewidth=0.8)
             left += value
         axis.annotate(f"{amount(cost.total)}FLOP", (left, at), xytext=(5, 0), textcoords="offset points", va="center",
                       fontsize=9, fontweight="bold")  # fmt: skip
@@ -75,7 +75,7 @@ def _predicted(axis, learned: StepCost, whole: StepCost, name: str) -> None:
     axis.set_xticks([])
     axis.spines[["bottom", "left"]].set_visible(False)
     axis.tick_params(axis="y", length=0)
-    _key(axis, [name for name in whole.parts() if getattr(whole, name)])
+    _key(axis, [part for part in whole.parts() if getattr(whole, part)])
 
 
 def _key(axis, names: list[str]) -> None:

@@ -10,24 +10,27 @@ import torch
 from spanformer.cost.malloc import keep_freed_memory
 from spanformer.data import prepare
 from spanformer.model.load import load_any
+from spanformer.train.checkpoint import Checkpoints
 from spanformer.train.config import RunConfig
 from spanformer.train.events import EventLog
-from spanformer.train.measure import measure_cost
+from spanformer.train.measure import cost_event
 from spanformer.train.objective import make_objective
 from spanformer.train.place import EVENTS
 
 
 def measure_again(config: RunConfig, step: int) -> None:
-    """Append a cost event to those of the run in config.out, which was trained for so many steps. Reports take the
-    last."""
+    """Append a cost event to those of the run in config.out, which was trained on a CPU for so many steps. Reports take
+    the last."""
     t = config.train
     if t.threads:
         torch.set_num_threads(t.threads)
     if t.keep_memory and not t.checkpointing:
         keep_freed_memory(True)
-    model = load_any(config.out).train()
+    path = Checkpoints(Path(config.out) / "checkpoints", keep=t.keep).newest(lambda _bad: None)
+    if path is None:
+        raise ValueError(f"{config.out} holds no whole checkpoint; train it again in another folder")
+    model = load_any(path).train()
     model.checkpointing = t.checkpointing
     drawn = make_objective(prepare(config.data), replace(config, model=model.config), slice(0, t.batch)).draw()
-    found = measure_cost(model, drawn.arguments, dtype=t.dtype)
     with EventLog(Path(config.out) / EVENTS, None) as log:
-        log.write("cost", {"step": step, **found, "tokens": drawn.tokens})
+        log.write(*cost_event(model, drawn, t.dtype, step))

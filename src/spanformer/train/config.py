@@ -96,3 +96,10 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+
+    def __post_init__(self) -> None:
+        if self.train.sentences and self.model.kind != "encoder":
+            raise ValueError(
+                f"train.sentences is {self.train.sentences}, and model.kind is {self.model.kind!r}; segments are "
+                "masked for encoders of kind etc alone, expected 0"
+            )

@@ -22,7 +22,7 @@ from spanformer.model.layered import Layered
 from spanformer.model.linear import counted_products
 from spanformer.model.lm import LM, State
 from spanformer.model.load import MODELS
-from spanformer.train.step import autocast
+from spanformer.train.step import Drawn, autocast
 
 ROUNDS = 3
 SEGMENTS = ("picked", "alone", "alone_padding")
@@ -52,6 +52,15 @@ def measure_cost(model: Layered, arguments: Mapping[str, Tensor], *, dtype: str 
             if unsupported() is None:
                 event["peak_bytes"][name] = peak_of(lambda one=one, name=name: one_step(one, calls[name]))[0]
     return event
+
+
+def cost_event(model: Layered, drawn: Drawn, dtype: str, step: int) -> tuple[str, dict]:
+    """What to tell of a batch's cost: the event's name and its row."""
+    try:
+        found = measure_cost(model, drawn.arguments, dtype=dtype)
+    except (RuntimeError, MemoryError) as error:  # full attention may want more memory than there is
+        return "note", {"step": step, "text": f"what a step costs could not be measured: {error}"}
+    return "cost", {"step": step, **found, "tokens": drawn.tokens}
 
 
 def with_full_attention(config: ModelConfig) -> ModelConfig:

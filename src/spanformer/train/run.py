@@ -24,14 +24,14 @@ from spanformer.train.diagnose import Diagnosis
 from spanformer.train.dynamic import dynamic_event
 from spanformer.train.events import EventLog
 from spanformer.train.guard import Guard, TooManySkips
-from spanformer.train.measure import measure_cost
+from spanformer.train.measure import cost_event
 from spanformer.train.objective import NextToken, make_objective
 from spanformer.train.optim import clip_global, make_optimizer, set_lr
 from spanformer.train.place import BOARD, EVENTS, claim_folder, put_aside
 from spanformer.train.progress import Progress, schedule_factor
 from spanformer.train.resume import restore, save
 from spanformer.train.start import start_event
-from spanformer.train.step import Drawn, backward
+from spanformer.train.step import backward
 from spanformer.train.world import World, join_world, wrap
 
 Watch = Callable[[dict], None]
@@ -290,19 +290,13 @@ class Run:
         """What a step costs, and how a language model's dynamic spans move."""
         t, objective = self.config.train, self.objective
         if t.measure and self.world.device.type == "cpu":
-            self._measure(objective.draw())
+            event, row = cost_event(self.model, objective.draw(), t.dtype, self.progress.step)
+            self.tell(event, row)
         if not isinstance(self.model, LM) or not isinstance(objective, NextToken):
             return
         found = dynamic_event(self.model, objective.valid_ids[: 4 * t.block], self.data.vocab)
         if found is not None:
             self.tell("dynamic", found)
-
-    def _measure(self, drawn: Drawn) -> None:
-        try:
-            found = measure_cost(self.model, drawn.arguments, dtype=self.config.train.dtype)
-            self.tell("cost", found | {"tokens": drawn.tokens})
-        except (RuntimeError, MemoryError) as error:  # full attention may want more memory than there is
-            self.tell("note", {"text": f"what a step costs could not be measured: {error}"})
 
     def _flat_spans(self) -> list[float]:
         return [z for layer in self.model.spans() for z in layer if z is not None]
