@@ -217,12 +217,10 @@ def test_a_run_ends_with_its_cost(tmp_path: Path, kind: str) -> None:
 
 
 def test_too_little_memory_to_measure_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from spanformer.train import run as running
-
     def measure(*_arguments: object, **_options: object) -> dict:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr(running, "measure_cost", measure)
+    monkeypatch.setattr("spanformer.train.measure.measure_cost", measure)
     result = train(tiny(tmp_path, {"train.measure": True, "train.steps": 3}))
     run = read_run(tmp_path / "run")
     assert result.reason == "all steps done" and run.stop is not None and not run.costs
