@@ -18,7 +18,7 @@ from spanformer.report.measures import (
     seconds_per_step,
 )
 
-FEW = 10  # runs: more names than these would cover each other; they get numbers, and a list beside the picture
+FEW = 6  # runs: more names than these would cover each other; they get numbers, and a list beside the picture
 Axis = tuple[str, Callable[[Run], float], Callable[[float], str]]
 """what it is called, a run's cost, and the words for a cost"""
 TIME: Axis = ("time of a training step, measured", seconds_per_step, lasting)
