@@ -22,6 +22,7 @@ from spanformer.attention import View
 from spanformer.attention.longformer import Longformer
 from spanformer.bench.timing import Patience, round_robin
 from spanformer.cost.malloc import keep_freed_memory
+from spanformer.model.linear import Linear
 
 HEADS, SIZE, WINDOW, GLOBALS, ROUNDS = 8, 64, 256, 16, 7
 
@@ -45,6 +46,7 @@ def steps(length: int) -> dict[str, Callable[[], list[Tensor]]]:
     same, own = (
         make(HEADS * SIZE, HEADS, WINDOW, positions=positions, causal=False) for make in (SameProjections, Longformer)
     )
+    own.start_from(*(Linear(HEADS * SIZE, HEADS * SIZE, bias=False) for _ in range(3)))  # as a model's layer does
     same.given, same.backend, own.backend = (q, k, v), "native", "native"
 
     def step(out: Tensor, *more: Tensor) -> list[Tensor]:

@@ -15,6 +15,7 @@ Shapes: B batch, H heads, n long tokens, m global ones, D head size, N labels.
 
 from __future__ import annotations
 
+import copy
 import math
 
 import torch
@@ -68,10 +69,9 @@ class GlobalLocal(Attention):
     def lookback(self) -> list[int]:
         return [self.radius] * self.heads
 
-    @torch.no_grad()
     def start_from(self, query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
-        for name, mine in self.own.items():
-            mine.get_parameter("weight").copy_({"query": query, "key": key, "value": value}[name.split("_")[0]].weight)
+        for name in self.own:
+            self.own[name] = copy.deepcopy({"query": query, "key": key, "value": value}[name.split("_")[0]])
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View) -> Attended:
         if view.segments is None:

@@ -11,6 +11,7 @@ Shapes: B batch, H heads, Hkv key/value heads, Tq queries, Tk keys, N global tok
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,9 @@ from spanformer.attention.base import Attention, View, key_states
 from spanformer.attention.chosen import Chosen, check_chosen, choose, fixed
 from spanformer.ops import Attended, Rule, attend, merge
 from spanformer.ops.rule import UNLIMITED
+
+TABLES = ("distance_bias", "distance_vec", "distance_value", "distance_scale")
+"""terms of a rule that go by distance"""
 
 
 class Longformer(Attention):
@@ -82,12 +86,10 @@ class Longformer(Attention):
             return [(self.farthest or UNLIMITED) - 1] * self.heads
         return [self.steps * dilation for dilation in self.dilations]
 
-    @torch.no_grad()
     def start_from(self, query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
-        """Copy a layer's own projections, as the paper's code starts the global ones."""
+        """Copies of a layer's own projections, as the paper's code starts the global ones; of their kind, too."""
         if self.reads_keys:
-            for mine, theirs in ((self.query, query), (self.key, key), (self.value, value)):
-                mine.weight.copy_(theirs.weight)
+            self.query, self.key, self.value = (copy.deepcopy(linear) for linear in (query, key, value))
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View) -> Attended:
         rule = rule + view.rule(rule.heads, causal=rule.causal)
@@ -118,16 +120,17 @@ class Longformer(Attention):
             rows = max(len(rule.key_bias), len(bias))
             index = keys.index[:, None].expand(rows, rule.key_bias.shape[1], -1)
             bias = bias + rule.key_bias.expand(rows, -1, -1).gather(2, index)
-        documents = _documents(rule, q.shape[2])
+        documents, anywhere = _documents(rule, q.shape[2]), self._anywhere(rule, view, k.shape[2])
         few = replace(
             rule,
-            reach=self.farthest,
+            reach=None if anywhere else self.farthest,
             stride=1,
             sinks=None,  # the window has it
             key_bias=bias,
             documents=None if documents is None else (documents[0], keys.ids(documents[1])),
         )
-        return self._attend(q, keys.take(k), keys.take(v), few, q_positions, keys.ids(k_positions))
+        places = (None, None) if anywhere else (q_positions, keys.ids(k_positions))
+        return self._attend(q, keys.take(k), keys.take(v), few, *places)
 
     def _from_global(self, tq: int, k: Tensor, rule: Rule, view: View, queries: Chosen) -> Attended:
         """[B, H, N, ·] of the global queries over all keys, by their own projections."""
@@ -145,17 +148,23 @@ class Longformer(Attention):
         q, k, v = self._project(chosen, x[:, :end])
         q_positions, k_positions = _positions(view, tq, tk, k.device)
         q_positions, k_positions = queries.ids(q_positions), k_positions[:, :end]
-        documents = _documents(rule, tq)
+        documents, anywhere = _documents(rule, tq), self._anywhere(rule, view, tk)
         free = replace(
             rule,
-            reach=self.farthest,
+            reach=None if anywhere else self.farthest,
             stride=1,
             key_bias=None if rule.key_bias is None else rule.key_bias[..., :end],
             documents=None if documents is None else (queries.ids(documents[0]), documents[1][:, :end]),
         )
         if view.turn is not None:
             q, k = view.turn(q, k, replace(view, q_positions=q_positions, k_positions=k_positions))
-        return self._attend(q, k, v, free, q_positions, k_positions)
+        return self._attend(q, k, v, free, *((None, None) if anywhere else (q_positions, k_positions)))
+
+    def _anywhere(self, rule: Rule, view: View, length: int) -> bool:
+        """Whether it is all the same to global tokens where the others stand: then no positions are told, which is
+        quicker."""
+        within = self.farthest is None or (view.k_positions is None and length <= self.farthest)
+        return within and not rule.causal and not any(getattr(rule, name) is not None for name in TABLES)
 
     def _project(self, chosen: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, H, N, D] of the global tokens [B, N, dim], k and v [B, Hkv, T, D] of what they look at, [B, T, dim]."""
