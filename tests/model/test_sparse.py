@@ -62,3 +62,11 @@ def test_a_bad_pattern_is_named() -> None:
 def test_a_number_that_is_zero_is_not_one_left_out(kind: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         model(kind)
+
+
+def test_a_pattern_may_begin_with_a_bracket() -> None:
+    layers = [
+        parse_layer(f"{count}{text}", 4) for text in ("(Window(4) | Every(8)) & Window(20)",) for count in ("", "4 ")
+    ]
+    assert all(part.kind == "pattern" and part.heads == 4 for (part,) in layers)
+    assert model("(Window(4) | Every(8)) & Window(20)")(text(1, 30)).logits.shape[1] == 30

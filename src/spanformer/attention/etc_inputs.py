@@ -47,14 +47,18 @@ def hide(padding: Tensor | None) -> Tensor | None:
     return torch.zeros(padding.shape, device=padding.device).masked_fill(padding, -math.inf)[:, None]
 
 
-def check_inputs(given: Projected, structure: Structure) -> None:
-    (b, _, n, _), m = given.q_long.shape, given.q_global.shape[2]
-    ids = structure.segments
+def check_segments(ids: Tensor, b: int, n: int) -> None:
     if ids.shape != (b, n) or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(
             f"segments has shape {list(ids.shape)} and dtype {ids.dtype}; expected [{b}, {n}] integers, the number of "
             "each token's global token, −1 for none"
         )
+
+
+def check_inputs(given: Projected, structure: Structure) -> None:
+    (b, _, n, _), m = given.q_long.shape, given.q_global.shape[2]
+    ids = structure.segments
+    check_segments(ids, b, n)
     for name, padding, length in (
         ("long_padding", structure.long_padding, n),
         ("global_padding", structure.global_padding, m),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,13 +21,12 @@ from spanformer.cost.mechanisms import (
     together,
 )
 from spanformer.cost.published import Figure, flops_figures, memory_figures
+from spanformer.model.kinds import is_pattern, parts_of
 from spanformer.report.measures import NOTHING, amount, decimal, percent
 
 ITEMS = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 WIDE = 140
 """columns of a terminal that has room for what each mechanism sees"""
-ALONE = ("additive", "chunked", "etc", "etc_apart", "cross", "linear", "low_rank")
-"""what is no part of a mixture"""
 LONGEST = 1 << 17
 """tokens, where pairs are counted"""
 
@@ -120,8 +118,7 @@ def run(options: CostOptions) -> None:
 
 def _parts(kind: str, heads: int) -> list[tuple[int, str]]:
     """(heads, kind) of a mixture; all heads of one kind are one part."""
-    found = [re.fullmatch(r"\s*(?:(\d+)\s+)?(.*?)\s*", part, re.DOTALL) for part in kind.split("+")]
-    parts = [(int(each[1]) if each[1] else heads, each[2]) for each in found if each]
+    parts = [(heads if count is None else count, part) for count, part in parts_of(kind)]
     if sum(count for count, _ in parts) != heads:
         raise ValueError(f"{kind!r} has {sum(count for count, _ in parts)} heads; expected {heads} (--heads)")
     return parts
@@ -129,7 +126,7 @@ def _parts(kind: str, heads: int) -> list[tuple[int, str]]:
 
 def _find(kind: str) -> tuple[str, Mechanism, list[int]]:
     """Name, mechanism and numbers: one of the table, or a pattern as one."""
-    if not re.match(r"[\s(]*[A-Z]", kind):
+    if not is_pattern(kind):
         mechanism, numbers = find(kind)
         return ":".join([kind.split(":")[0], *map(str, numbers)]), mechanism, numbers
     from spanformer.attention.pattern import parse
@@ -149,12 +146,13 @@ def _cost(kind: str, sizes: Sizes) -> AttentionCost:
     parts, shared = _parts(kind, sizes.heads), sizes.heads // sizes.groups
     if any(count % shared for count, _ in parts):
         raise ValueError(f"{kind!r} divides heads that share keys; expected multiples of {shared} heads")
-    for _, part in parts:
-        name, _, numbers = _find(part)
-        if len(parts) > 1 and (name.split(":")[0] in ALONE or (name.startswith("longformer") and numbers[1])):
+    costs = []
+    for count, part in parts:
+        name, mechanism, numbers = _find(part)
+        if len(parts) > 1 and mechanism.alone(*numbers):
             raise ValueError(f"{name} mixes values in its own way, and shares a layer with no other kind")
-    some = [replace(sizes, heads=count, kv_heads=count // shared, width=sizes.dim) for count, _ in parts]
-    costs = [(one.heads, cost_of(*_find(part), one)) for (_, part), one in zip(parts, some, strict=True)]
+        some = replace(sizes, heads=count, kv_heads=count // shared, width=sizes.dim)
+        costs.append((count, cost_of(name, mechanism, numbers, some)))
     return costs[0][1] if len(costs) == 1 else together(kind, costs)
 
 

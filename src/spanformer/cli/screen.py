@@ -10,12 +10,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from spanformer.report.rows import ASKED
 from spanformer.train.config import RunConfig
 
 QUIET_SECONDS = 10.0  # between lines where there is no terminal to redraw one on
 UNITS = {"char": "character"}
-ASKED = {"encoder": "masked token", "seq2seq": "target token"}
-"""what bits are of, where a model is asked for certain tokens"""
 
 
 class Screen:
@@ -32,7 +31,8 @@ class Screen:
         self.progress = Progress(*columns, console=self.console, disable=not (self.first and self.console.is_terminal))
         self.task = self.progress.add_task("starting", total=None)
         self.unit, self.said = "token", 0.0
-        self.asked = ASKED.get(config.model.kind)
+        asked = ASKED.get(config.model.kind)
+        self.asked = asked and f"{asked} token"
 
     def __enter__(self) -> Screen:
         self.progress.start()

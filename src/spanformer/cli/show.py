@@ -14,13 +14,13 @@ import numpy as np
 import tyro
 
 from spanformer.cli.leaf import Leaf
+from spanformer.model.kinds import is_pattern, parse_layer, parts_of
 
 if TYPE_CHECKING:
     from spanformer.model.encoder import Encoder
     from spanformer.model.lm import LM
 
 LONGEST = 1024
-PATTERN = re.compile(r"[\s(]*[A-Z]")  # how one begins; kinds have small letters
 WIDE = 160  # tokens: more do not fit beside each other on a terminal
 
 
@@ -85,7 +85,7 @@ def run(options: ShowOptions) -> None:
 
 def visible(pattern: str, length: int, *, causal: bool = True) -> np.ndarray:
     """[H, n, n] which keys each query sees: of a pattern, or of a layer, written as in a run file."""
-    if PATTERN.match(pattern):
+    if is_pattern(pattern):
         import torch
 
         from spanformer.attention.pattern import parse
@@ -137,10 +137,9 @@ def _operations(kind: str, seen: np.ndarray, *, causal: bool, dim: int, length: 
     """Forward, over the pairs that are seen."""
     from spanformer.cost.attention import FORWARD
     from spanformer.cost.mechanisms import MECHANISMS, Sizes
-    from spanformer.model.kinds import parse_layer
 
     heads, pairs = len(seen), int(seen.sum())
-    parts = parse_layer(kind, heads) if kind and not PATTERN.match(kind) else []
+    parts = parse_layer(kind, heads) if kind and not is_pattern(kind) else []
     if len(parts) != 1 or parts[0].kind not in MECHANISMS:
         return FORWARD * dim * pairs
     mechanism, given = MECHANISMS[parts[0].kind], list(parts[0].numbers.values())
@@ -164,8 +163,7 @@ def _of_a_layer(kind: str, length: int, *, causal: bool) -> np.ndarray:
     from spanformer.model.encoder import Encoder
     from spanformer.model.lm import LM
 
-    counts = [int(found[1]) for found in re.finditer(r"(?:^|\+)\s*(\d+)\s+[A-Za-z]", kind)]
-    heads = sum(counts) or (2 if "_heads" in kind else 1)  # whose heads differ
+    heads = sum(count or 0 for count, _ in parts_of(kind)) or (2 if "_heads" in kind else 1)  # whose heads differ
     attention = AttentionConfig(kind=kind, max_span=length, ramp=max(1.0, length / 16), init=0.25)
     place = PositionConfig(kind="none")
     with torch.random.fork_rng(devices=[]):

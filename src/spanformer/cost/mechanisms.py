@@ -66,10 +66,16 @@ class Mechanism:
     """(sizes, …): what is kept for the backward pass; None: not predicted"""
     apart: bool = False
     """its keys are another text's"""
+    alone: Callable[..., bool] = lambda *_numbers: False
+    """(…): whether it mixes values in its own way, and shares a layer with no other kind"""
 
 
 def _learned(n: int, causal: bool, z: int, ramp: int) -> int:
     return pairs.window(n, causal, z + ramp)
+
+
+def _alone(*_numbers: int) -> bool:
+    return True
 
 
 def _every(n: int, *_numbers: int) -> int:
@@ -111,6 +117,7 @@ SINKS = Mechanism(
 ETC = Mechanism(
     "r tokens to either side, and a global one for every s, beside the text", "2r + 1 + 2n/s + n/s²",
     {"r": 32, "s": 16, "c": 12, "h": 0}, pairs.etc, None, absent="rch", kept=activations.etc,
+    alone=_alone,
 )  # fmt: skip
 MECHANISMS: dict[str, Mechanism] = {
     "full": Mechanism("every earlier token", "n", {}, pairs.full, _every),
@@ -163,7 +170,8 @@ MECHANISMS: dict[str, Mechanism] = {
         lambda n, x, h, w, a, c: (-(-a // h) * (x // w) + -(-c // w) + 1) * h * w, absent="ac"),
     "longformer": Mechanism(
         "the last w tokens, s apart, and g global ones", "w + g", {"w": 256, "g": 16, "s": 1}, pairs.longformer,
-        lambda n, w, g, s: (w - 1) * s + 1 + g, absent="g", extra=_projections, kept=activations.longformer),
+        lambda n, w, g, s: (w - 1) * s + 1 + g, absent="g", extra=_projections, kept=activations.longformer,
+        alone=lambda w, g, s: g > 0),
     "big_bird": Mechanism(
         "blocks of b: k near, the first g, r at random", "(k + g + r)·b", {"b": 64, "k": 3, "g": 2, "r": 3},
         pairs.big_bird, _every, absent="gr"),
@@ -174,7 +182,7 @@ MECHANISMS: dict[str, Mechanism] = {
     "chunked": Mechanism(
         "every earlier token, c queries and k keys at a time", "n", {"c": 256, "k": 1024},
         lambda n, causal, c, k: pairs.full(n, causal), _every, stored=lambda n, d, c, k: min(n, c) * min(n, k),
-        kept=activations.chunked),
+        kept=activations.chunked, alone=_alone),
     "dot": Mechanism("every earlier token, scored by q·k", "n", {}, pairs.full, _every),
     "general": Mechanism(
         "every earlier token, scored by q·W·k", "n", {}, pairs.full, _every, extra=_maps, kept=activations.mapped),
@@ -183,17 +191,17 @@ MECHANISMS: dict[str, Mechanism] = {
         kept=activations.mapped),
     "additive": Mechanism(
         "every earlier token, scored by v·tanh(W·q + U·k)", "n", {}, pairs.full, _every, per_pair=6,
-        extra=lambda s: _maps(s) + s.keyed * s.head_dim, kept=activations.additive),
+        extra=lambda s: _maps(s) + s.keyed * s.head_dim, kept=activations.additive, alone=_alone),
     "cross": Mechanism(
         "all m tokens of another text", "m", {"m": 512}, lambda n, causal, m: n * m, lambda n, m: m, apart=True,
-        kept=activations.cross),
+        kept=activations.cross, alone=_alone),
     "linear": Mechanism(
         "f features: a state in the place of weights", "4·n·f·D", {"f": 64}, None, lambda n, f: 0,
         extra=lambda s, f: 4 * f * s.queried, kept=None, stored=lambda n, d, f: f * (d + 1),
-        state=lambda d, f: f * (d + 1)),
+        state=lambda d, f: f * (d + 1), alone=_alone),
     "low_rank": Mechanism(
         "keys and values projected along the text to r", "8·n·r·D", {"r": 256}, None, None,
-        extra=lambda s, r: 8 * r * s.queried, kept=None, stored=lambda n, d, r: n * r),
+        extra=lambda s, r: 8 * r * s.queried, kept=None, stored=lambda n, d, r: n * r, alone=_alone),
 }  # fmt: skip
 """by the name that a run file's `kind` has"""
 

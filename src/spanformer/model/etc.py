@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from spanformer.attention import Attention, GlobalLocal, View
+from spanformer.attention.etc_inputs import check_segments
 
 
 class Summaries(nn.Module):
@@ -30,11 +31,8 @@ class Summaries(nn.Module):
         b, n, _ = h.shape
         if not n:
             raise ValueError("the text has no token; expected at least 1, for a global token to stand for")
-        if segments is not None and (segments.shape != (b, n) or segments.dtype not in (torch.int32, torch.int64)):
-            raise ValueError(
-                f"segments has shape {list(segments.shape)} and dtype {segments.dtype}; expected [{b}, {n}] of "
-                "torch.int64, the number of each token's global token, −1 for none"
-            )
+        if segments is not None:
+            check_segments(segments, b, n)
         m, at = self.count(n), torch.arange(n, device=h.device)
         above = torch.cat([self.weight.to(h.dtype).expand(b, m, -1), h], 1)
         ids = (at // self.segment).expand(b, n) if segments is None else segments.long()

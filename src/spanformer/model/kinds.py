@@ -84,28 +84,38 @@ class HeadKind:
         return section if found is None else found
 
 
+def parts_of(text: str) -> list[tuple[int | None, str]]:
+    """'6 window:64 + 2 adaptive_span' as (6, 'window:64') and (2, 'adaptive_span'); None where no heads are counted."""
+    found = (re.fullmatch(r"\s*(?:(\d+)\s+)?(.*?)\s*", part, re.DOTALL) for part in text.split("+"))
+    return [(int(part[1]) if part[1] else None, part[2]) for part in found if part]
+
+
+def is_pattern(text: str) -> bool:
+    """Patterns begin with a capital letter, kinds with a small one."""
+    return re.match(r"[\s(]*[A-Z]", text) is not None
+
+
 def parse_layer(text: str, heads: int, where: str = "model.attention.stack") -> list[HeadKind]:
     """'6 window:64 + 2 adaptive_span' as its parts; a part without a number of heads is all of them."""
-    parts = [_parse_part(part, text, heads, where) for part in text.split("+")]
+    parts = [_parse_part(part, text, heads if count is None else count, where) for count, part in parts_of(text)]
     if sum(part.heads for part in parts) != heads:
         raise ValueError(f"{where} holds {text!r}, {sum(part.heads for part in parts)} heads; expected {heads}")
     return parts
 
 
 def _parse_part(part: str, text: str, heads: int, where: str) -> HeadKind:
-    found = re.fullmatch(r"\s*(?:(\d+)\s+)?(?:([a-z]\w*)((?::\d+)*)|([A-Z].*?))\s*", part, re.DOTALL)
-    if found is None or (found[2] and found[2] not in KINDS):
+    if is_pattern(part):
+        return HeadKind(PATTERN, heads, text=part)
+    found = re.fullmatch(r"([a-z]\w*)((?::\d+)*)", part)
+    if found is None or found[1] not in KINDS:
         raise ValueError(
             f"{where} holds {text!r}; expected kinds such as 'window:128', 'adaptive_span' or "
             "'6 window:64 + 2 adaptive_span', or a pattern such as 'Window(64) | Global([0])' "
             f"(kinds: {', '.join(KINDS)})"
         )
-    count = int(found[1]) if found[1] else heads
-    if found[4]:
-        return HeadKind(PATTERN, count, text=found[4])
-    known = KINDS[found[2]].numbers
-    given = [int(n) for n in found[3].split(":")[1:]]
+    known = KINDS[found[1]].numbers
+    given = [int(n) for n in found[2].split(":")[1:]]
     if len(given) > len(known):
         takes = f"takes {' and '.join(known)}" if known else "takes no number"
-        raise ValueError(f"{where} holds {text!r}; {found[2]} {takes}")
-    return HeadKind(found[2], count, dict(zip(known, [*given, *list(known.values())[len(given) :]], strict=True)))
+        raise ValueError(f"{where} holds {text!r}; {found[1]} {takes}")
+    return HeadKind(found[1], heads, dict(zip(known, [*given, *list(known.values())[len(given) :]], strict=True)))
