@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spanformer.cost.peak import peak_of, resident_bytes
+from spanformer.core.peak import peak_of, resident_bytes
 from spanformer.memory import Cache, HeadCache
 from spanformer.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, PositionConfig
 from spanformer.model.layer import split_heads

@@ -27,7 +27,7 @@ from torch import Tensor
 from spanformer.attention import ATTENTIONS, Attention, View
 from spanformer.attention.pattern import parse
 from spanformer.cli.show import facts, seen_in
-from spanformer.cost.malloc import keep_freed_memory
+from spanformer.core.malloc import keep_freed_memory
 from spanformer.cost.mechanisms import MECHANISMS
 from spanformer.cost.positions import POSITION_COSTS
 from spanformer.model.build import make_position

@@ -21,7 +21,7 @@ from torch import Tensor
 from spanformer.attention import View
 from spanformer.attention.longformer import Longformer
 from spanformer.bench.timing import Patience, round_robin
-from spanformer.cost.malloc import keep_freed_memory
+from spanformer.core.malloc import keep_freed_memory
 from spanformer.model.linear import Linear
 
 HEADS, SIZE, WINDOW, GLOBALS, ROUNDS = 8, 64, 256, 16, 7

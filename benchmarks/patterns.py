@@ -32,7 +32,7 @@ from spanformer import Rule, attend
 from spanformer.attention.big_bird import BigBird
 from spanformer.attention.pattern import Pattern, parse
 from spanformer.bench.timing import Patience, Timing, round_robin
-from spanformer.cost.malloc import keep_freed_memory
+from spanformer.core.malloc import keep_freed_memory
 from spanformer.ops.kernel import library
 
 HEADS, DIM, LENGTH = 8, 64, 4096

@@ -16,7 +16,7 @@ import torch
 from spanformer.bench.contenders import NATIVE, runner
 from spanformer.bench.timing import Patience, round_robin
 from spanformer.bench.work import Work, make_inputs
-from spanformer.cost.malloc import keep_freed_memory
+from spanformer.core.malloc import keep_freed_memory
 
 LENGTHS = [1024 * 2**n for n in range(7)]
 

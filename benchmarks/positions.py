@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spanformer.attention import View
 from spanformer.bench.timing import Patience, round_robin
-from spanformer.cost.malloc import keep_freed_memory
+from spanformer.core.malloc import keep_freed_memory
 from spanformer.ops import Rule, attend, choose_backend
 from spanformer.position import T5, Alibi, DATransformer, DistanceBias, Position, Rotary, Shaw, Table, TransformerXL
 

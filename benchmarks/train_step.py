@@ -104,8 +104,8 @@ def measure(contender: str, p: Profile, options: argparse.Namespace) -> dict:
     """Median seconds of a step, and the peak of resident memory above what was resident before there was a model."""
     import torch
 
-    from spanformer.cost.malloc import keep_freed_memory
-    from spanformer.cost.peak import resident_bytes
+    from spanformer.core.malloc import keep_freed_memory
+    from spanformer.core.peak import resident_bytes
 
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)

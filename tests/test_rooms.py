@@ -18,6 +18,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "spanformer"
 TOP = ""  # spanformer/__init__.py
 
 DOORS: dict[str, set[str]] = {
+    "core": set(),
     "ops": set(),
     "attention": {"ops"},
     "position": {"ops"},
@@ -33,6 +34,8 @@ DOORS: dict[str, set[str]] = {
     "bench": {"ops", "attention", "cost", "report"},
     "rl": {"model", "train"},
 }
+for _room in DOORS.keys() - {"core"}:
+    DOORS[_room].add("core")
 DOORS[TOP] = set(DOORS)
 DOORS["cli"] = set(DOORS)
 DOORS["__main__"] = {"cli"}  # python -m spanformer

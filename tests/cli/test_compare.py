@@ -10,7 +10,7 @@ import pytest
 from spanformer.cli.compare import COMPARE, check_alike, parameters, parse
 from spanformer.cli.main import main
 from spanformer.cli.several import train_each
-from spanformer.cost.peak import unsupported
+from spanformer.core.peak import unsupported
 from spanformer.model.fields import as_dict
 from spanformer.report.compare_table import HEADER
 from spanformer.report.events import read_run

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from small_models import CONFIGS, KINDS, SMALL, make, position, text, with_attention
-from spanformer.cost.peak import resident_bytes
+from spanformer.core.peak import resident_bytes
 from spanformer.model import reading
 from spanformer.model.config import FeedForwardConfig, ModelConfig
 from spanformer.model.lm import LM

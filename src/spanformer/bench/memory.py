@@ -15,7 +15,7 @@ import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from spanformer.cost.peak import peak_of, unsupported
+from spanformer.core.peak import peak_of, unsupported
 
 MIB = 2**20
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from spanformer.cost.malloc import keep_freed_memory
+from spanformer.core.malloc import keep_freed_memory
 from spanformer.data import prepare
 from spanformer.model.load import load_any
 from spanformer.train.checkpoint import Checkpoints

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from spanformer.cost.peak import peak_of, unsupported
+from spanformer.core.peak import peak_of, unsupported
 from spanformer.model.config import ModelConfig
 from spanformer.model.layered import Layered
 from spanformer.model.linear import counted_products

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from spanformer.cost.malloc import keep_freed_memory
+from spanformer.core.malloc import keep_freed_memory
 from spanformer.data import Prepared, prepare
 from spanformer.model.config import SPECIAL
 from spanformer.model.lm import LM, State

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from spanformer.cost.malloc import keep_freed_memory
+from spanformer.core.malloc import keep_freed_memory
 
 
 def unsupported() -> str | None:

@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spanformer.core.files import replace_file, write_text
+
+
+def test_write_replaces_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "a.json"
+    write_text(path, "one")
+    write_text(path, "two")
+    assert path.read_text() == "two"
+    assert [p.name for p in path.parent.iterdir()] == ["a.json"]
+
+
+def test_failed_write_keeps_old_file_and_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    path.write_text("old")
+    with pytest.raises(OSError, match="full"), replace_file(path) as new:
+        assert new.suffix == ".png" and new.parent == tmp_path
+        new.write_text("half")
+        raise OSError("disk full")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["a.png"]
+
+
+def test_replaced_file_has_ordinary_permissions(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    with replace_file(tmp_path / "a") as new:
+        new.chmod(0o600)
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "plain").stat().st_mode
