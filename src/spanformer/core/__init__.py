@@ -1,1 +1,1 @@
-"""What every room needs: atomic files, process memory, the processor. It imports nothing of ours, and torch only lazily."""
+"""What every room needs: atomic files, process memory, the processor. It imports nothing of ours."""
