@@ -8,8 +8,8 @@ SANITIZED := build/sanitize/_kernel.so
 .PHONY: demo test check sanitize bench clean
 
 demo: .venv/installed
-	rm -rf results/demo
-	$(BIN)/spanformer train runs/demo.toml --out results/demo
+	rm -rf out/demo
+	$(BIN)/spanformer train runs/demo.toml
 
 # One thread for each of the two processes: tests of threads ask for their own.
 test: .venv/with-dev
@@ -34,7 +34,7 @@ bench: .venv/with-bench
 	$(BIN)/spanformer bench attention --out results/bench
 
 clean:
-	rm -rf .venv build dist results/demo .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv build dist out/demo .pytest_cache .ruff_cache .hypothesis src/*.egg-info
 	rm -f src/spanformer/ops/_kernel.so
 
 define install

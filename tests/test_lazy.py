@@ -91,20 +91,6 @@ def test_no_public_name_is_also_a_modules() -> None:
     assert not inside & set(spanformer._HOME)
 
 
-def test_the_version_is_a_literal() -> None:
-    """setuptools reads it without importing anything."""
-    tree = ast.parse(Path(spanformer.__file__).read_text(encoding="utf-8"))
-    values = [
-        node.value.value
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Name)
-        and node.targets[0].id == "__version__"
-        and isinstance(node.value, ast.Constant)
-    ]
-    assert values == [spanformer.__version__]
-
-
 def test_the_probe_would_notice(tmp_path: Path) -> None:
     for name in ("transformers", "matplotlib"):  # stand-ins, so that neither needs to be installed
         (tmp_path / f"{name}.py").touch()

@@ -1,10 +1,8 @@
-"""What the README and the docs promise is there: the example runs, the commands exist, the links lead somewhere."""
+"""What the README and the docs name exists: make targets, subcommands, links. test_docs_commands.py runs the blocks."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,25 +12,6 @@ from spanformer.cli.main import find, main
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-
-
-def test_the_example_runs() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("tensor([")
-
-
-EXAMPLES = [
-    pytest.param(code, id=f"{page.name}-{n}")
-    for page in PAGES
-    for n, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL))
-]
-
-
-@pytest.mark.parametrize("code", EXAMPLES)
-def test_every_example_runs_as_it_stands(code: str) -> None:
-    exec(code, {})
 
 
 def test_the_commands_exist() -> None:
@@ -46,7 +25,8 @@ def commands(text: str) -> set[tuple[str, ...]]:
     `py` are Python that does not run as it stands."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     inline = re.findall(r"(?<!`)`([^`]+)`(?!`)", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
-    code = [line for kind, block in blocks if kind not in ("python", "py") for line in block.splitlines()] + inline
+    lines = [line for kind, block in blocks if kind not in ("python", "py") for line in block.splitlines()]
+    code = [re.sub(r"\s#.*", "", line) for line in lines] + inline
     run = r"(?:^|[\s/])spanformer((?: +[a-z][\w./-]*){1,2})"
     return {tuple(words.split()) for line in code for words in re.findall(run, line)}
 
@@ -69,7 +49,7 @@ def test_commands_are_found_in_text() -> None:
 from spanformer import attend
 ```
 ```sh
-torchrun -m spanformer sweep runs/a.toml   # and
+torchrun -m spanformer sweep runs/a.toml   # spanformer on the PATH
 $ spanformer bench attention --quick
 spanformer eval
 ```

@@ -7,6 +7,8 @@ wait for torch. A new one takes a line in the table, and one below TYPE_CHECKING
 import importlib
 from typing import TYPE_CHECKING
 
+from spanformer.core.version import VERSION as __version__  # noqa: F401
+
 if TYPE_CHECKING:
     from spanformer.attention import AdaptiveSpan as AdaptiveSpan
     from spanformer.attention import DynamicSpan as DynamicSpan
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
     from spanformer.ops import backends as backends
     from spanformer.ops import choose_backend as choose_backend
     from spanformer.ops import merge as merge
-
-__version__ = "0.2.0"
 
 _HOME = {
     "AdaptiveSpan": "spanformer.attention",

@@ -112,7 +112,6 @@ SAVED_WRONG = {
     '{"kind": "char"} is no saved': {"kind": "char"},
     '"words": "abc"} is no saved': {"kind": "word", "words": "abc"},
     '"chars": "aa"} is no saved': {"kind": "char", "chars": "aa"},
-    r'"words": \["a"\]} is no saved': {"kind": "word", "words": ["a"]},
     "… is no saved": {"kind": "word", "words": ["<unk>", "<unk>", "a", "b", "c"]},
     "tokenizers does not know": {"kind": "bpe", "tokenizer": {"version": "1.0"}},
 }
@@ -122,6 +121,14 @@ SAVED_WRONG = {
 def test_what_is_no_vocabulary_is_refused(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_json(SAVED_WRONG[message])
+
+
+def test_words_without_unk_refuse_an_unknown_word() -> None:
+    words = from_json({"kind": "word", "words": ["a", "b", "<eos>"]})
+    assert words.encode("b a\n").tolist() == [1, 0, 2] and words.unknown is None
+    for read in (words.stream, words.prompt):
+        with pytest.raises(ValueError, match=r"does not know the word 'c'; expected words of the text .* trained on$"):
+            list(read(["a c\n"]))
 
 
 def test_without_the_package_bpe_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

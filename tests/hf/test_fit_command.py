@@ -20,6 +20,7 @@ from spanformer.hf.plan import FitPlan, FitRun
 from spanformer.hf.probe import make_task, probe, table
 from spanformer.hf.saved import load_fitted
 from spanformer.hf.text import check_logits, load_model, make_windows, read_text, window_bits
+from support.byte_llama import save_byte_llama
 
 PROSE = "The river stood behind the market, and nobody had ever seen it so quiet. Über alles ein Wort — 1234.\n"
 
@@ -28,17 +29,7 @@ PROSE = "The river stood behind the market, and nobody had ever seen it so quiet
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of bytes, as Hugging Face saves it."""
     path = tmp_path_factory.mktemp("model")
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    core = tokenizers.Tokenizer(tokenizers.models.BPE({c: n for n, c in enumerate(letters)}, []))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = tokenizers.decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(path)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=32, num_hidden_layers=2, vocab_size=256, max_position_embeddings=256, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=48, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    save_byte_llama(path, 256)
     (path / "prose.txt").write_text(PROSE * 40)
     return path
 

@@ -14,10 +14,12 @@ from torch import Tensor
 
 import spanformer
 from original_model import Dense, Shape, random_state
+from spanformer.cli.main import main
 from spanformer.model.config import AttentionConfig, EmbeddingConfig, FeedForwardConfig, ModelConfig, PositionConfig
 from spanformer.model.folder import read_meta
 from spanformer.model.load import load_meta
 from spanformer.model.original import convert, import_original, read_checkpoint
+from spanformer.model.original_settings import Settings
 
 PLAIN = Shape(span=50, ratios=(0.25, 0.0, 1.0))
 WORDS = Shape(vocab=43, dim=26, heads=2, span=40, ratios=(0.513, 0.0123), cutoffs=(11, 29), divisor=3, tied=True)
@@ -85,13 +87,77 @@ def test_the_configuration_is_read_off_the_tensors() -> None:
         embedding=EmbeddingConfig(bias=True),
         norm="layer", order="post", original=True,
     )  # fmt: skip
-    assert convert(random_state(PLAIN), ramp=16)[0].attention.ramp == 16
     assert convert(random_state(SHAPES["no spans"]))[0].attention.kind == "full"
     persistent, _ = convert(random_state(SHAPES["persistent"]))
     assert persistent == replace(config, persistent=7, feedforward=FeedForwardConfig(kind="none"))
     tied, _ = convert(random_state(WORDS))
     assert tied.vocab == 43 and tied.embedding == EmbeddingConfig(tied=True, cutoffs=(11, 29), divisor=3)
     assert not convert(random_state(SHAPES["words"]))[0].embedding.tied
+
+
+def test_settings_that_a_checkpoint_lacks_reach_the_configuration() -> None:
+    given = Settings(ramp=16.0, penalty=5e-7, dropout=0.3, embedding_dropout=0.1)
+    config, _ = convert(random_state(PLAIN), given)
+    assert (config.attention.ramp, config.attention.penalty, config.attention.dropout) == (16.0, 5e-7, 0.3)
+    assert (config.feedforward.dropout, config.embedding.dropout) == (0.3, 0.1)
+    words, _ = convert(random_state(SHAPES["persistent words"]), given)
+    assert (words.feedforward.dropout, words.embedding.dropout) == (0.0, 0.1)  # there is no feed-forward
+
+
+def nll(lm: spanformer.LM, text: Tensor) -> Tensor:
+    found = lm(text[:, :-1], targets=text[:, 1:]).nll
+    assert found is not None
+    return found
+
+
+def test_a_checkpoint_of_ramp_64_needs_the_option(tmp_path: Path, capsys) -> None:
+    shape = replace(PLAIN, ramp=64.0, span=100)
+    torch.save(checkpoint_of(shape), tmp_path / "a.pt")
+    for ramp in ("32", "64"):
+        main(["import-original", str(tmp_path / "a.pt"), str(tmp_path / ramp), "--ramp", ramp])
+    text = torch.randint(0, shape.vocab, (2, 81), generator=torch.Generator().manual_seed(1))
+    theirs = Dense(shape, narrow(shape)).read(text[:, :-1], text[:, 1:])
+    torch.testing.assert_close(nll(spanformer.load(tmp_path / "64"), text), theirs, rtol=1e-5, atol=1e-5)
+    assert (nll(spanformer.load(tmp_path / "32"), text) - theirs).abs().max() > 0.01
+
+
+def test_the_vocabulary_comes_from_train_txt(tmp_path: Path, capsys, monkeypatch) -> None:
+    """In order of first appearance; with adaptive embeddings by falling frequency, the later one of equals first."""
+    monkeypatch.setenv("SPANFORMER_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "train.txt").write_text("b a b\nc a\n" * 40)
+    for cutoffs, words in ((), ["b", "a", "<eos>", "c"]), ((2,), ["<eos>", "a", "b", "c"]):
+        shape = replace(PLAIN, vocab=4, cutoffs=cutoffs)
+        torch.save(checkpoint_of(shape), tmp_path / "a.pt")
+        out = str(tmp_path / f"out{len(cutoffs)}")
+        main(["import-original", str(tmp_path / "a.pt"), out, "--text", str(tmp_path / "train.txt")])
+        assert load_meta(out)["vocab"] == {"kind": "word", "words": words}
+        capsys.readouterr()
+        main(["generate", out, "--prompt", "a b", "--max-tokens", "3"])
+        assert set(capsys.readouterr().out.split()) <= {"a", "b", "c"}
+        main(["score", out, str(tmp_path / "train.txt")])
+        assert "bits per" in capsys.readouterr().out
+        main(["eval", out, "--data", str(tmp_path / "train.txt"), "--split", "train"])
+        assert "perplexity" in capsys.readouterr().out
+
+
+REFUSED = {
+    "ramp is 0.0; expected a positive, finite number of tokens": ["--ramp", "0"],
+    "penalty is -1.0; expected a finite number, 0 or more": ["--penalty", "-1"],
+    "embedding_dropout is 1.0; expected a share": ["--embedding-dropout", "1"],
+    "has 3 different words, <eos> included, and the model has 29; expected the train.txt": ["--text", "train.txt"],
+    "none.txt": ["--text", "none.txt"],
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_a_wrong_option_is_refused_in_one_sentence(message: str, saved: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(saved.parent)
+    (saved.parent / "train.txt").write_text("a b\n")
+    with pytest.raises(SystemExit) as end:
+        main(["import-original", saved.name, "out", *REFUSED[message]])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and message in said and said.count("\n") == 1
+    assert not (saved.parent / "out").exists()
 
 
 def test_the_folder_says_where_it_comes_from(saved: Path, tmp_path: Path) -> None:

@@ -283,7 +283,8 @@ def test_without_tensorboard(tmp_path: Path, capsys, monkeypatch) -> None:
     without("tensorboard", monkeypatch)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     assert refused(tmp_path, {"train.tensorboard": "on"}, capsys) == (
-        "tensorboard is not installed; run pip install 'spanformer[tensorboard]', or do not ask for it"
+        "train.tensorboard is 'on', and tensorboard is not installed; install it with: "
+        "pip install 'spanformer[tensorboard]', or leave train.tensorboard at 'auto'"
     )
     assert not content(tmp_path / "run")
     assert train(tiny(tmp_path, {"train.tensorboard": "auto", "train.steps": 1})).steps == 1

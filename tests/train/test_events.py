@@ -126,7 +126,5 @@ def test_without_tensorboard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with EventLog(tmp_path / "e.jsonl") as log:
         log.write("step", {"step": 1, "loss": 1.0})
     assert not (tmp_path / "tensorboard").exists()
-    with pytest.raises(
-        ImportError, match=r"^tensorboard is not installed; run pip install 'spanformer\[tensorboard\]'"
-    ):
+    with pytest.raises(ImportError, match=r"tensorboard is not installed; .* pip install 'spanformer\[tensorboard\]'"):
         EventLog(tmp_path / "e.jsonl", tmp_path / "board")

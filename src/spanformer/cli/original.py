@@ -1,28 +1,64 @@
-"""`spanformer import-original CHECKPOINT.pt OUT`: a checkpoint of the adaptive-span paper's code as a model of ours."""
+"""`spanformer import-original CHECKPOINT.pt OUT`: convert a checkpoint of the adaptive-span paper's code."""
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tyro
 
 from spanformer.cli.leaf import Leaf
+from spanformer.model.original_settings import Settings
+
+if TYPE_CHECKING:
+    from spanformer.model.config import ModelConfig
 
 
-@dataclass(frozen=True)
-class ImportOptions:
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions(Settings):
+    """Convert a checkpoint of the adaptive-span paper's code into a model folder.
+
+    The checkpoint holds the weights; the options name what it does not hold.
+    """
+
     checkpoint: tyro.conf.Positional[str]
     """the file that code saved"""
     out: tyro.conf.Positional[str]
     """folder to write the model to; spanformer.load reads it"""
+    text: str = ""
+    """the train.txt that the model was trained on, for its vocabulary; empty: the model reads and writes ids only"""
 
 
 def run(options: ImportOptions) -> None:
     from spanformer.model.original import import_original
 
-    print(import_original(Path(options.checkpoint), Path(options.out)))
+    vocabulary = functools.partial(read_vocabulary, Path(options.text)) if options.text else None
+    print(import_original(Path(options.checkpoint), Path(options.out), options, vocabulary))
     print(f"written to {options.out}; try  spanformer spans {options.out}")
+
+
+def read_vocabulary(text: Path, config: ModelConfig) -> dict:
+    """The words of train.txt with the ids that the paper's code gives them: in order of first appearance or, with
+    adaptive embeddings, by falling frequency, the later one of equals first."""
+    from spanformer.data.pieces import texts, whole
+    from spanformer.data.vocab import Words, split_words
+
+    piece = whole(text)
+    counts: Counter[str] = Counter()
+    for words in split_words(texts(piece, piece.chunks())):
+        counts.update(words)
+    found = list(counts)
+    if config.embedding.cutoffs:
+        found = sorted(reversed(found), key=lambda word: -counts[word])
+    if len(found) != config.vocab:
+        raise ValueError(
+            f"--text {text} has {len(found):,} different words, <eos> included, and the model has {config.vocab:,}; "
+            "expected the train.txt that it was trained on"
+        )
+    return Words(found).to_json()
 
 
 IMPORT = Leaf(ImportOptions, run)

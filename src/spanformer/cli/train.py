@@ -21,6 +21,7 @@ def parse(program: str, arguments: list[str]) -> RunConfig:
 
 
 def run(config: RunConfig) -> None:
+    from spanformer.cli.next_commands import next_commands
     from spanformer.cli.outcome import show_outcome
     from spanformer.train.run import train
 
@@ -32,6 +33,7 @@ def run(config: RunConfig) -> None:
         sys.exit(128 + result.signal)
     if screen.first:
         show_outcome(result.out)
+        print(next_commands(result.out, config, sys.argv[0]))
 
 
 TRAIN = Leaf(RunConfig, run, parse)

@@ -141,7 +141,8 @@ class Chars(Vocab):
 class Words(Vocab):
     """A token is a word: `line.split() + ["<eos>"]` for every line, as WikiText is prepared.
 
-    Ids follow falling frequency. `<unk>` stands for every other word; where the text itself has it, they are one.
+    Ids follow falling frequency. `<unk>` stands for every other word; where the text itself has it, they are one. An
+    imported vocabulary may lack it, and then refuses other words.
     """
 
     kind, unit = "word", "word"
@@ -165,19 +166,24 @@ class Words(Vocab):
         return cls(ranked[: size or None])
 
     def stream(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
-        unknown = self._ids[UNKNOWN]
+        unknown = self.unknown
         for words in split_words(parts):
-            yield np.fromiter((self._ids.get(word, unknown) for word in words), self.dtype, len(words))
+            if unknown is None:
+                yield self._known(words)
+            else:
+                yield np.fromiter((self._ids.get(word, unknown) for word in words), self.dtype, len(words))
 
     def prompt(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
-        for words in split_words(parts, ends=False):
-            for word in words:
-                if word not in self._ids:
-                    raise ValueError(
-                        f"the model does not know the word {word!r}; expected words of the text it was trained on, or "
-                        f"{UNKNOWN} in its place"
-                    )
-            yield np.fromiter(map(self._ids.__getitem__, words), self.dtype, len(words))
+        return map(self._known, split_words(parts, ends=False))
+
+    def _known(self, words: list[str]) -> np.ndarray:
+        for word in words:
+            if word not in self._ids:
+                instead = "" if self.unknown is None else f", or {UNKNOWN} in its place"
+                raise ValueError(
+                    f"the model does not know the word {word!r}; expected words of the text it was trained on{instead}"
+                )
+        return np.fromiter(map(self._ids.__getitem__, words), self.dtype, len(words))
 
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         words = (self.words[int(i)] for i in ids)
@@ -197,7 +203,7 @@ def from_json(saved: dict[str, Any]) -> Vocab:
             return Bytes()
         case {"kind": "char", "chars": str(chars)} if _all_differ(chars):
             return Chars(chars)
-        case {"kind": "word", "words": list(words)} if _all_differ(words) and UNKNOWN in words:
+        case {"kind": "word", "words": list(words)} if _all_differ(words):
             return Words(words)
         case {"kind": "bpe", "tokenizer": dict(tokenizer)}:
             return BPE(tokenizer)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import importlib.metadata
 import json
 import os
 import re
@@ -26,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from spanformer.core.version import VERSION
 from spanformer.model.part import Part, reason
 
 KIND = "spanformer folder"
@@ -197,7 +197,7 @@ def _fill(new: Path, parts: dict[str, dict[str, Tensor]], meta: dict, others: Ca
         files |= write_part(new, name, tensors)
     if others is not None:
         files |= others(new)
-    whole = _as_json({"kind": KIND, "format": FORMAT, "version": version(), "files": files, **meta})
+    whole = _as_json({"kind": KIND, "format": FORMAT, "version": VERSION, "files": files, **meta})
     whole["sha256"] = _digest_of_meta(whole)
     (new / META).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     _sync(new / META)
@@ -276,13 +276,6 @@ def _as_json(meta: dict) -> dict:
         raise ValueError(
             f"meta cannot be written as JSON ({error}); expected texts, finite numbers and lists"
         ) from None
-
-
-def version() -> str:
-    try:
-        return importlib.metadata.version("spanformer")
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
-        return "unknown"
 
 
 def _sync(path: Path) -> None:

@@ -21,7 +21,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -32,9 +32,9 @@ from spanformer.model.config import AttentionConfig, EmbeddingConfig, FeedForwar
 from spanformer.model.fields import as_dict
 from spanformer.model.folder import write_folder
 from spanformer.model.lm import LM
+from spanformer.model.original_settings import Settings
 from spanformer.model.weights import misfit, shapes
 
-RAMP = 32.0  # of every published model; no checkpoint holds it
 PREFIX = "module."  # what torch's data-parallel wrappers put before every name
 SPAN = "attn.attn.adaptive_span._mask."
 PERSISTENT = "attn.attn.persistent_memory."
@@ -42,20 +42,26 @@ TWIN = "persistent_memory.adaptive_span"  # the same module a second time, under
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def import_original(checkpoint: Path, out: Path, *, ramp: float = RAMP) -> str:
+def import_original(
+    checkpoint: Path,
+    out: Path,
+    settings: Settings | None = None,
+    vocabulary: Callable[[ModelConfig], dict] | None = None,
+) -> str:
     """Write the model of a checkpoint as the model folder `out`, for `spanformer.load`. Returns what it is, in a line.
 
-    The checkpoint holds no vocabulary: the paper's code makes it anew from train.txt each time.
+    vocabulary: gives the vocabulary of such a model, as `Vocab.to_json` describes one; without it the folder has none.
     """
     saved = read_checkpoint(checkpoint)
     try:
-        config, weights = convert(saved["model"], ramp=ramp)
+        config, weights = convert(saved["model"], settings)
     except ValueError as error:
         raise ValueError(f"{checkpoint}: {error}") from None
+    meta = {"vocab": vocabulary(config)} if vocabulary else {}
     iteration = saved.get("iter_no")
     at = f", iteration {iteration}" if isinstance(iteration, int) else ""
     source = f"adaptive-span checkpoint {checkpoint.name}{at}"
-    write_folder(out, {"model": weights}, {"model": as_dict(config), "source": source})
+    write_folder(out, {"model": weights}, {"model": as_dict(config), "source": source, **meta})
     return f"{source}: {_summary(config, weights)}"
 
 
@@ -81,14 +87,14 @@ def read_checkpoint(path: Path) -> dict:
     return saved
 
 
-def convert(state: Mapping[str, Tensor], *, ramp: float = RAMP) -> tuple[ModelConfig, dict[str, Tensor]]:
+def convert(state: Mapping[str, Tensor], settings: Settings | None = None) -> tuple[ModelConfig, dict[str, Tensor]]:
     """The configuration and the weights of our model, from a model state dict of theirs.
 
-    Every size is read off the tensors. What training needs besides (dropout, the price of spans) is not in there and
-    has our defaults. The weights are views of the given tensors where that is possible.
+    Every size is read off the tensors; what is not in them, `settings` say. The weights are views of the given tensors
+    where that is possible.
     """
     state = _bare(state)
-    config = _configure(state, ramp)
+    config = _configure(state, settings or Settings())
     places = _places(config)
     if wrong := misfit(shapes(state), {key: place.shape for key, place in places.items()}):
         raise ValueError(f"this is no adaptive-span model: {wrong}")
@@ -124,7 +130,7 @@ def _bare(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return bare
 
 
-def _configure(state: dict[str, Tensor], ramp: float) -> ModelConfig:
+def _configure(state: dict[str, Tensor], settings: Settings) -> ModelConfig:
     layers = {int(n) for key in state for n in re.findall(r"^layers\.(\d{1,6})\.", key)}
     if layers != set(range(len(layers))):
         raise ValueError(f"this is no adaptive-span model: its layers have the numbers {sorted(layers)}")
@@ -138,7 +144,7 @@ def _configure(state: dict[str, Tensor], ramp: float) -> ModelConfig:
         persistent = _shape(state, f"layers.0.{PERSISTENT}key", 3)[2]
     else:
         inner, _ = _shape(state, "layers.0.ff.fc1.weight", 2)
-        feedforward = FeedForwardConfig(kind="relu", dim=inner, bias=True)
+        feedforward = FeedForwardConfig(kind="relu", dim=inner, bias=True, dropout=settings.dropout)
     vocab, embedding = _embedding(state, dim)
     return ModelConfig(
         vocab=vocab,
@@ -146,11 +152,12 @@ def _configure(state: dict[str, Tensor], ramp: float) -> ModelConfig:
         layers=len(layers),
         heads=dim // head_dim,
         attention=AttentionConfig(
-            kind="adaptive_span" if _any(state, SPAN) else "full", max_span=span, ramp=float(ramp)
+            kind="adaptive_span" if _any(state, SPAN) else "full", max_span=span, ramp=float(settings.ramp),
+            penalty=settings.penalty, dropout=settings.dropout,
         ),
         position=PositionConfig(kind="table"),
         feedforward=feedforward,
-        embedding=embedding,
+        embedding=replace(embedding, dropout=settings.embedding_dropout),
         norm="layer",
         order="post",
         persistent=persistent,

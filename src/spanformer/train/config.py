@@ -65,7 +65,8 @@ class TrainConfig:
     """on a CPU, have the C library keep freed memory for the next step instead of giving it back to the system; not
     with checkpointing, which asks for little memory"""
     tensorboard: Literal["auto", "on", "off"] = "auto"
-    """write TensorBoard files beside events.jsonl; auto: if the package is there"""
+    """write TensorBoard files beside events.jsonl; auto: if the package is installed, which the extra
+    spanformer[tensorboard] brings"""
     measure: bool = True
     """at the end, measure what a step costs with the model's attention and with full attention in its place"""
 

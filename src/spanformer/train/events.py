@@ -101,7 +101,8 @@ def _board_maker(path: Path, tensorboard: Path | Literal["auto"] | None) -> Call
         if tensorboard == "auto":
             return None
         raise ImportError(
-            "tensorboard is not installed; run pip install 'spanformer[tensorboard]', or do not ask for it"
+            "train.tensorboard is 'on', and tensorboard is not installed; install it with: "
+            "pip install 'spanformer[tensorboard]', or leave train.tensorboard at 'auto'"
         ) from error
     folder = path.parent / "tensorboard" if tensorboard == "auto" else tensorboard
     # What was drawn of later steps, before a run went back to a checkpoint, is hidden.

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from spanformer.core.version import VERSION
 from spanformer.model.fields import as_dict
-from spanformer.model.folder import version
 
 if TYPE_CHECKING:
     from spanformer.train.run import Run
@@ -20,7 +20,7 @@ def start_event(run: Run) -> dict:
     splits = run.data.splits
     return {
         "format": EVENTS_FORMAT,
-        "version": version(),
+        "version": VERSION,
         "run": run.out.name,
         "config": as_dict(run.config),
         "parameters": sum(p.numel() for p in run.model.parameters()),

@@ -1,0 +1,175 @@
+"""Every command line and every program of the README and of docs/ runs, at reduced size.
+
+A page's blocks run in order, in a folder of its own in which `make demo` has run. A line that cannot run stands in
+NOT_RUN with the reason; what stands in a table here and in no page fails.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from spanformer.cli.compare import CompareConfig
+from spanformer.cli.main import main
+from spanformer.cli.runfile import read_run
+from support.pages import Block, all_lines, blocks, command_lines, words
+from support.workspace import ROOT, make_workspace, small_enwik8
+
+EQUATIONS = {"gallery.md"}  # its blocks without a language are equations; tests/test_gallery.py checks the page
+PAGES = [
+    page
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+    if page.name not in EQUATIONS
+]
+LINES = all_lines(PAGES)
+
+NOT_RUN = {
+    'pip install ".[plot,hf]"': "installs packages",
+    ". .venv/bin/activate": "changes the shell",
+    "make test": "runs this test",
+    "make check": "runs what make test does not; CI runs both",
+    "make sanitize": "compiles the kernel and runs its tests, for minutes",
+    "make bench": "benchmarks have their own test",
+    ".venv/bin/pre-commit install": "writes into .git",
+    '.venv/bin/pytest -q -m "not slow"': "runs this test",
+    "torchrun --nproc-per-node 2 -m spanformer train runs/enwik8.toml": "tests/train/test_distributed.py does",
+    "torchrun --nproc-per-node 8 -m spanformer train runs/enwik8_large.toml --train.engine fsdp": "so it does",
+    "torchrun --nproc-per-node 8 --max-restarts 3 -m spanformer train runs/enwik8_large.toml --resume": "so it does",
+    "SPANFORMER_ORIGINAL=path/to/adaptive-span pytest tests/model/test_original.py -k theirs -rP": "needs that code",
+}
+BENCHMARKS = r"(python benchmarks/\w+\.py|spanformer bench) "  # they have their own test
+
+TRAIN = (
+    "--data.limit 20000 --model.dim 16 --model.layers 2 --model.heads 2 --model.attention.max-span 32 "
+    "--model.feedforward.dim 32 --train.batch 2 --train.block 32 --train.steps 2 --train.eval-tokens 200 "
+    "--train.threads 1 --train.no-measure --train.tensorboard off"
+)
+REDUCED = {
+    r"train runs/(seq2seq|masked|etc)": TRAIN.replace("--data.limit 20000 ", "").replace("block 32", "block 72"),
+    r"train": TRAIN,
+    r"compare .*--kinds": f"{TRAIN} --model.kv-heads 0",
+    r"compare runs/compare/etc": f"{TRAIN} --train.block 64 --kinds full etc:16:16",
+    r"compare runs/compare/": f"{TRAIN} --kinds full adaptive_span",
+    r"compare": TRAIN,
+    r"eval": "--limit 100",
+    r"generate out/seq2seq": "--max-tokens 4",
+    r"generate": "--max-tokens 4 --chunk 4096",
+    r"fit-spans": "--context 64 --steps 1 --survey 1 --measure 1 --dtype float32",
+    r"probe": "--contexts 200 --depths 2 --tasks 1",
+    r"export-windows": "--texts 1",
+}
+"""options added to a line that begins so; the first that fits, and of an option given twice the last holds"""
+PIPED = {"journalctl": "a line of a log\n" * 20}
+"""what a command before a pipe writes"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A workspace after `make demo`, whose lines are those that make would run."""
+    folder = tmp_path_factory.mktemp("workspace")
+    make_workspace(folder)
+    dry = ["make", "--dry-run", "--assume-old=.venv/installed", "demo"]
+    removed, trained = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert removed == "rm -rf out/demo"
+    with pytest.MonkeyPatch.context() as patch:
+        enter(folder, patch)
+        run_line(trained.removeprefix(".venv/bin/"), patch)
+    return folder
+
+
+@pytest.fixture
+def workspace(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(base, tmp_path, symlinks=True, dirs_exist_ok=True)
+    enter(tmp_path, monkeypatch)
+    return tmp_path
+
+
+def enter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("SPANFORMER_CACHE", str(folder / "cache"))
+    small_enwik8(monkeypatch)
+
+
+def run_line(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a line of `spanformer` in this process; it must end well."""
+    for before, text in PIPED.items():
+        if line.startswith(f"{before} | "):
+            line = line.removeprefix(f"{before} | ")
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    program, *arguments = words(line)
+    assert program == "spanformer", f"{line!r} is no command of ours; run it here or name it in NOT_RUN"
+    try:
+        main([*arguments, *words(extra(line))])
+    except SystemExit as end:
+        assert not end.code, f"{line} ended with {end.code}"
+
+
+def extra(line: str) -> str:
+    return next((more for begin, more in REDUCED.items() if re.match(f"spanformer {begin}", line)), "")
+
+
+def run_commands(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    for line in command_lines(block):
+        if line not in NOT_RUN and line != "make demo" and not re.match(BENCHMARKS, line):
+            run_line(line, monkeypatch)
+
+
+def check_run_file(text: str) -> None:
+    """Whether it can be read: beside the files of runs/compare, as a whole or over a base."""
+    assert tomllib.loads(text)
+    folder = Path("comparison")
+    shutil.copytree(ROOT / "runs", folder, dirs_exist_ok=True)
+    path = folder / "compare" / "block.toml"
+    path.write_text(text)
+    read_run(CompareConfig, "spanformer compare", [str(path)])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_runs(page: Path, workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: dict[str, object] = {}
+    for block in blocks(page.read_text(encoding="utf-8")):
+        if block.language in ("python", "py"):
+            names = names if block.language == "py" else {}
+            exec(compile(block.text, f"{page.name}:{block.line}", "exec"), names)
+        elif block.language == "toml":
+            check_run_file(block.text)
+        elif block.language != "text":
+            assert not block.language, f"{page.name}:{block.line}: nobody runs blocks of {block.language!r}"
+            run_commands(block, monkeypatch)
+
+
+def test_the_demo_ends_with_commands_that_run(workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    shutil.rmtree("out/demo")
+    monkeypatch.setattr(sys, "argv", [".venv/bin/spanformer"])
+    run_line("spanformer train runs/demo.toml", monkeypatch)
+    shown = capsys.readouterr().out.splitlines()
+    *lines, report = [line.strip() for line in shown[shown.index("Next:") + 1 :]]
+    assert lines == [
+        '.venv/bin/spanformer generate out/demo --prompt "def main("',
+        ".venv/bin/spanformer spans out/demo",
+    ]
+    assert "out/demo/report/report.html" in report and Path("out/demo/report/report.html").is_file()
+    for line in lines:
+        run_line(line.removeprefix(".venv/bin/"), monkeypatch)
+
+
+def test_the_tables_name_what_the_pages_say() -> None:
+    lines = [line for page in LINES.values() for line in page]
+    assert not set(NOT_RUN) - set(lines)
+    assert {"make demo", "make test"} <= set(LINES["README.md"])
+    assert not [begin for begin in REDUCED if not any(re.match(f"spanformer {begin}", line) for line in lines)]
+    assert not [before for before in PIPED if not any(line.startswith(f"{before} | ") for line in lines)]
+
+
+def test_blocks_and_lines_are_found() -> None:
+    page = "a\n```\nspanformer x \\\n  --y   # why\n\n# only a comment\nmake demo\n```\n```python\n1\n```\n"
+    commands, program = blocks(page)
+    assert (commands.line, commands.language, program.language, program.text) == (2, "", "python", "1\n")
+    assert [words(line) for line in command_lines(commands)] == [["spanformer", "x", "--y"], ["make", "demo"]]
