@@ -28,6 +28,7 @@ from pathlib import Path
 
 import torch
 
+from spanformer.core.processor import named_dtype
 from spanformer.hf.baselines import by_mass, local_global, uniform
 from spanformer.hf.controller import Budget, allocate
 from spanformer.hf.fit import set_windows
@@ -60,8 +61,7 @@ class Bench:
             budget=1 / divisor, context=CONTEXT, sinks=SINKS, survey=o.survey, steps=o.steps,
             measure=measure or o.measure, baselines=False,
         )  # fmt: skip
-        dtype = getattr(torch, o.dtype)
-        return FitRun(o.model, train, valid, plan, dtype)
+        return FitRun(o.model, train, valid, plan, named_dtype(o.dtype))
 
     def texts(self, domain: str) -> tuple[str, str]:
         if domain == "prose":
@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--survey", type=int, default=FitPlan.survey)
     parser.add_argument("--steps", type=int, default=FitPlan.steps)
     parser.add_argument("--measure", type=int, default=8, help="held-out windows")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--lora-steps", type=int, default=60)
     parser.add_argument("--lora-lr", type=float, default=1e-3)

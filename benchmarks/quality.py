@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from spanformer.core.processor import best_dtype
 from spanformer.data import DataConfig, Lanes, prepare
 from spanformer.model.config import AttentionConfig, EmbeddingConfig, FeedForwardConfig, ModelConfig, PositionConfig
 from spanformer.model.load import load
@@ -122,8 +123,8 @@ def run_ours(config: DataConfig, options: argparse.Namespace, results: dict) -> 
 
 
 def run_modern(config: DataConfig, options: argparse.Namespace, results: dict) -> dict:
-    """Pre-norm, RMSNorm, SwiGLU, rotary, Muon and AdamW, bfloat16; the position table's weights go into the
-    feed-forward."""
+    """Pre-norm, RMSNorm, SwiGLU, rotary, Muon and AdamW, bfloat16 where the processor has units for it; the position
+    table's weights go into the feed-forward."""
     model = ModelConfig(
         vocab=256, dim=DIM, layers=LAYERS, heads=HEADS, attention=AttentionConfig(max_span=SPAN),
         feedforward=FeedForwardConfig(kind="swiglu", dim=704),
@@ -132,7 +133,7 @@ def run_modern(config: DataConfig, options: argparse.Namespace, results: dict) -
     target = results.get("original", {})
     found = run(
         config, options, "modern", model, optim, steps=350, minutes=target.get("seconds", 350) / 3 / 60, eval_every=50,
-        dtype="bfloat16",
+        dtype=str(best_dtype()).removeprefix("torch."),
     )  # fmt: skip
     rows = [e for e in read_run(options.out / "modern").evals if e.split == "valid"]
     there = [e for e in rows if e.bits <= target.get("bits", 0)]

@@ -170,7 +170,8 @@ def our_steps(p: Profile, checkpointing: bool = False):
 
     from spanformer.model.config import AttentionConfig, EmbeddingConfig, FeedForwardConfig, ModelConfig, PositionConfig
     from spanformer.model.lm import LM
-    from spanformer.train.measure import in_steady_state, time_step
+    from spanformer.train.clocks import AttentionClock
+    from spanformer.train.measure import in_steady_state, one_step
     from spanformer.train.optim import ClippedAdagrad
 
     lm = LM(ModelConfig(
@@ -195,8 +196,14 @@ def our_steps(p: Profile, checkpointing: bool = False):
         lm.after_step()
 
     def share(x, y) -> float:
-        timed = [time_step(lm, in_steady_state(lm, {"x": x, "targets": y})) for _ in range(3)]
-        return statistics.median(part / whole for whole, part in timed)
+        shares = []
+        for _ in range(3):
+            arguments = in_steady_state(lm, {"x": x, "targets": y})
+            began = time.perf_counter()
+            with AttentionClock(lm) as clock:
+                one_step(lm, arguments)
+            shares.append(clock.seconds / (time.perf_counter() - began))
+        return statistics.median(shares)
 
     return step, share
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from products import Bfloat16Products
 from spanformer.cli.runfile import read_run
+from spanformer.core import processor
 from spanformer.report.events import read_run as read_events
 from spanformer.train.config import RunConfig
 from spanformer.train.run import train
@@ -140,12 +142,16 @@ def shrink(config: RunConfig, folder: Path) -> RunConfig:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_one_step(tmp_path: Path, name: str) -> None:
+def test_one_step(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It trains, and on a processor without bfloat16 units it runs no bfloat16 product."""
+    monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: False)
     threads = torch.get_num_threads()
     try:
-        result = train(shrink(load(name), tmp_path))
+        with Bfloat16Products() as products:
+            result = train(shrink(load(name), tmp_path))
     finally:
         torch.set_num_threads(threads)
+    assert not products.counted.total()
     (row,) = read_events(tmp_path / "run").steps
     assert result.steps == 1 and result.bits is not None
     assert math.isfinite(read_events(tmp_path / "run").evals[-1].exact) == (name in OTHERS)

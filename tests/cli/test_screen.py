@@ -23,6 +23,10 @@ STEP = {
     "event": "step", "step": 50, "seconds": 30.0, "bits": 2.3456, "tokens_per_second": 12_345.6,
     "spans": [[10.0, None], [300.0, 50.0]],
 }  # fmt: skip
+COST = {
+    f"{name}_seconds": {"learned": seconds, "full": 9.0}
+    for name, seconds in {"step": 0.3, "attention": 0.06, "products": 0.15, "optimizer": 0.075}.items()
+}
 LINE = "step 50 · 2.346 bits per character · 12,346 tokens/s · span 120 on average, 300 longest"
 
 
@@ -82,7 +86,7 @@ def test_every_other_event(monkeypatch: pytest.MonkeyPatch) -> None:
         {"event": "note", "step": 1200, "text": "spans [bold]stand[/bold] still"},
         {"event": "skip", "step": 1201, "reason": "the loss is nan"},
         {"event": "checkpoint", "step": 1300, "path": "out"},
-        {"event": "cost", "step": 1300},
+        {"event": "cost", "step": 1300} | COST,
         {"event": "stop", "step": 1300, "reason": "all steps done", "seconds": 61.4},
     )
     assert said.splitlines() == [
@@ -90,7 +94,8 @@ def test_every_other_event(monkeypatch: pytest.MonkeyPatch) -> None:
         "step 1,200: 1.500 bits per word on valid",
         "note: spans [bold]stand[/bold] still",
         "step 1,201 skipped: the loss is nan",
-        "ended: all steps done, 1,300 steps in 61 s of training",
+        "a step takes 300 ms, measured by itself: attention 20 %, other products 50 %, optimiser 25 %, the rest 5 %",
+        "ended: all steps done, 1,300 steps in 61 s of training, 47.2 ms each",
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,10 @@ pytest.importorskip("transformers")
 import tokenizers
 import transformers
 
+from products import Bfloat16Products
 from spanformer.cli.main import main
+from spanformer.core import processor
+from spanformer.hf.attach import attach
 from spanformer.hf.fit import window_table
 from spanformer.hf.plan import FitPlan, FitRun
 from spanformer.hf.probe import make_task, probe, table
@@ -72,6 +76,28 @@ def test_fit_spans_from_text_to_report_and_back(folder: Path, tmp_path: Path, ca
         with pytest.raises(SystemExit):
             main(["export-windows", *arguments, "--data", str(folder / "prose.txt")])
         assert reason in capsys.readouterr().err
+
+
+def test_a_bfloat16_model_is_computed_in_float32_without_units(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fitted, probed and exported; what is saved keeps the dtype of the file. Only the two tokens by which `attach`
+    finds a model's layers go through it in bfloat16: when fit-spans saves, and when either of the others loads."""
+    monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: False)
+    half, fit, windows = (tmp_path / name for name in ("half", "fit", "windows"))
+    shutil.copytree(folder, half)
+    transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(half)
+    text = str(folder / "prose.txt")
+    with Bfloat16Products() as products:
+        main(["fit-spans", str(half), "--data", text, "--out", str(fit), "--budget", "0.4", "--context", "64",
+              "--steps", "1", "--survey", "1", "--measure", "1"])  # fmt: skip
+        main(["probe", str(fit), str(half), "--contexts", "200", "--depths", "2", "--tasks", "1"])
+        main(["export-windows", str(fit), "--data", text, "--out", str(windows), "--texts", "1"])
+    with Bfloat16Products() as attaching:
+        attach(load_model(str(half), "auto")[0])
+    assert products.counted.total() == 3 * attaching.counted.total() > 0
+    for saved in (fit, windows):
+        assert json.loads((saved / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_a_tolerated_loss_takes_the_place_of_a_budget(folder: Path, tmp_path: Path) -> None:

@@ -67,6 +67,36 @@ def test_time_of_a_step_is_measured_or_taken_from_the_rows(run):
     assert math.isnan(measures.seconds_per_step(dataclasses.replace(run, costs=[], steps=run.steps[:1])))
 
 
+def test_the_pace_multiplies_to_the_time_of_training(run):
+    assert measures.pace(run) * run.steps[-1].step == pytest.approx(run.steps[-1].seconds)
+    late = [dataclasses.replace(row, seconds=row.seconds + 1000) for row in run.steps]  # as fit-spans, after its survey
+    assert measures.pace(dataclasses.replace(run, steps=late)) == pytest.approx(0.4)
+    assert measures.pace(dataclasses.replace(run, steps=run.steps[:1])) == pytest.approx(0.4)
+    assert math.isnan(measures.pace(dataclasses.replace(run, steps=[])))
+
+
+def test_the_parts_of_a_step_add_up_to_its_time(run):
+    times = measures.step_times(run)
+    assert times is not None
+    assert sum(times["learned"].values()) == pytest.approx(measures.seconds_per_step(run))
+    assert times["full"] == pytest.approx({"attention": 0.72, "products": 0.16, "optimizer": 0.12, "rest": 0.04})
+    said = "attention 20 %, other products 40 %, optimiser 30 %, the rest 10 %"
+    assert measures.said_parts(times["learned"]) == said
+    assert measures.time_parts({"step": 1.0, "attention": 0.5, "products": 0.4, "optimizer": 0.2})["rest"] == 0
+    assert measures.step_times(dataclasses.replace(run, costs=[])) is None
+
+
+def test_times_without_the_optimiser_are_not_taken_for_a_steps(tmp_path):
+    """Older files hold the time of forward and backward as that of a step."""
+    rows = synthetic.events(layers=2, heads=3, steps=12)
+    (cost,) = (row for row in rows if row["event"] == "cost")
+    cost["step_seconds"] = {"learned": 0.01, "full": 0.02}
+    del cost["optimizer_seconds"], cost["products_seconds"]
+    run = read_run(synthetic.write(tmp_path / "old", rows))
+    assert measures.seconds_per_step(run) == pytest.approx(0.4) and measures.step_times(run) is None
+    assert run.costs[0].attention_seconds and run.costs[0].flops
+
+
 def test_quality_is_validation_or_else_training(run):
     assert measures.quality(run).bits[-1] == pytest.approx(run.evals[-2].bits)
     unseen = dataclasses.replace(run, evals=[])

@@ -87,6 +87,17 @@ def test_one_run(tmp_path):
         assert said in read.text, said
 
 
+def test_the_time_of_a_step_fits_the_time_of_training(tmp_path):
+    """The average of the rows stands beside their total; what was measured afterwards has a place of its own."""
+    rows = synthetic.events(**SMALL, pace=3.5)
+    (cost,) = (row for row in rows if row["event"] == "cost")
+    for name, seconds in {"step": 3.0, "attention": 0.3, "products": 0.6, "optimizer": 1.8}.items():
+        cost[f"{name}_seconds"]["learned"] = seconds
+    said = Reader(report(tmp_path, rows)).text
+    assert "7.0 min" in said and "120 steps, 3.5 s each" in said
+    assert "time of a step" in said and "attention 10 %, other products 20 %, optimiser 60 %, the rest 10 %" in said
+
+
 def test_several_runs_stand_side_by_side(tmp_path):
     runs = [
         synthetic.events(**SMALL, name="same", max_span=limit, floor=floor) for limit, floor in ((128, 2.0), (512, 1.5))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from spanformer.cost.model import Shape, full, step_cost
@@ -17,7 +18,13 @@ from spanformer.model.linear import counted_products
 from spanformer.model.lm import LM
 from spanformer.model.load import MODELS
 from spanformer.report.events import read_run
+from spanformer.train import clocks
+from spanformer.train import measure as measuring
+from spanformer.train.clocks import AttentionClock, ProductClock
+from spanformer.train.config import RunConfig, TrainConfig
 from spanformer.train.measure import (
+    MeasuredStep,
+    Times,
     copy_of,
     count_flops,
     in_steady_state,
@@ -25,7 +32,9 @@ from spanformer.train.measure import (
     one_step,
     with_full_attention,
 )
+from spanformer.train.optim import OptimConfig
 from spanformer.train.run import train
+from spanformer.train.step import Drawn
 from tiny_runs import tiny
 
 B, T, S = 2, 128, 512
@@ -165,18 +174,88 @@ KINDS = {
 }
 
 
+def as_drawn(arguments: dict[str, Any]) -> Drawn:
+    return Drawn(arguments, arguments["targets"].numel())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_what_is_measured(kind: str, recompute: bool, dtype: str) -> None:
+def test_what_is_measured(kind: str, recompute: bool, dtype: Any) -> None:
     measured, drawn = KINDS[kind]()
     measured.checkpointing = recompute
-    event = measure_cost(measured, drawn, dtype=dtype)
-    assert list(event) == ["flops", "step_seconds", "attention_seconds", "peak_bytes"]
+    event = measure_cost(measured, as_drawn(drawn), RunConfig(train=TrainConfig(dtype=dtype)))
+    times = ["step_seconds", "attention_seconds", "products_seconds", "optimizer_seconds"]
+    assert list(event) == ["flops", *times, "peak_bytes"]
     for name in ("learned", "full"):
-        assert 0 < event["attention_seconds"][name] <= event["step_seconds"][name]
+        step, *parts = (event[key][name] for key in times)
+        assert min(parts) > 0 and sum(parts) <= step
         assert event["peak_bytes"].get(name, 1) >= 0
     assert 0 < event["flops"]["learned"] <= event["flops"]["full"]
+
+
+NARROW = replace(CONFIG, attention=AttentionConfig(kind="window", window=1, max_span=S))
+"""no memory to project again, and one call of attention a layer"""
+
+
+class Clock:
+    """Time goes on only where something is said to take time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def slow(self, function, seconds: float):
+        def slowed(*arguments, **options):
+            self.now += seconds
+            return function(*arguments, **options)
+
+        return slowed
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_a_step_is_timed_with_its_optimiser(monkeypatch: pytest.MonkeyPatch, micro: int) -> None:
+    """By a clock on which a call of attention takes 1 s, the update 100 s and the pass 7 s besides."""
+    clock, lm = Clock(), model(NARROW)
+    step = MeasuredStep(lm, as_drawn(batch()), RunConfig(train=TrainConfig(micro=micro, batch=2)))
+    monkeypatch.setattr(measuring, "time", clock)
+    monkeypatch.setattr(clocks, "time", clock)
+    monkeypatch.setattr(measuring, "backward", clock.slow(measuring.backward, 7.0))
+    monkeypatch.setattr(step.optimizer, "step", clock.slow(step.optimizer.step, 100.0))
+    kind = type(lm.mechanisms()[0])
+    monkeypatch.setattr(kind, "mix", clock.slow(kind.mix, 1.0))
+    assert step.time() == Times(107.0 + 2 * micro, 2.0 * micro, 0.0, 100.0)
+    assert all(p.grad is None for p in lm.parameters())
+
+
+def test_products_are_timed_outside_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The banded form of attention multiplies, too; its products are attention's."""
+    lm = model(replace(NARROW, attention=replace(NARROW.attention, backend="banded")))
+    arguments, seen = in_steady_state(lm, batch()), []
+    monkeypatch.setattr(clocks, "time", clock := Clock())
+
+    class Ticks(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func.overloadpacket.__name__
+            clock.now += name in clocks.PRODUCTS
+            seen.append(name)
+            return func(*args, **(kwargs or {}))
+
+    with Ticks(), AttentionClock(lm) as attention, ProductClock(attention) as products:
+        one_step(lm, arguments)
+    every = sum(name in clocks.PRODUCTS for name in seen)
+    outside = 3 * (2 * (4 + 3) + 1)  # forward and two backward, of two layers' seven matrices and of the output
+    assert products.seconds == outside and attention.seconds == every - outside > 0
+    assert attention.running == 0
+
+
+def test_measuring_changes_neither_weights_nor_spans() -> None:
+    lm = model(CONFIG)
+    before = {name: t.clone() for name, t in lm.state_dict().items()}
+    MeasuredStep(lm, as_drawn(batch()), RunConfig(optim=OptimConfig(kind="muon", lr=1.0))).run()
+    assert all(torch.equal(t, before[name]) for name, t in lm.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -188,7 +267,7 @@ def test_measuring_leaves_no_trace(kind: str) -> None:
     weights = {name: t.clone() for name, t in measured.state_dict().items()}
     gradients = {name: p.grad.clone() for name, p in measured.named_parameters() if p.grad is not None}
     attributes = [dict(m.__dict__) for m in measured.modules()]
-    measure_cost(measured, drawn)
+    measure_cost(measured, as_drawn(drawn), RunConfig())
     assert not measured.training and [m.backend for m in measured.mechanisms()[:2]] == ["reference", "auto"]
     assert [dict(m.__dict__) for m in measured.modules()] == attributes
     assert all(torch.equal(t, weights[name]) for name, t in measured.state_dict().items())

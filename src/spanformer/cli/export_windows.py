@@ -29,6 +29,7 @@ class ExportOptions:
 
 
 def run(options: ExportOptions) -> None:
+    from spanformer.core.processor import computing_dtype
     from spanformer.hf.attach import CONFIG
     from spanformer.hf.export import to_windows
     from spanformer.hf.saved import load_fitted
@@ -46,6 +47,8 @@ def run(options: ExportOptions) -> None:
         model, tokenizer, fitted = load_fitted(options.model)
         if not fitted:
             raise ValueError(f"{options.model} holds no spans; give a folder that fit-spans wrote")
+        stored = model.dtype
+        model.to(computing_dtype(stored))
         context = options.context or getattr(model.config, CONFIG)["max_span"]
         check_logits(model)
         texts = make_windows(text, tokenizer, context=context, start=max(1, context // 2), limit=options.texts)
@@ -56,7 +59,7 @@ def run(options: ExportOptions) -> None:
             name: bits_per_byte(each, texts, lambda done, total, name=name: tell(f"measuring: {name}", done, total))
             for name, each in (("spans", model), ("windows", other))
         }
-        other.save_pretrained(out)
+        other.to(stored).save_pretrained(out)
         tokenizer.save_pretrained(out)
     local = windows.layer_types.count("sliding_attention")
     print(

@@ -12,6 +12,7 @@ import tyro
 
 from spanformer.cli.leaf import Leaf
 from spanformer.cli.waiting import Tell, waiting
+from spanformer.core.processor import named_dtype
 from spanformer.hf.plan import FitPlan
 
 
@@ -26,7 +27,7 @@ class FitOptions(FitPlan):
     out: str = "out/fit"
     """a folder for the model with its spans, spans.json, events.jsonl and the report"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 where the processor multiplies it"""
+    """auto: bfloat16 where the processor has units for its products, else float32"""
 
 
 def run(options: FitOptions) -> None:
@@ -40,7 +41,7 @@ def run(options: FitOptions) -> None:
     begun = time.monotonic()
     with waiting() as tell:
         tell("loading", 0, 1)
-        run = FitRun(options.model, options.data, options.valid, options, dtype_of(options.dtype))
+        run = FitRun(options.model, options.data, options.valid, options, named_dtype(options.dtype))
         with EventLog(out / "events.jsonl", tensorboard=None) as log:
             log.write("start", start_row(run, options, out))
             rows = Rows(run, log.write, tell, begun)
@@ -50,13 +51,6 @@ def run(options: FitOptions) -> None:
     print(outcome.text())
     show_outcome(out)
     print(f"model: {out}; what its spans cost in long-range ability: spanformer probe {out}")
-
-
-def dtype_of(name: str):
-    import torch
-
-    fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported() or torch.cuda.is_available()
-    return torch.bfloat16 if name == "bfloat16" or (name == "auto" and fast) else torch.float32
 
 
 def start_row(run, options: FitOptions, out: Path) -> dict:

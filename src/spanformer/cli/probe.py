@@ -35,6 +35,7 @@ class ProbeOptions:
 
 
 def run(options: ProbeOptions) -> None:
+    from spanformer.core.processor import computing_dtype
     from spanformer.hf.attach import attach, detach
     from spanformer.hf.baselines import uniform
     from spanformer.hf.controller import Budget
@@ -60,6 +61,7 @@ def run(options: ProbeOptions) -> None:
         for name in options.models:
             tell(f"loading {name}", 0, 1)
             model, tokenizer, fitted = load_fitted(name)
+            model.to(computing_dtype(model.dtype))
             look(f"{name}, {'its spans' if fitted else 'full attention'}")
         if budget:
             if fitted:

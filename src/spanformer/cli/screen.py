@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from spanformer.report.measures import TIMED, lasting, said_parts, time_parts
 from spanformer.report.rows import ASKED
 from spanformer.train.config import RunConfig
 
@@ -99,8 +100,13 @@ class Screen:
     def _skip(self, row: dict) -> None:
         self._say(f"step {row['step']:,} skipped: {row['reason']}")
 
+    def _cost(self, row: dict) -> None:
+        parts = time_parts({name: row[f"{name}_seconds"]["learned"] for name in TIMED})
+        self._say(f"a step takes {lasting(sum(parts.values()))}, measured by itself: {said_parts(parts)}")
+
     def _stop(self, row: dict) -> None:
-        self._say(f"ended: {row['reason']}, {row['step']:,} steps in {row['seconds']:.0f} s of training")
+        each = f", {lasting(row['seconds'] / row['step'])} each" if row["step"] else ""
+        self._say(f"ended: {row['reason']}, {row['step']:,} steps in {row['seconds']:.0f} s of training{each}")
 
 
 def _number(value: float | None, form: str) -> str:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from spanformer.cost.model import StepCost
 from spanformer.report.drawing import GREEN, GREY, INK, Picture, frame, small_print, subplots
 from spanformer.report.events import Run
-from spanformer.report.measures import amount, lasting, percent, predicted, share, size
+from spanformer.report.measures import (
+    TIME_PARTS,
+    amount,
+    lasting,
+    percent,
+    predicted,
+    said_parts,
+    share,
+    size,
+    step_times,
+)
 
 PARTS = {
     "attention": ("attention", "#0b6e4f"),
@@ -17,36 +29,44 @@ PARTS = {
     "feedforward": ("feed-forward", "#a9c9e8"),
     "output": ("output", "#c9c9c9"),
 }
+TIMES = {
+    name: (label, colour)
+    for (name, label), colour in zip(TIME_PARTS.items(), ("#0b6e4f", "#3f88c5", "#e08e1b", "#c9c9c9"), strict=True)
+}
 MEASURED = (
     ("flops", "FLOPs counted in a step", amount),
-    ("step_seconds", "Time of a step", lasting),
     ("attention_seconds", "Time in attention", lasting),
     ("peak_bytes", "Peak memory", size),
 )
 
 
 def cost_picture(run: Run) -> Picture | None:
-    """Predicted operations by part above, what was measured below, where it is known; learned spans, or whatever a run
-    has in their place, beside full attention."""
-    costs, measured = predicted(run), latest(run)
+    """Predicted operations by part above, where the time of a step goes and what else was measured below, where it is
+    known; learned spans, or whatever a run has in their place, beside full attention."""
+    costs, times, measured = predicted(run), step_times(run), latest(run)
     panels = [(title, show, measured[key]) for key, title, show in MEASURED if key in measured]
-    if not run.steps or (costs is None and not panels):
+    heights = [2.15] * (costs is not None) + [2.15] * (times is not None) + [2.0] * bool(panels)
+    if not run.steps or not heights:
         return None
-    lines, learns = (costs is not None) + bool(panels), not np.isnan(run.steps[-1].spans).all()
-    figure, axes = subplots(lines, 1, width=11.5, height=5.3 if lines == 2 else 3.4 if costs else 2.7)
+    learns = not np.isnan(run.steps[-1].spans).all()
+    figure, axes = subplots(len(heights), 1, width=11.5, height=1.0 + sum(heights))
+    lines = [axis for (axis,) in axes]
     if panels:
-        below = axes[-1, 0].get_subplotspec().subgridspec(1, len(panels), wspace=0.28)
-        axes[-1, 0].remove()
+        below = lines[-1].get_subplotspec().subgridspec(1, len(panels), wspace=0.28)
+        lines.pop().remove()
         for at, panel in enumerate(panels):
             _measured(figure.add_subplot(below[at]), *panel, "learned" if learns else "its own")
-    note = "Measured: the same batch with either." if panels else "Nothing was measured in this run."
+    name = "learned spans" if learns else "its own"
+    notes = ["Measured: the same batch with either." if panels or times else "Nothing was measured in this run."]
+    if times is not None:
+        _timed(lines.pop(), times, name)
     if costs is not None:
-        _predicted(axes[0, 0], *costs, "learned spans" if learns else "its own")
+        _predicted(lines.pop(), *costs, name)
         told = "Predicted: operations of one training step with its memory filled, a multiply and its add as two."
-        note = f"{told} {note}"
+        notes.insert(0, told)
     title = f"What {'the learned spans cost' if learns else 'its attention costs'} beside full attention"
-    frame(figure, f"{title}, after step {run.steps[-1].step:,}", f"{note}\n{small_print(run)}")
-    return Picture("cost", "Cost beside full attention", _sentence(costs, measured), figure)
+    frame(figure, f"{title}, after step {run.steps[-1].step:,}", f"{' '.join(notes)}\n{small_print(run)}")
+    return Picture("cost", "Cost beside full attention", _sentence(costs, times, measured), figure)
 
 
 def latest(run: Run) -> dict[str, dict[str, float]]:
@@ -58,32 +78,47 @@ def latest(run: Run) -> dict[str, dict[str, float]]:
 
 
 def _predicted(axis, learned: StepCost, whole: StepCost, name: str) -> None:
-    for at, cost in ((1, whole), (0, learned)):
-        left = 0.0
-        for part, value in cost.parts().items():
-            axis.barh(at, float(value), left=left, height=0.62, color=PARTS[part][1], edgecolor="white", linewidth=0.8)
-            left += value
-        axis.annotate(f"{amount(cost.total)}FLOP", (left, at), xytext=(5, 0), textcoords="offset points", va="center",
-                      fontsize=9, fontweight="bold")  # fmt: skip
+    bars = {name: learned.parts(), "full attention": whole.parts()}
+    _stacked(axis, bars, PARTS, lambda total: f"{amount(total)}FLOP")
     ratio = share(learned.by_span, whole.by_span)
     axis.set_title(
         f"Predicted: attention costs {percent(ratio)} of full attention, the whole step "
         f"{percent(share(learned.total, whole.total))}", loc="left", fontsize=10,
     )  # fmt: skip
-    axis.set_yticks([0, 1], [name, "full attention"])
-    axis.set_xlim(0, max(whole.total, learned.total) * 1.14)
+
+
+def _timed(axis, times: dict[str, dict[str, float]], name: str) -> None:
+    _stacked(axis, {name: times["learned"], "full attention": times["full"]}, TIMES, lasting)
+    ratio = _ratio(*(sum(times[which].values()) for which in ("learned", "full")))
+    axis.set_title(
+        f"Measured: time of a step {ratio}, of which {said_parts(times['learned'])}", loc="left", fontsize=10
+    )
+
+
+def _stacked(axis, bars: Mapping[str, Mapping[str, float]], key: dict[str, tuple[str, str]], show) -> None:
+    """Horizontal bars made of parts, the first one lowest, each with its total beside it; key: a part's name and its
+    colour."""
+    for at, parts in reversed(list(enumerate(bars.values()))):
+        left = 0.0
+        for part, value in parts.items():
+            axis.barh(at, float(value), left=left, height=0.62, color=key[part][1], edgecolor="white", linewidth=0.8)
+            left += value
+        axis.annotate(show(left), (left, at), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9,
+                      fontweight="bold")  # fmt: skip
+    axis.set_yticks(range(len(bars)), list(bars))
+    axis.set_xlim(0, max(sum(parts.values()) for parts in bars.values()) * 1.14)
     axis.set_xticks([])
     axis.spines[["bottom", "left"]].set_visible(False)
     axis.tick_params(axis="y", length=0)
-    _key(axis, [part for part in whole.parts() if getattr(whole, part)])
+    _key(axis, [key[part] for part in key if any(parts.get(part) for parts in bars.values())])
 
 
-def _key(axis, names: list[str]) -> None:
+def _key(axis, parts: list[tuple[str, str]]) -> None:
     """The parts' names in their colours, in the order of the bars, in one line under them."""
     from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea
 
     words = []
-    for label, colour in (PARTS[name] for name in names):
+    for label, colour in parts:
         square = TextArea("■", textprops={"color": colour, "fontsize": 11})
         words.append(
             HPacker(children=[square, TextArea(label, textprops={"fontsize": 9})], align="center", pad=0, sep=4)
@@ -114,14 +149,13 @@ def _ratio(learned: float, whole: float) -> str:
     return "the same" if times == "1" else f"{times}× {'less' if whole > learned else 'more'}"
 
 
-def _sentence(costs: tuple[StepCost, StepCost] | None, measured: dict[str, dict[str, float]]) -> str:
-    words = {
-        "flops": "counted operations",
-        "attention_seconds": "time in attention",
-        "step_seconds": "time of a step",
-        "peak_bytes": "peak memory",
-    }
+def _sentence(
+    costs: tuple[StepCost, StepCost] | None, times: dict | None, measured: dict[str, dict[str, float]]
+) -> str:
+    words = {"flops": "counted operations", "attention_seconds": "time in attention", "peak_bytes": "peak memory"}
     found = [f"{words[key]} {_ratio(values['learned'], values['full'])}" for key, values in measured.items()]
+    if times is not None:
+        found.append(f"time of a step {_ratio(*(sum(times[which].values()) for which in ('learned', 'full')))}")
     if costs is None:
         return f"Beside full attention, measured: {', '.join(found)}."
     learned, whole = costs

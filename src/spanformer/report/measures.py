@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,6 +103,41 @@ def exact(run: Run) -> tuple[str, float] | None:
     """What `Eval.exact` is called in this run, and its last value on the validation split."""
     found = [row.exact for row in run.evals if row.split == "valid" and math.isfinite(row.exact)]
     return (EXACT.get(run.start.objective, "exactly right"), found[-1]) if found else None
+
+
+def pace(run: Run) -> float:
+    """Seconds a step took in training on average, so that they multiply to its time; NaN when unknown."""
+    if len(run.steps) < 2:
+        return run.steps[0].seconds / run.steps[0].step if run.steps and run.steps[0].step else math.nan
+    first, last = run.steps[0], run.steps[-1]  # what came before the first row may be more than steps
+    return (last.seconds - first.seconds) / (last.step - first.step)
+
+
+TIMED = ("step", "attention", "products", "optimizer")
+"""what was timed: a whole step, and parts of it that do not overlap"""
+TIME_PARTS = {"attention": "attention", "products": "other products", "optimizer": "optimiser", "rest": "the rest"}
+"""of a step, as a report calls them"""
+
+
+def time_parts(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Where the time of a step goes: seconds by the keys of TIME_PARTS, from those of TIMED."""
+    parts = {name: seconds[name] for name in TIMED[1:]}
+    return parts | {"rest": max(0.0, seconds["step"] - sum(parts.values()))}
+
+
+def step_times(run: Run) -> dict[str, dict[str, float]] | None:
+    """Where a step's time goes with the "learned" spans and with "full" attention, as last measured."""
+    rows = [row for row in run.costs if row.step_seconds and row.attention_seconds and row.products_seconds]
+    if not rows:
+        return None
+    timed = {name: getattr(rows[-1], f"{name}_seconds") for name in TIMED}
+    return {which: time_parts({name: both[which] for name, both in timed.items()}) for which in ("learned", "full")}
+
+
+def said_parts(parts: Mapping[str, float]) -> str:
+    """Where a step's time goes, in words."""
+    whole = sum(parts.values())
+    return ", ".join(f"{TIME_PARTS[part]} {percent(share(seconds, whole))}" for part, seconds in parts.items())
 
 
 def seconds_per_step(run: Run) -> float:

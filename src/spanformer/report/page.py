@@ -21,12 +21,14 @@ from spanformer.report.measures import (
     exact,
     lasting,
     looks_back,
+    pace,
     percent,
     predicted,
     quality,
-    seconds_per_step,
+    said_parts,
     share,
     size,
+    step_times,
     tokens,
 )
 from spanformer.report.measures import evals as evals_of
@@ -111,10 +113,12 @@ def _headline(run: Run) -> list[tuple[str, str, str]]:
     remark = f"{passes:.2g} times the training text" if math.isfinite(passes) else ""
     items += [
         ("tokens seen", amount(last.tokens), remark),
-        ("training time", lasting(last.seconds), f"{last.step:,} steps, {lasting(seconds_per_step(run))} each"),
+        ("training time", lasting(last.seconds), f"{last.step:,} steps, {lasting(pace(run))} each"),
         ("average span", tokens(float(looks.mean())), f"tokens, of {run.start.shape.max_span:,} allowed"),
         ("longest span", tokens(float(looks.max())), "tokens"),
     ]
+    if (times := step_times(run)) is not None:
+        items.append(("time of a step", lasting(sum(times["learned"].values())), said_parts(times["learned"])))
     if costs is None:
         counted = percent(counted_share(run))
         return items if counted == NOTHING else [*items, ("FLOPs of a step", counted, "of full attention's, counted")]

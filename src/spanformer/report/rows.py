@@ -7,7 +7,7 @@ line and the key. Numbers that training could not compute (null, NaN) are read a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -76,12 +76,15 @@ class Eval:
 
 @dataclass(frozen=True)
 class Cost:
-    """Measured on one batch; each dict holds "learned" and "full", or neither."""
+    """Measured on one batch; each dict holds "learned" and "full", or neither. Times are those of a whole step and of
+    parts of it: attention, products of matrices elsewhere, the optimiser."""
 
     step: int
     flops: dict[str, float] = field(default_factory=dict)
     step_seconds: dict[str, float] = field(default_factory=dict)
     attention_seconds: dict[str, float] = field(default_factory=dict)
+    products_seconds: dict[str, float] = field(default_factory=dict)
+    optimizer_seconds: dict[str, float] = field(default_factory=dict)
     peak_bytes: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
     """of the batch; 0: as many as a step has by its shape"""
@@ -261,8 +264,10 @@ def _eval(line: Line, shape: Shape) -> Eval:
 
 
 def _cost(line: Line, shape: Shape) -> Cost:
-    measured = map(line.both, ("flops", "step_seconds", "attention_seconds", "peak_bytes"))
-    return Cost(line.whole("step"), *measured, tokens=line.whole("tokens", 0))
+    measured = {each.name: line.both(each.name) for each in fields(Cost) if each.name not in ("step", "tokens")}
+    if not measured["optimizer_seconds"]:  # older files: the time of forward and backward, which is no step's
+        measured["step_seconds"] = {}
+    return Cost(line.whole("step"), **measured, tokens=line.whole("tokens", 0))
 
 
 def _dynamic(line: Line, shape: Shape) -> Dynamic:

@@ -33,4 +33,4 @@ def measure_again(config: RunConfig, step: int) -> None:
     model.checkpointing = t.checkpointing
     drawn = make_objective(prepare(config.data), replace(config, model=model.config), slice(0, t.batch)).draw()
     with EventLog(Path(config.out) / EVENTS, None) as log:
-        log.write(*cost_event(model, drawn, t.dtype, step))
+        log.write(*cost_event(model, drawn, config, step))

@@ -9,7 +9,8 @@ Every row has `event` and `time` (seconds since 1970). A number that is not fini
                 spans (by layer and head), tokens, tokens_per_second
     eval        an evaluation: step, split, loss, bits, and exact where there is something to be exactly right
     cost        step, the tokens of a batch, and what a step with it costs, with the model's attention ("learned") and
-                with full attention ("full"): flops, step_seconds, attention_seconds, peak_bytes
+                with full attention ("full"): flops of forward and backward; step_seconds of a whole step, and parts of
+                it: attention_seconds, products_seconds (of matrices elsewhere), optimizer_seconds; peak_bytes
     dynamic     a text, and how far each head looked back at each of its characters: text, spans, names
     note        something worth a sentence: text
     skip        a step that was left out because its loss or gradient was not finite: step, reason

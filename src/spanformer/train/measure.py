@@ -2,15 +2,16 @@
 timed.
 
 Both are the same weights on the same batch; a language model in a steady state, its memories as long as their heads
-look back. "learned" is what the model has, whether or not it learns spans.
+look back. "learned" is what the model has, whether or not it learns spans. Time and memory are those of a whole step,
+with the optimiser's update; operations are counted in forward and backward only.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,11 @@ from spanformer.model.layered import Layered
 from spanformer.model.linear import counted_products
 from spanformer.model.lm import LM, State
 from spanformer.model.load import MODELS
-from spanformer.train.step import Drawn, autocast
+from spanformer.train.clocks import AttentionClock, ProductClock
+from spanformer.train.config import RunConfig
+from spanformer.train.optim import clip_global, model_optimizer, set_lr
+from spanformer.train.step import Drawn, backward
+from spanformer.train.world import World
 
 ROUNDS = 3
 SEGMENTS = ("picked", "alone", "alone_padding")
@@ -31,33 +36,85 @@ Arguments = Mapping[str, Tensor | State]
 """of a model's forward, by name, `targets` among them"""
 
 
-def measure_cost(model: Layered, arguments: Mapping[str, Tensor], *, dtype: str = "float32") -> dict[str, dict]:
-    """The values of a cost event, for a batch on the CPU as the model's objective draws it, `Drawn.arguments`. Copies
-    of the model are measured: it is left as it is. What full attention cannot do is left out of both."""
-    arguments = {name: t for name, t in arguments.items() if name not in SEGMENTS}
+class Times(NamedTuple):
+    """Seconds of one step, and of parts of it that do not overlap."""
+
+    step: float
+    attention: float
+    products: float
+    """of matrices, outside attention and the optimiser"""
+    optimizer: float
+    """clipping, the update and what follows it"""
+
+
+def measure_cost(model: Layered, drawn: Drawn, config: RunConfig) -> dict[str, dict]:
+    """The values of a cost event, for a batch on the CPU as the model's objective draws it. Copies of the model are
+    measured: it is left as it is. What full attention cannot do is left out of both."""
+    drawn = drawn._replace(arguments={name: t for name, t in drawn.arguments.items() if name not in SEGMENTS})
     configs = {"learned": model.config, "full": with_full_attention(model.config)}
-    models = {name: copy_of(model, config) for name, config in configs.items()}
-    calls = {name: in_steady_state(one, arguments) for name, one in models.items()}
-    event: dict[str, dict] = {"flops": {}, "step_seconds": {}, "attention_seconds": {}, "peak_bytes": {}}
-    for name, one in models.items():
-        event["flops"][name] = count_flops(one, calls[name])
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in models}
-    with autocast(dtype, arguments["targets"].device):
-        for _ in range(ROUNDS):  # in turn, so that a slow moment of the machine meets both
-            for name, one in models.items():
-                times[name].append(time_step(one, calls[name]))
-        for name, one in models.items():
-            event["step_seconds"][name] = statistics.median(whole for whole, _ in times[name])
-            event["attention_seconds"][name] = statistics.median(part for _, part in times[name])
-            if unsupported() is None:
-                event["peak_bytes"][name] = peak_of(lambda one=one, name=name: one_step(one, calls[name]))[0]
+    steps = {name: MeasuredStep(copy_of(model, one), drawn, config) for name, one in configs.items()}
+    event: dict[str, dict] = {
+        "flops": {name: count_flops(step.model, in_steady_state(step.model, drawn.arguments))
+                  for name, step in steps.items()}
+    }  # fmt: skip
+    rounds: dict[str, list[Times]] = {name: [] for name in steps}
+    for _ in range(ROUNDS):  # in turn, so that a slow moment of the machine meets both
+        for name, step in steps.items():
+            rounds[name].append(step.time())
+    # all parts of the same round, so that they add up
+    median = {name: sorted(times)[ROUNDS // 2]._asdict() for name, times in rounds.items()}
+    for part in Times._fields:
+        event[f"{part}_seconds"] = {name: times[part] for name, times in median.items()}
+    event["peak_bytes"] = {}
+    if unsupported() is None:
+        event["peak_bytes"] = {name: peak_of(step.run)[0] for name, step in steps.items()}
     return event
 
 
-def cost_event(model: Layered, drawn: Drawn, dtype: str, step: int) -> tuple[str, dict]:
+class MeasuredStep:
+    """One optimiser step as training takes it, again and again on the same batch: the learning rate is 0, so that
+    weights and spans stay."""
+
+    def __init__(self, model: Layered, drawn: Drawn, config: RunConfig) -> None:
+        self.model, self.drawn, self.config = model, drawn, config
+        targets = drawn.arguments["targets"]
+        self.world = World(0, 1, targets.device, "one")
+        self.state = steady_state(model, len(targets)) if isinstance(model, LM) else None
+        self.optimizer = model_optimizer(model, config.optim)
+        set_lr(self.optimizer, 0.0)
+
+    def run(self) -> None:
+        self.gradients()
+        self.update()
+
+    def gradients(self) -> None:
+        t = self.config.train
+        self.optimizer.zero_grad(set_to_none=True)
+        backward(self.model, self.model, self.world, self.drawn, self.state, micro=t.micro, dtype=t.dtype)
+
+    def update(self) -> None:
+        clip_global(self.model.parameters(), self.config.optim.global_clip)
+        self.optimizer.step()
+        self.model.after_step()
+
+    def time(self) -> Times:
+        began = time.perf_counter()
+        with AttentionClock(self.model) as attention:
+            self.gradients()
+        middle = time.perf_counter()
+        self.update()
+        end = time.perf_counter()
+        with AttentionClock(self.model) as within, ProductClock(within) as products:
+            self.gradients()
+        self.optimizer.zero_grad(set_to_none=True)
+        rest = middle - began - attention.seconds  # the second pass may have met a slower moment
+        return Times(end - began, attention.seconds, min(products.seconds, rest), end - middle)
+
+
+def cost_event(model: Layered, drawn: Drawn, config: RunConfig, step: int) -> tuple[str, dict]:
     """What to tell of a batch's cost: the event's name and its row."""
     try:
-        found = measure_cost(model, drawn.arguments, dtype=dtype)
+        found = measure_cost(model, drawn, config)
     except (RuntimeError, MemoryError) as error:  # full attention may want more memory than there is
         return "note", {"step": step, "text": f"what a step costs could not be measured: {error}"}
     return "cost", {"step": step, **found, "tokens": drawn.tokens}
@@ -114,50 +171,3 @@ def count_flops(model: Layered, arguments: Arguments) -> float:
         for part, backend in zip(parts, kept, strict=True):
             part.backend = backend
     return float(counter.get_total_flops())
-
-
-def time_step(model: Layered, arguments: Arguments) -> tuple[float, float]:
-    """Seconds of a forward and backward pass, and of the attention operation in it."""
-    clock = _AttentionClock(model)
-    began = time.perf_counter()
-    with clock:
-        one_step(model, arguments)
-    return time.perf_counter() - began, clock.seconds
-
-
-class _AttentionClock:
-    """Times every mechanism's `mix`, and its backward pass from the gradient of its result to that of its queries."""
-
-    def __init__(self, model: Layered) -> None:
-        listening = [block.cross.mechanism for block in model.layers() if block.cross is not None]
-        self.mechanisms, self.seconds = [*model.mechanisms(), *listening], 0.0
-
-    def __enter__(self) -> None:
-        for mechanism in self.mechanisms:
-            mechanism.mix = self._timed(mechanism.mix)
-
-    def __exit__(self, *_exception) -> None:
-        for mechanism in self.mechanisms:
-            del mechanism.mix  # the class's own shows again
-
-    def _timed(self, mix):
-        def timed(q, k, v, rule, view):
-            # views of their own, so that the hooks see this call's gradients only
-            q, k, v = (t.view_as(t) for t in (q, k, v))
-            began = time.perf_counter()
-            found = mix(q, k, v, rule, view)
-            self.seconds += time.perf_counter() - began
-            marks = {}
-            found.out.register_hook(lambda _g: marks.__setitem__("began", time.perf_counter()))
-            left = {"n": 3}
-
-            def arrived(_g) -> None:
-                left["n"] -= 1
-                if not left["n"]:
-                    self.seconds += time.perf_counter() - marks["began"]
-
-            for t in (q, k, v):
-                t.register_hook(arrived)
-            return found
-
-        return timed

@@ -15,12 +15,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.optim import SGD, AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
+
+from spanformer.train.muon import Muon
+
+if TYPE_CHECKING:
+    from spanformer.model.layered import Layered
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 Rates = tuple[Tensor, ...] | list[float]
@@ -113,6 +118,13 @@ def make_optimizer(
             return ClippedAdagrad(groups, clip=config.clip)
 
 
+def model_optimizer(model: Layered, config: OptimConfig) -> Optimizer:
+    """The optimiser of all parameters of a model; its spans learn with a rate of their own."""
+    spans = {id(module.ratio) for module in model.spans_modules()}
+    named = dict(model.named_parameters())
+    return make_optimizer(named.items(), config, lambda name: id(named[name]) in spans)
+
+
 def lr_at(config: OptimConfig, step: int, total_steps: int) -> float:
     """The share of lr to use when `step` optimiser steps have been taken, of `total_steps`.
 
@@ -156,8 +168,7 @@ def _whole(t: Tensor) -> Tensor:
 
 
 class MuonAndAdamW(Optimizer):
-    """PyTorch's Muon (https://kellerjordan.github.io/posts/muon/) for some groups, its AdamW for the others, as one
-    optimiser: one list of groups, one state."""
+    """Muon (train/muon.py) for some groups, AdamW for the others, as one optimiser: one list of groups, one state."""
 
     def __init__(self, inner: list[dict], others: list[dict], config: OptimConfig) -> None:
         if any(hasattr(p, "full_tensor") for group in inner for p in group["params"]):
@@ -166,8 +177,7 @@ class MuonAndAdamW(Optimizer):
             )
         super().__init__([*inner, *others], {})
         first, second = config.betas
-        # the updates get the size of AdamW's, so that one learning rate serves both
-        muon = [Muon(inner, momentum=config.momentum, adjust_lr_fn="match_rms_adamw")] if inner else []
+        muon = [Muon(inner, momentum=config.momentum)] if inner else []
         self.parts: list[Optimizer] = [*muon, AdamW(others, betas=(first, second), fused=True)]
         for part in self.parts:
             part.state = self.state

@@ -26,7 +26,7 @@ from spanformer.train.events import EventLog
 from spanformer.train.guard import Guard, TooManySkips
 from spanformer.train.measure import cost_event
 from spanformer.train.objective import NextToken, make_objective
-from spanformer.train.optim import clip_global, make_optimizer, set_lr
+from spanformer.train.optim import clip_global, model_optimizer, set_lr
 from spanformer.train.place import BOARD, EVENTS, claim_folder, put_aside
 from spanformer.train.progress import Progress, schedule_factor
 from spanformer.train.resume import restore, save
@@ -98,9 +98,8 @@ class Run:
         if t.compile:
             self.model.compile_feedforwards()
         self.engine = wrap(self.model, world)
-        spans = {id(m.ratio) for m in self.model.spans_modules()}
         self.named = dict(self.model.named_parameters())
-        self.optimizer = make_optimizer(self.named.items(), config.optim, lambda name: id(self.named[name]) in spans)
+        self.optimizer = model_optimizer(self.model, config.optim)
         self.objective = make_objective(data, config, world.rows(t.batch))
         if (t.batch // world.size) % t.micro:
             raise ValueError(
@@ -290,7 +289,7 @@ class Run:
         """What a step costs, and how a language model's dynamic spans move."""
         t, objective = self.config.train, self.objective
         if t.measure and self.world.device.type == "cpu":
-            event, row = cost_event(self.model, objective.draw(), t.dtype, self.progress.step)
+            event, row = cost_event(self.model, objective.draw(), self.config, self.progress.step)
             self.tell(event, row)
         if not isinstance(self.model, LM) or not isinstance(objective, NextToken):
             return
