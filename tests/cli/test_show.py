@@ -151,7 +151,7 @@ def test_a_long_pattern_fits_above_its_picture():
         (("forgetting", "--no-causal"), "an encoder's heads look in both directions, and forgetting looks back only"),
         (("window:8", "--length", "0"), "length is 0; expected 1 … 1024"),
         (("window:8", "--out", "x.jpg"), "out is 'x.jpg'; expected a file that ends in .png or .svg"),
-        (("window:0",), "window is 0; expected at least 1 token"),
+        (("window:0",), "window is 0; expected a whole number from 1 on"),
         (("Window(-1)",), "width is -1; expected a whole number from 1 on"),
         (("windo:8",), "holds 'windo:8'; expected kinds such as"),
         (("Window(99999999999999999999)",), "expected a whole number from 1 on, to 2,147,483,648 at most"),

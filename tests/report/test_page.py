@@ -103,12 +103,12 @@ def test_several_runs_stand_side_by_side(tmp_path):
         synthetic.events(**SMALL, name="same", max_span=limit, floor=floor) for limit, floor in ((128, 2.0), (512, 1.5))
     ]
     read = assert_self_contained(report(tmp_path, *runs))
-    assert {"compare-bits.png", "compare-cost.png", "sweep.png", "1-same-loss.png", "2-same-2-loss.png"} <= names(
+    assert {"compare-bits.png", "compare-cost.png", "sweep.png", "1-run0-loss.png", "2-run1-loss.png"} <= names(
         tmp_path
     )
     targets = {attributes["href"][1:] for tag, attributes in read.tags if tag == "a"}
     assert targets == {attributes["id"] for tag, attributes in read.tags if tag == "h2"} == {"run-1", "run-2"}
-    assert "same (2)" in read.text and "What differs in their configurations" in read.text
+    assert "run1" in read.text and "same (2)" not in read.text and "What differs in their configurations" in read.text
     assert "model.attention.max_span" in read.text
     assert "test bits" in read.text
 

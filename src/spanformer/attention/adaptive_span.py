@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from spanformer.attention.base import Attention, View
 from spanformer.attention.kinks import with_kinks
+from spanformer.attention.pattern.base import MOST
 from spanformer.ops import Attended, Rule
 
 
@@ -128,8 +129,8 @@ def check_options(heads: int, kv_heads: int | None, max_span: int, ramp: float, 
         raise ValueError(f"heads is {heads}; expected at least 1")
     if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
         raise ValueError(f"kv_heads is {kv_heads}; expected a number that divides heads, {heads}")
-    if not 1 <= max_span < math.inf:
-        raise ValueError(f"max_span is {max_span}; expected at least 1 token")
+    if not 1 <= max_span <= MOST:
+        raise ValueError(f"max_span is {max_span}; expected at least 1 token, and {MOST:,} at most")
     if not 0 < ramp < math.inf:
         raise ValueError(f"ramp is {ramp}; expected a positive, finite number of tokens")
     if not 0 <= penalty < math.inf:

@@ -13,6 +13,7 @@ from torch import nn
 
 from spanformer.attention.around import Around
 from spanformer.attention.base import Attention, View
+from spanformer.attention.pattern.base import at_least
 from spanformer.ops import Rule
 
 
@@ -26,8 +27,7 @@ class Sinks(Around):
 
     def __init__(self, inner: Attention, *, learned: bool = True, kept: int = 0) -> None:
         super().__init__(inner)
-        if kept < 0:
-            raise ValueError(f"kept is {kept}; expected a number of tokens, 0 or more")
+        at_least("kept", kept, 0)
         if not learned and not kept:
             raise ValueError("learned is False and kept 0; expected a learned sink, kept tokens, or both")
         self.kept = max(kept, inner.kept)

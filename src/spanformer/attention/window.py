@@ -11,6 +11,7 @@ Another number of tokens before than after: Patterned(heads, pattern.Window(befo
 from __future__ import annotations
 
 from spanformer.attention.base import Attention, View
+from spanformer.attention.pattern.base import at_least
 from spanformer.ops import Rule
 
 
@@ -19,8 +20,7 @@ class Window(Attention):
 
     def __init__(self, heads: int, window: int, *, original: bool = False, causal: bool = True) -> None:
         super().__init__()
-        if window < 1:
-            raise ValueError(f"window is {window}; expected at least 1 token")
+        at_least("window", window, 1)
         self.heads, self.window, self.original, self.causal = heads, window, original, causal
 
     def rule(self, view: View | None = None) -> Rule:

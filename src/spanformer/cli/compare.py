@@ -11,7 +11,9 @@ from pathlib import Path
 
 from spanformer.cli.leaf import Leaf
 from spanformer.cli.runfile import read_run
-from spanformer.cli.several import differing, train_each
+from spanformer.cli.several import differing, hold_out, train_each
+from spanformer.core.files import write_text
+from spanformer.core.text import printable
 from spanformer.model.config import PositionConfig
 from spanformer.model.fields import as_dict, build
 from spanformer.train.config import RunConfig
@@ -82,14 +84,18 @@ def parse(program: str, arguments: list[str]) -> Comparison:
 
 
 def run(comparison: Comparison) -> None:
+    from spanformer.cli.outcome import reporting
+
     runs = comparison.runs
     if not comparison.different:
         check_alike(runs)
-    train_each(runs)
-    if comparison.again:
-        _measure(runs)
-    for line in write_comparison(runs, comparison.out):
-        print(line)
+    with hold_out(comparison.out):
+        train_each(runs)
+        if comparison.again:
+            _measure(runs)
+        with reporting(comparison.out, "the same command, which trains nothing twice"):
+            for line in write_comparison(runs, comparison.out):
+                print(line)
 
 
 def _measure(runs: list[RunConfig]) -> None:
@@ -111,13 +117,13 @@ def write_comparison(runs: list[RunConfig], out: Path) -> list[str]:
     from spanformer.report.page import write_report
 
     read = [read_events(Path(each.out)) for each in runs]
-    names = [Path(each.out).name for each in runs]
+    names = [printable(Path(each.out).name) for each in runs]
     table = markdown(*side_by_side(read, names))
-    (out / "compare.md").write_text(table + "\n", encoding="utf-8")
-    found = json.dumps(numbers(read, names), ensure_ascii=False, indent=1)
-    (out / "compare.json").write_text(found + "\n", encoding="utf-8")
+    write_text(out / "compare.md", table + "\n")
+    write_text(out / "compare.json", json.dumps(numbers(read, names), ensure_ascii=False, indent=1) + "\n")
     page = write_report([Path(each.out) for each in runs], out / "report")
-    return ["", table, "", f"table: {out / 'compare.md'}, {out / 'compare.json'}", f"report: {page}"]
+    files = ", ".join(printable(out / name) for name in ("compare.md", "compare.json"))
+    return ["", table, "", f"table: {files}", f"report: {printable(page)}"]
 
 
 def check_alike(runs: list[RunConfig]) -> None:

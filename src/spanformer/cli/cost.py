@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 from rich.table import Table
 
 from spanformer.cli.leaf import Leaf
+from spanformer.core.files import write_text
 from spanformer.cost.mechanisms import (
     MECHANISMS,
     AttentionCost,
@@ -223,8 +225,7 @@ def _write(options: CostOptions, sizes: Sizes, costs: list[AttentionCost], figur
     if options.json == "-":
         print(text)
     else:
-        with open(options.json, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
+        write_text(Path(options.json), text + "\n")
 
 
 COST = Leaf(CostOptions, run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from spanformer.cli.leaf import Leaf
 from spanformer.cli.options import parse_options
 from spanformer.cli.waiting import waiting
+from spanformer.core.text import printable
 from spanformer.data.config import DataConfig
 
 
@@ -21,7 +22,7 @@ def run(config: DataConfig) -> None:
     with waiting() as tell:
         data = prepare(config, on_progress=tell)
     unit = UNITS.get(data.unit, data.unit)
-    print(f"{config.source}: {data.vocab.size:,} different tokens, in {data.folder}")
+    print(f"{printable(config.source)}: {data.vocab.size:,} different tokens, in {printable(data.folder)}")
     for name, split in data.splits.items():
         print(f"  {name:<6}{split.tokens:>14,} tokens{split.units:>14,} {unit}s")
 

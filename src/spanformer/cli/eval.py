@@ -73,7 +73,9 @@ def run(options: EvalOptions) -> None:
             return
         split = data.splits[options.split]
         ids = split.ids[: options.limit] if options.limit else split.ids
-        block = options.block or (meta.get("config", {}).get("train", {}).get("block") or 512)
+        if options.lanes > len(ids):
+            raise ValueError(f"lanes is {options.lanes}; the text has {len(ids):,} tokens, so expected at most that")
+        block = min(options.block, len(ids)) or (meta.get("config", {}).get("train", {}).get("block") or 512)
         units = split.units * len(ids) / split.tokens
         read = functools.partial(tell, f"reading {options.split}")
         if options.protocol == "original":

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spanformer.core.text import printable
 from spanformer.data import Prepared
 from spanformer.data.progress import OnProgress
 from spanformer.infer import answer
@@ -43,7 +44,7 @@ def eval_pairs(model: Seq2Seq, data: Prepared, config: RunConfig, options: EvalO
         f"{options.split}: exact match {100 * right / asked:.2f} % ({right:,} of {asked:,} pairs; {how})",
         _bits(score, "target"),
     ]
-    lines += [f"wrong: {source} → {found!r}, expected {target!r}" for source, found, target in wrong[:SHOWN]]
+    lines += [f"wrong: {printable(source)} → {found!r}, expected {target!r}" for source, found, target in wrong[:SHOWN]]
     return "\n".join(lines)
 
 

@@ -10,6 +10,7 @@ import tyro
 
 from spanformer.cli.leaf import Leaf
 from spanformer.cli.waiting import waiting
+from spanformer.core.text import printable
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def run(options: ExportOptions) -> None:
     for name, share in shares.items():
         rise = 100 * (bits[name] / bits["spans"] - 1)
         print(f"  {name:<10}{share:.3f} of the key/value memory  {bits[name]:.4f} bits per byte  {rise:+.2f} %")
-    print(f"model: {out}")
+    print(f"model: {printable(out)}")
 
 
 EXPORT = Leaf(ExportOptions, run)

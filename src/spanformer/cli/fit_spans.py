@@ -13,7 +13,9 @@ import tyro
 from spanformer.cli.leaf import Leaf
 from spanformer.cli.waiting import Tell, waiting
 from spanformer.core.processor import named_dtype
+from spanformer.core.text import printable
 from spanformer.hf.plan import FitPlan
+from spanformer.train.place import hold_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +33,16 @@ class FitOptions(FitPlan):
 
 
 def run(options: FitOptions) -> None:
+    with hold_folder(Path(options.out)):
+        fit(options, Path(options.out))
+
+
+def fit(options: FitOptions, out: Path) -> None:
+    """Learn the spans, save the model with them in `out`, and show what came of it."""
     from spanformer.cli.outcome import show_outcome
     from spanformer.hf.plan import FitRun
     from spanformer.train.events import EventLog
 
-    out = Path(options.out)
     if (out / "events.jsonl").exists():
         raise ValueError(f"{out} already holds a run; choose another folder with --out")
     begun = time.monotonic()
@@ -50,7 +57,8 @@ def run(options: FitOptions) -> None:
         run.save(out, outcome)
     print(outcome.text())
     show_outcome(out)
-    print(f"model: {out}; what its spans cost in long-range ability: spanformer probe {out}")
+    shown = printable(out)
+    print(f"model: {shown}; what its spans cost in long-range ability: spanformer probe {shown}")
 
 
 def start_row(run, options: FitOptions, out: Path) -> dict:

@@ -77,11 +77,13 @@ def run(options: GenerateOptions) -> None:
     from spanformer.cli.reading import TextFile, model_vocabulary, prompt_ids
     from spanformer.cli.waiting import waiting
     from spanformer.infer import generate_batch
+    from spanformer.infer.counts import check_counts
     from spanformer.memory.cache import Cache
     from spanformer.model.lm import LM
     from spanformer.model.load import load_any, load_meta
     from spanformer.model.seq2seq import Seq2Seq
 
+    check_counts(max_tokens=options.max_tokens, beams=options.beams, lookup=options.lookup, chunk=options.chunk)
     sampling, prompts = _sampling(options), _prompts(options)
     file = TextFile(options.file) if options.file else None
     meta, lm = load_meta(options.checkpoint), load_any(options.checkpoint)

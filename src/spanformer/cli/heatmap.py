@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from spanformer.cli.leaf import Leaf
+from spanformer.core.text import printable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,12 +71,11 @@ def run(options: HeatmapOptions) -> None:
     print(shades(first.maps[layer - 1][head - 1], first.queries, first.keys, width))
     print(f"\n{first.of_all()}")
     folder = Path(options.out) if options.out else Path(options.checkpoint) / "heatmap"
-    folder.mkdir(parents=True, exist_ok=True)
     name = Path(options.checkpoint).resolve().name
     for each in looks:
         place = (layer, head) if each is first else each.chosen()
         for picture in (maps_picture(each, name), head_picture(each, *place)):
-            print(f"picture: {picture.save(folder / f'{picture.name}.png')}")
+            print(f"picture: {printable(picture.save(folder / f'{picture.name}.png'))}")
 
 
 def _looks(options: HeatmapOptions) -> list[Looks]:
@@ -84,6 +84,7 @@ def _looks(options: HeatmapOptions) -> list[Looks]:
 
     from spanformer.cli.reading import model_vocabulary
     from spanformer.model.load import load_any, load_meta
+    from spanformer.model.looking import LONGEST as MOST
     from spanformer.model.looking import attention_maps, pair_maps
     from spanformer.model.seq2seq import Seq2Seq
     from spanformer.report.looks import CrossLooks
@@ -91,6 +92,9 @@ def _looks(options: HeatmapOptions) -> list[Looks]:
     vocab = model_vocabulary(load_meta(options.checkpoint), options.checkpoint)
     model = load_any(options.checkpoint)
     ids = _ids(options.text, vocab)
+    for name, tokens in (("text", ids), ("target", _ids(options.target, vocab))):
+        if len(tokens) > MOST:
+            raise ValueError(f"--{name} has {len(tokens):,} tokens; expected 1 … {MOST:,}, what a picture can show")
     if not isinstance(model, Seq2Seq):
         if options.target:
             raise ValueError(
@@ -141,7 +145,7 @@ def _written(model: Seq2Seq, source: list[int], target: list[int]) -> list[int]:
 def _shown(ids: list[int], vocab: Vocab, names: dict[int, str] | None = None) -> list[str]:
     """Each token's text, in characters that are seen; names: of tokens that have none."""
     texts = ((names or {}).get(token) or vocab.decode([token]) for token in ids)
-    return ["".join(SHOWN.get(char, char) for char in text) for text in texts]
+    return [printable("".join(SHOWN.get(char, char) for char in text)) for text in texts]
 
 
 HEATMAP = Leaf(HeatmapOptions, run)

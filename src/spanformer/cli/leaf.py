@@ -9,6 +9,10 @@ HELP = frozenset({"-h", "--help"})
 """how a command, or all of it, is asked to explain itself"""
 
 
+class Incomplete(Exception):
+    """What was asked for is there, and something after it failed: a sentence, and exit code 1."""
+
+
 @dataclass(frozen=True)
 class Leaf:
     options: type

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import spanformer
-from spanformer.cli.leaf import HELP, Leaf
+from spanformer.cli.leaf import HELP, Incomplete, Leaf
+from spanformer.core.text import printable
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         _end(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error), 2)
     except (ValueError, ImportError) as error:
         _end(str(error), 2)
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        _end(f"there is not enough memory ({str(error).splitlines()[0]}); ask for smaller sizes", 2)
+    except Incomplete as error:
+        _end(str(error), 1)
     except KeyboardInterrupt as stop:
         _end(str(stop) or "stopped", 130)
 
@@ -97,6 +104,12 @@ def _parse(leaf: Leaf, program: str, arguments: list[str]) -> object:
     return parse_options(leaf.options, program, arguments)
 
 
+def _out_of_memory(error: Exception) -> bool:
+    """torch has no type of its own for a size that a CPU cannot have."""
+    said = ("can't allocate memory", "Storage size calculation overflowed", "out of memory")
+    return isinstance(error, MemoryError) or any(words in str(error) for words in said)
+
+
 def _help(commands: Iterable[str]) -> NoReturn:
     width = 2 + max(map(len, COMMANDS))
     lines = [words.ljust(width) + COMMANDS[words].help for words in commands]
@@ -110,5 +123,5 @@ def _help(commands: Iterable[str]) -> NoReturn:
 def _end(sentence: str, code: int) -> NoReturn:
     if os.environ.get("RANK", "0") != "0":
         time.sleep(5)  # under torchrun the first process says most likely the same, and torchrun then ends this one
-    print("spanformer: " + " ".join(sentence.split()), file=sys.stderr)
+    print("spanformer: " + printable(" ".join(sentence.split())), file=sys.stderr)
     raise SystemExit(code)

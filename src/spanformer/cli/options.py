@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from spanformer.cli.leaf import HELP
+from spanformer.core.text import printable
 from spanformer.model.fields import Entry, element, expected, members, nearest, readable, walk
 
 T = TypeVar("T")
@@ -29,7 +30,7 @@ def parse_options(options: type[T], program: str, arguments: list[str], default:
     """
     import tyro
 
-    read: Any = functools.partial(tyro.cli, options, prog=program)
+    read: Any = functools.partial(tyro.cli, options, prog=printable(program))
     if default is not None:
         read = functools.partial(read, default=default)
     if HELP.intersection(arguments):

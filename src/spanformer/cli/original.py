@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from spanformer.cli.leaf import Leaf
+from spanformer.core.text import printable
 from spanformer.model.original_settings import Settings
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ def run(options: ImportOptions) -> None:
 
     vocabulary = functools.partial(read_vocabulary, Path(options.text)) if options.text else None
     print(import_original(Path(options.checkpoint), Path(options.out), options, vocabulary))
-    print(f"written to {options.out}; try  spanformer spans {options.out}")
+    out = printable(options.out)
+    print(f"written to {out}; try  spanformer spans {out}")
 
 
 def read_vocabulary(text: Path, config: ModelConfig) -> dict:

@@ -10,6 +10,8 @@ import tyro
 
 from spanformer.cli.leaf import Leaf
 from spanformer.cli.waiting import waiting
+from spanformer.core.files import write_text
+from spanformer.core.text import printable
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,13 @@ class ProbeOptions:
     """a file for the figures, as JSON"""
     picture: str = ""
     """a file for the curves over depth, such as probe.png"""
+
+    def __post_init__(self) -> None:
+        if not self.contexts or min(self.contexts) < 1:
+            raise ValueError(f"contexts is {list(self.contexts)}; expected at least one, each of 1 token or more")
+        for name, least in (("depths", 2), ("tasks", 1), ("budget", 0), ("sinks", 0)):
+            if not getattr(self, name) >= least:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected {least} or more")
 
 
 def run(options: ProbeOptions) -> None:
@@ -74,16 +83,15 @@ def run(options: ProbeOptions) -> None:
             look(f"{name}, uniform windows of {options.budget:g}")
     for title, rows in found.items():
         for find, what in (("key", "pass keys in filler"), ("pair", "boxes among others")):
-            print(
-                table([row for row in rows if row.find == find], f"{title}: {what}, found whole, and nats of a token")
-            )
+            head = f"{printable(title)}: {what}, found whole, and nats of a token"
+            print(table([row for row in rows if row.find == find], head))
     kept = {title: as_rows(rows) for title, rows in found.items()}
     if options.save:
-        Path(options.save).write_text(json.dumps(kept, indent=1))
+        write_text(Path(options.save), json.dumps(kept, indent=1) + "\n")
     if options.picture:
         from spanformer.report.probe_pictures import depth_picture
 
-        print(depth_picture(kept).save(Path(options.picture)))
+        print(f"picture: {printable(depth_picture(kept).save(Path(options.picture)))}")
 
 
 PROBE = Leaf(ProbeOptions, run)

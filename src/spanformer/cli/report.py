@@ -7,8 +7,10 @@ from pathlib import Path
 
 import tyro
 from rich.console import Console
+from rich.markup import escape
 
 from spanformer.cli.leaf import Leaf
+from spanformer.core.text import printable
 from spanformer.report import attention as report
 from spanformer.report import attention_pictures as pictures
 
@@ -28,21 +30,27 @@ class RunsReport:
     runs: tyro.conf.Positional[tuple[str, ...]]
     """Folders of runs, or their events.jsonl."""
     out: str = ""
-    """Folder to write to; by default `report` in the first run's folder."""
+    """Folder to write to; by default `report` in the run's folder, or out/report-A-B of several runs A and B."""
 
 
 def show_runs(options: RunsReport) -> None:
-    from spanformer.report.events import read_run
-    from spanformer.report.page import write_report
+    from spanformer.report.events import read_runs
+    from spanformer.report.page import file_name, write_report
     from spanformer.report.spans_text import summary
 
     if not options.runs:
         raise ValueError("no run was named; expected the folder of at least one")
     paths = [Path(run) for run in options.runs]
-    for path in paths:
-        print(summary(read_run(path)))
-    first = paths[0] if paths[0].is_dir() else paths[0].parent
-    print(f"report: {write_report(paths, Path(options.out) if options.out else first / 'report')}")
+    runs = read_runs(paths)
+    for each in runs:
+        print(summary(each))
+    if options.out:
+        out = Path(options.out)
+    elif len(runs) == 1:
+        out = runs[0].path.parent / "report"
+    else:
+        out = Path("out") / f"report-{'-'.join(file_name(each.name) for each in runs)}"[:80]
+    print(f"report: {printable(write_report(paths, out))}")
 
 
 def show_attention(path: Path) -> None:
@@ -52,7 +60,7 @@ def show_attention(path: Path) -> None:
         console.print(table)
         console.print()
     for kind, file in (("Results", path), *(("Picture", picture) for picture in pictures.draw(results, path.parent))):
-        console.print(f"{kind}: {file}", soft_wrap=True, highlight=False)
+        console.print(f"{kind}: {escape(printable(file))}", soft_wrap=True, highlight=False)
 
 
 RUNS = Leaf(RunsReport, show_runs)

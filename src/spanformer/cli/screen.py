@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from spanformer.core.text import printable
 from spanformer.report.measures import TIMED, lasting, said_parts, time_parts
 from spanformer.report.rows import ASKED
 from spanformer.train.config import RunConfig
@@ -48,10 +49,12 @@ class Screen:
             handler(row)
 
     def _say(self, text: str) -> None:
-        self.console.print(escape(text), soft_wrap=True)
+        self.console.print(escape(printable(text)), soft_wrap=True)
 
     def _prepare(self, row: dict) -> None:
-        self.progress.update(self.task, description=escape(row["title"]), completed=row["done"], total=row["total"])
+        self.progress.update(
+            self.task, description=escape(printable(row["title"])), completed=row["done"], total=row["total"]
+        )
 
     def _begin(self, row: dict, done: float) -> None:
         """Training begins, at this share of it; what was shown before is no measure of its pace."""

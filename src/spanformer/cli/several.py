@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from spanformer.cli.screen import Screen
+from spanformer.core.text import printable
 from spanformer.model.fields import as_dict, build
 from spanformer.train.config import RunConfig
+from spanformer.train.place import hold_folder
 
 SIGNALS = {each.name for each in signal.Signals}
 OF_THE_MACHINE = {"out", "resume", "data.cache", "data.from", "model.vocab"} | {
@@ -23,13 +27,19 @@ def train_each(runs: Sequence[RunConfig]) -> None:
 
     for number, each in enumerate(runs, 1):
         done = each.resume and finished(each)
-        print(f"{number} of {len(runs)}: {Path(each.out).name}" + (", trained already" if done else ""))
+        print(f"{number} of {len(runs)}: {printable(Path(each.out).name)}" + (", trained already" if done else ""))
         if done:
             continue
         with Screen(each) as screen:
             result = train(each, watch=screen.show)
         if result.signal:
             raise KeyboardInterrupt(f"stopped in {each.out}; go on with the same command and --resume")
+
+
+def hold_out(out: Path) -> contextlib.AbstractContextManager:
+    """Let no other command write its runs and their report into the folder; of torchrun's processes the first holds
+    it for all."""
+    return hold_folder(out) if os.environ.get("RANK", "0") == "0" else contextlib.nullcontext()
 
 
 def finished(config: RunConfig) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 import tyro
 
 from spanformer.cli.leaf import Leaf
+from spanformer.core.text import printable
 from spanformer.model.kinds import is_pattern, parse_layer, parts_of
 
 if TYPE_CHECKING:
@@ -78,9 +79,8 @@ def run(options: ShowOptions) -> None:
     together = ", ".join(options.patterns)
     name = re.sub(r"[^A-Za-z0-9_]+", "-", together).strip("-")[:60]
     path = Path(options.out or Path("out") / f"show-{name}.png")
-    path.parent.mkdir(parents=True, exist_ok=True)
     picture = pattern_picture(together, by_title, " ".join(sentences[:1] + sentences[2:]), causal=options.causal)
-    print(f"picture: {picture.save(path)}")
+    print(f"picture: {printable(picture.save(path))}")
 
 
 def visible(pattern: str, length: int, *, causal: bool = True) -> np.ndarray:

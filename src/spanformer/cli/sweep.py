@@ -4,12 +4,14 @@ adaptive-span paper's Figure 3."""
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from spanformer.cli.leaf import Leaf
 from spanformer.cli.runfile import read_run
-from spanformer.cli.several import train_each
+from spanformer.cli.several import hold_out, train_each
+from spanformer.core.text import printable
 from spanformer.train.config import RunConfig
 
 
@@ -31,11 +33,15 @@ def parse(program: str, arguments: list[str]) -> SweepConfig:
 
 
 def run(config: SweepConfig) -> None:
+    from spanformer.cli.outcome import reporting
     from spanformer.report.page import write_report
 
-    runs = [one_run(config, kind, limit) for limit in config.limits for kind in config.kinds]
-    train_each(runs)
-    print(f"report: {write_report([Path(each.out) for each in runs], Path(config.out) / 'report')}")
+    runs, out = [one_run(config, kind, limit) for limit in config.limits for kind in config.kinds], Path(config.out)
+    again = shlex.join(["spanformer", "report", *(each.out for each in runs), "--out", str(out / "report")])
+    with hold_out(out):
+        train_each(runs)
+        with reporting(out, again):
+            print(f"report: {printable(write_report([Path(each.out) for each in runs], out / 'report'))}")
 
 
 def one_run(config: SweepConfig, kind: str, limit: int) -> RunConfig:

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from spanformer.core.text import printable
+
 Tell = Callable[[str, float, float], None]
 
 
@@ -26,6 +28,6 @@ def waiting(transient: bool = False) -> Iterator[Tell]:
         task = progress.add_task("starting", total=None)
 
         def tell(title: str, done: float, total: float) -> None:
-            progress.update(task, description=escape(title), completed=done, total=total or None)
+            progress.update(task, description=escape(printable(title)), completed=done, total=total or None)
 
         yield tell

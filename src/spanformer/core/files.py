@@ -12,7 +12,10 @@ from pathlib import Path
 @contextlib.contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
     """Yields a path beside `path` to write to. When the block ends well, that file takes the place of `path`; when it
-    fails, `path` stays as it was and nothing is left beside it."""
+    fails, `path` stays as it was and nothing is left beside it. A pipe or a device is written to as it is."""
+    if path.exists() and not path.is_file():
+        yield path
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     # The suffix stays: matplotlib and others choose a format by it.
     new = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.new{path.suffix}")

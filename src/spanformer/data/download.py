@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from spanformer.core.lock import take_lock
 from spanformer.data.progress import OnProgress, silent
 
 CHUNK = 1 << 18
@@ -79,10 +80,7 @@ def _fetch(url: str, part: Path, on_progress: OnProgress) -> None:
 
 @contextlib.contextmanager
 def one_process_at_a_time(lock: Path) -> Iterator[None]:
-    """Holds an advisory lock, which ends with the process. Where there is none (Windows), nobody waits."""
+    """Waits for its turn. Where there are no locks, nobody waits."""
     with lock.open("w") as file:
-        with contextlib.suppress(ImportError):
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX)
+        take_lock(file.fileno(), wait=True)
         yield

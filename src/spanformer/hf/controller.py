@@ -32,6 +32,8 @@ class Budget:
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
             raise ValueError(f"budget is {self.share:g}; expected a share of the full key/value memory, up to 1")
+        if self.sinks < 0:
+            raise ValueError(f"sinks is {self.sinks}; expected a number of tokens, 0 or more")
         if self.sinks + 1 >= self.context:
             raise ValueError(
                 f"sinks is {self.sinks} of {self.context} tokens of context; expected at least two tokens beside them"

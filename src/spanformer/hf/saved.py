@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
+from spanformer.core.files import write_text
 from spanformer.hf.attach import CONFIG
 from spanformer.hf.saving import from_pretrained
 from spanformer.hf.text import load_model
@@ -21,7 +22,7 @@ def save_fitted(model: PreTrainedModel, tokenizer: Any, out: Path, figures: dict
     """The model with its spans, its tokenizer and the figures, in one folder."""
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    (out / FILE).write_text(json.dumps(figures, indent=1) + "\n")
+    write_text(out / FILE, json.dumps(figures, indent=1) + "\n")
 
 
 def load_fitted(name: str, dtype: torch.dtype | str = "auto") -> tuple[PreTrainedModel, Any, bool]:

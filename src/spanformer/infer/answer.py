@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from spanformer.infer.beam import beam_search
+from spanformer.infer.counts import check_counts
 from spanformer.infer.prompt import Prompt, parts_of
 from spanformer.infer.text import Vocabulary
 from spanformer.memory.cache import Cache
@@ -34,9 +35,7 @@ def answer(
     """
     if not sources:
         raise ValueError("there are no sources; expected one or more")
-    for name, value in (("max_tokens", max_tokens), ("beams", beams)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; expected 1 or more")
+    check_counts(max_tokens=max_tokens, beams=beams)
     size = model.begin if vocab is None else min(model.begin, vocab.size)
     ids = [np.concatenate([*parts_of(source, vocab, size), [model.end]]).astype(np.int64) for source in sources]
     cache = model.start(*_padded(ids, next(model.parameters()).device))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from spanformer.infer.beam import beam_search
+from spanformer.infer.counts import check_counts
 from spanformer.infer.decode import Chooser, Piece, Row, decode
 from spanformer.infer.lookup import KEPT
 from spanformer.infer.prompt import OnRead, Prompt, last_tokens, matters, parts_of, read_prompts
@@ -81,10 +82,7 @@ def generate_batch(
     """
     if not prompts:
         raise ValueError("there are no prompts; expected one or more")
-    if beams < 1:
-        raise ValueError(f"beams is {beams}; expected 1 or more")
-    if lookup < 0:
-        raise ValueError(f"lookup is {lookup}; expected a number of tokens to guess, or 0 for none")
+    check_counts(max_tokens=max_tokens, beams=beams, lookup=lookup, chunk=chunk)
     if beams > 1 and sampling is not None:
         raise ValueError(f"beams is {beams}, a search that draws nothing; leave sampling out, or use 1 beam")
     if beams > 1 and lookup:
@@ -110,10 +108,7 @@ class _Settings:
     on_read: OnRead | None
 
     def __post_init__(self) -> None:
-        for name in ("max_tokens", "chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected 1 or more")
-        if self.seed is not None and not 0 <= self.seed < 1 << 63:
+        if self.seed is not None and not (type(self.seed) is int and 0 <= self.seed < 1 << 63):
             raise ValueError(f"seed is {self.seed}; expected 0 … 2⁶³ − 1")
 
     @property

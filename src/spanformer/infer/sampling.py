@@ -43,7 +43,7 @@ class Sampling:
         _check("top_k", self.top_k, self.top_k >= 0, "a number of tokens, or 0 for all")
         _check("top_p", self.top_p, 0 < self.top_p <= 1, "a probability above 0, up to 1")
         _check("min_p", self.min_p, 0 <= self.min_p <= 1, "a share of the likeliest token's probability, 0 … 1")
-        _check("repetition", self.repetition, 0 < self.repetition < math.inf, "a positive number; 1 is no penalty")
+        _check("repetition", self.repetition, 1e-3 <= self.repetition <= 1e3, "0.001 … 1,000; 1 is no penalty")
         _check("repetition_window", self.repetition_window, self.repetition_window > 0, "1 or more tokens")
 
 
@@ -128,7 +128,8 @@ def choose(logits: Tensor, sampling: Sampling, seen: Tensor | None, randoms: Ite
     if not sampling.temperature:
         return logits.argmax(-1)
     logits = logits - logits.amax(-1, keepdim=True)  # so that nothing overflows, however low the temperature
-    logits = keep_top_k(logits / sampling.temperature, sampling.top_k)
+    # float64, because float32 takes a temperature below 1e-45 for 0, and 0 / 0 for no number
+    logits = keep_top_k(logits.double() / sampling.temperature, sampling.top_k)
     logits = keep_min_p(keep_top_p(logits, sampling.top_p), sampling.min_p)
     uniform = torch.cat([torch.rand(1, generator=random, dtype=torch.float64) for random in randoms])
     return draw(logits, uniform.to(logits.device))

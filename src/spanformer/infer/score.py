@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from spanformer.infer.counts import check_counts
 from spanformer.infer.prompt import checked
 from spanformer.model.lm import LM
 
@@ -25,8 +26,7 @@ class Scored(NamedTuple):
 
 def score(model: LM, parts: Iterable[np.ndarray], *, chunk: int = 512) -> Iterator[Scored]:
     """parts: arrays of ids, of any lengths. The first token, which nothing comes before, counts as a uniform guess."""
-    if chunk < 1:
-        raise ValueError(f"chunk is {chunk}; expected 1 or more")
+    check_counts(chunk=chunk)
     return _score(model, checked(parts, model.config.vocab, "the text"), chunk)
 
 
@@ -54,7 +54,8 @@ def in_chunks(parts: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
     for part in parts:
         held = np.concatenate([held, part])
         whole = len(held) - len(held) % size
-        yield from held[:whole].reshape(-1, size)
-        held = held[whole:]
+        if whole:
+            yield from held[:whole].reshape(-1, size)
+            held = held[whole:]
     if len(held):
         yield held

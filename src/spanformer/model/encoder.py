@@ -134,8 +134,10 @@ class Encoder(Layered):
 
 
 def check_ids(name: str, x: Tensor) -> None:
-    if x.ndim != 2 or x.is_floating_point():
-        raise ValueError(f"{name} has shape {list(x.shape)} and dtype {x.dtype}; expected token ids [B, T]")
+    if x.ndim != 2 or x.is_floating_point() or not x.numel():
+        raise ValueError(
+            f"{name} has shape {list(x.shape)} and dtype {x.dtype}; expected token ids [B, T], B and T at least 1"
+        )
 
 
 def check_padding(name: str, padding: Tensor | None, tokens: Tensor) -> None:

@@ -140,8 +140,8 @@ def _build(cls: type[T], values: Mapping[str, Any], prefix: str, where: str, key
     for key in values:
         if key not in known:
             near = nearest(prefix + key, keys)
-            meant = f" did you mean {near}?" if near else ""
-            raise ValueError(f"unknown key {prefix}{key}{place};{meant} (known: {', '.join(known)})")
+            meant = f"; did you mean {near}?" if near else ""
+            raise ValueError(f"unknown key {prefix}{key}{place}{meant} (known: {', '.join(known)})")
     given = {}
     for key, entry in known.items():
         assert readable(entry.hint), f"{prefix}{key} is of type {entry.hint}, which no file can hold"

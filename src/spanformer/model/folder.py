@@ -10,7 +10,6 @@ gives them their place. Read as untrusted: nothing in it is executed, and what d
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -25,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from spanformer.core.lock import take_lock
 from spanformer.core.version import VERSION
 from spanformer.model.part import Part, reason
 
@@ -296,15 +296,13 @@ def _opened(path: Path) -> Iterator[int]:
 def _held(folder: Path) -> Iterator[None]:
     """A lock that ends with the process, however it ends: what nobody holds, `sweep` may take."""
     with _opened(folder) as descriptor:
-        with contextlib.suppress(OSError):  # some network file systems have no locks; saving goes on without
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        take_lock(descriptor)  # some network file systems have no locks; saving goes on without
         yield
 
 
 def _is_held(folder: Path) -> bool:
     try:
         with _opened(folder) as descriptor:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return take_lock(descriptor) is not True  # or nobody can tell
     except OSError:
-        return True  # or nobody can tell
-    return False
+        return True

@@ -63,6 +63,8 @@ KINDS: dict[str, Kind] = {
         {"radius": 32, "segment": 16, "clip": 12, "hard": 0},
     ),
 }
+MOST = 1 << 31
+"""of a kind's numbers: tensors hold the product of two"""
 PATTERN = "pattern"
 """the kind of heads that are written as an expression"""
 
@@ -114,8 +116,12 @@ def _parse_part(part: str, text: str, heads: int, where: str) -> HeadKind:
             f"(kinds: {', '.join(KINDS)})"
         )
     known = KINDS[found[1]].numbers
-    given = [int(n) for n in found[2].split(":")[1:]]
+    given = found[2].split(":")[1:]
+    if long := [n for n in given if len(n) > len(str(MOST)) or int(n) > MOST]:
+        raise ValueError(f"{where} holds {text!r}; expected numbers up to {MOST:,}, not {long[0]}")
     if len(given) > len(known):
         takes = f"takes {' and '.join(known)}" if known else "takes no number"
         raise ValueError(f"{where} holds {text!r}; {found[1]} {takes}")
-    return HeadKind(found[1], heads, dict(zip(known, [*given, *list(known.values())[len(given) :]], strict=True)))
+    return HeadKind(
+        found[1], heads, dict(zip(known, [*map(int, given), *list(known.values())[len(given) :]], strict=True))
+    )

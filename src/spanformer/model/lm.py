@@ -104,8 +104,10 @@ class LM(Decoder):
         return [memory_length(each) for each in self.lookback()]
 
     def _check(self, x: Tensor, targets: Tensor | None) -> None:
-        if x.ndim != 2 or x.is_floating_point():
-            raise ValueError(f"x has shape {list(x.shape)} and dtype {x.dtype}; expected token ids [B, T]")
+        if x.ndim != 2 or x.is_floating_point() or not x.numel():
+            raise ValueError(
+                f"x has shape {list(x.shape)} and dtype {x.dtype}; expected token ids [B, T], B and T at least 1"
+            )
         if targets is not None and targets.shape != x.shape:
             raise ValueError(f"targets has shape {list(targets.shape)}; expected that of x, {list(x.shape)}")
 

@@ -34,6 +34,9 @@ Logits = Literal["all", "last", "none"]
 def make_cache(
     lm: Decoder, batch: int, slack: int, bits: Literal[0, 8], sources: Sequence[Source] = ()
 ) -> Cache:  # fmt: skip
+    for name, value in (("batch", batch), ("slack", slack)):
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{name} is {value}; expected a whole number, 0 or more")
     mechanisms = [block.attention.mechanism for block in lm.reader.blocks]  # without an encoder's
     for mechanism in mechanisms:
         if mechanism.alone:

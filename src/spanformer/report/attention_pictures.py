@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from spanformer.report.attention import groups, machine_line, meaning, mostly_disturbed
-from spanformer.report.drawing import frame, label_ends, subplots
+from spanformer.report.drawing import frame, label_ends, save_figure, subplots
 
 YARDSTICK = "sdpa"
 COLOURS = {
@@ -155,8 +155,4 @@ def _times(value: float) -> str:
 
 
 def _save(figure, stem: Path) -> list[Path]:
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    paths = [stem.with_suffix(ending) for ending in (".png", ".svg")]
-    for path in paths:
-        figure.savefig(path, dpi=150)
-    return paths
+    return [save_figure(figure, stem.with_suffix(ending), 150) for ending in (".png", ".svg")]

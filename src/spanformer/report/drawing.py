@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from spanformer.core.files import replace_file
 from spanformer.report.events import Run
 from spanformer.report.measures import amount
 
@@ -31,8 +32,14 @@ class Picture:
     figure: Any
 
     def save(self, path: Path) -> Path:
-        self.figure.savefig(path, dpi=DPI)
-        return path
+        return save_figure(self.figure, path, DPI)
+
+
+def save_figure(figure: Any, path: Path, dpi: int) -> Path:
+    """Write a picture whole or not at all, in the format of the path's ending."""
+    with replace_file(path) as new:
+        figure.savefig(new, dpi=dpi)
+    return path
 
 
 def subplots(lines: int, columns: int, *, width: float, height: float, **options: Any):

@@ -8,11 +8,12 @@ written, the last one before the end or before the resumption: it is passed over
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from spanformer.core.text import printable
 from spanformer.report.rows import (
     Checkpoint,
     Cost,
@@ -39,6 +40,8 @@ class Run:
     """All rows of a run that still count, each kind in the order of its steps."""
 
     path: Path
+    name: str
+    """as it is shown; `read_runs` tells runs of one name apart"""
     start: Start
     steps: list[Step]
     evals: list[Eval]
@@ -49,10 +52,6 @@ class Run:
     dynamics: list[Dynamic]
     resumes: list[Resume]
     stop: Stop | None
-
-    @property
-    def name(self) -> str:
-        return self.start.run
 
 
 def read_run(path: Path) -> Run:
@@ -75,9 +74,39 @@ def read_run(path: Path) -> Run:
             rows[key] = found
     kept = sorted(rows.values(), key=lambda each: each.step)
     return Run(
-        file, begun, _of(Step, kept), _of(Eval, kept), _of(Cost, kept), _of(Note, kept), _of(Skip, kept),
-        _of(Checkpoint, kept), _of(Dynamic, kept), _of(Resume, kept), next(iter(_of(Stop, kept)), None),
+        file, printable(begun.run), begun, _of(Step, kept), _of(Eval, kept), _of(Cost, kept), _of(Note, kept),
+        _of(Skip, kept), _of(Checkpoint, kept), _of(Dynamic, kept), _of(Resume, kept),
+        next(iter(_of(Stop, kept)), None),
     )  # fmt: skip
+
+
+def read_runs(paths: Sequence[Path]) -> list[Run]:
+    """Several runs; those of one name are called by the end of their paths, as much of it as tells them apart."""
+    runs = [read_run(Path(path)) for path in paths]
+    names = [run.name for run in runs]
+    places = [_place(run.path) for run in runs]
+    for at, place in enumerate(places):
+        if place in places[:at]:
+            raise ValueError(f"{paths[at]} is named twice; expected each run once")
+        if names.count(names[at]) > 1:
+            others = [*places[:at], *places[at + 1 :]]
+            runs[at] = replace(runs[at], name=_own_end(place, others, names))
+    return runs
+
+
+def _place(file: Path) -> Path:
+    file = file.resolve()
+    return file.parent if file.name == NAME else file
+
+
+def _own_end(place: Path, others: Sequence[Path], names: Sequence[str]) -> str:
+    """The shortest end of a path that is the end of no other, and no run's name."""
+    for count in range(1, len(place.parts)):
+        end = place.parts[-count:]
+        name = printable(Path(*end))
+        if name not in names and not any(other.parts[-count:] == end for other in others):
+            return name
+    return printable(place)
 
 
 def _key(found: Row) -> tuple:

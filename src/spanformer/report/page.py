@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from spanformer.core.files import write_text
 from spanformer.report import html
 from spanformer.report.compare_pictures import compare_pictures
 from spanformer.report.compare_table import side_by_side
 from spanformer.report.drawing import Picture
-from spanformer.report.events import Run, read_run
+from spanformer.report.events import Run, read_runs
 from spanformer.report.measures import (
     NOTHING,
     amount,
@@ -43,8 +44,8 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
     """
     if not runs:
         raise ValueError("no run was given; expected the folder of at least one training run")
-    read = [read_run(Path(path)) for path in runs]
-    names = _told_apart([run.name for run in read])
+    read = read_runs(runs)
+    names = [run.name for run in read]
     out = Path(out)
     if out.exists() and not out.is_dir():
         raise ValueError(f"{out} is a file; expected a folder to write the report into")
@@ -55,11 +56,12 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
         anchors = [(f"run-{at}", name) for at, name in enumerate(names, start=1)]
         body += [html.links(anchors), *_together(read, names, out)]
     for at, (run, name) in enumerate(zip(read, names, strict=True), start=1):
-        prefix = "" if len(read) == 1 else f"{at}-{_file_name(name)}-"
+        prefix = "" if len(read) == 1 else f"{at}-{file_name(name)}-"
         body += [html.heading(2, name, f"run-{at}")] if len(read) > 1 else []
         body += _alone(run, out, prefix)
     path = out / "report.html"
-    path.write_text(html.page(f"Training report: {title}", body), encoding="utf-8", errors="replace")
+    page = html.page(f"Training report: {title}", body)
+    write_text(path, page.encode(errors="replace").decode())  # JSON can hold halves of characters
     return path
 
 
@@ -174,16 +176,5 @@ def _flat(settings: dict, above: str) -> dict[str, str]:
     return found
 
 
-def _told_apart(names: list[str]) -> list[str]:
-    """The names, those that were given before with a number after them."""
-    made: list[str] = []
-    for name in names:
-        count = 1
-        while (told := name if count == 1 else f"{name} ({count})") in made:
-            count += 1
-        made.append(told)
-    return made
-
-
-def _file_name(name: str) -> str:
+def file_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:40] or "run"

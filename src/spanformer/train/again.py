@@ -15,22 +15,23 @@ from spanformer.train.config import RunConfig
 from spanformer.train.events import EventLog
 from spanformer.train.measure import cost_event
 from spanformer.train.objective import make_objective
-from spanformer.train.place import EVENTS
+from spanformer.train.place import EVENTS, hold_folder
 
 
 def measure_again(config: RunConfig, step: int) -> None:
     """Append a cost event to those of the run in config.out, which was trained on a CPU for so many steps. Reports take
     the last."""
-    t = config.train
+    t, out = config.train, Path(config.out)
     if t.threads:
         torch.set_num_threads(t.threads)
     if t.keep_memory and not t.checkpointing:
         keep_freed_memory(True)
-    path = Checkpoints(Path(config.out) / "checkpoints", keep=t.keep).newest(lambda _bad: None)
-    if path is None:
-        raise ValueError(f"{config.out} holds no whole checkpoint; train it again in another folder")
-    model = load_any(path).train()
-    model.checkpointing = t.checkpointing
-    drawn = make_objective(prepare(config.data), replace(config, model=model.config), slice(0, t.batch)).draw()
-    with EventLog(Path(config.out) / EVENTS, None) as log:
-        log.write(*cost_event(model, drawn, config, step))
+    with hold_folder(out):
+        path = Checkpoints(out / "checkpoints", keep=t.keep).newest(lambda _bad: None)
+        if path is None:
+            raise ValueError(f"{out} holds no whole checkpoint; train it again in another folder")
+        model = load_any(path).train()
+        model.checkpointing = t.checkpointing
+        drawn = make_objective(prepare(config.data), replace(config, model=model.config), slice(0, t.batch)).draw()
+        with EventLog(out / EVENTS, None) as log:
+            log.write(*cost_event(model, drawn, config, step))

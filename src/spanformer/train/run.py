@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import resource
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from spanformer.train.guard import Guard, TooManySkips
 from spanformer.train.measure import cost_event
 from spanformer.train.objective import NextToken, make_objective
 from spanformer.train.optim import clip_global, model_optimizer, set_lr
-from spanformer.train.place import BOARD, EVENTS, claim_folder, put_aside
+from spanformer.train.place import BOARD, EVENTS, UNLOCKED, claim_folder, put_aside
 from spanformer.train.progress import Progress, schedule_factor
 from spanformer.train.resume import restore, save
 from spanformer.train.start import start_event
@@ -56,15 +57,14 @@ def train(config: RunConfig, *, watch: Watch | None = None) -> Result:
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     out = Path(config.out or "out/run")
-    with join_world(config.train.device, config.train.engine) as world:
-        if world.first:
-            claim_folder(out, resume=config.resume)
+    with join_world(config.train.device, config.train.engine) as world, contextlib.ExitStack() as held:
+        locked = held.enter_context(claim_folder(out, resume=config.resume)) if world.first else True
         world.wait()
         data = prepare_once(config, world, watch)
         if config.train.keep_memory and not config.train.checkpointing and world.device.type == "cpu":
             keep_freed_memory(True)
         with Run(config, data, world, out, watch) as run:
-            return run.go()
+            return run.go([] if locked else [UNLOCKED])
 
 
 def prepare_once(config: RunConfig, world: World, watch: Watch | None) -> Prepared:
@@ -140,8 +140,11 @@ class Run:
         if self.log is not None:
             self.log.close()
 
-    def go(self) -> Result:
+    def go(self, notes: Sequence[str] = ()) -> Result:
+        """notes: told after the run has started or continued."""
         reason = self._begin()
+        for text in notes:
+            self.tell("note", {"text": text})
         while not reason:
             reason = self._one_step() or self._between_steps()
         return self._end(reason)
