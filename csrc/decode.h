@@ -24,7 +24,7 @@ SPANFORMER_INLINE vf load_row(const int8_t* p) {
   return __builtin_convertvector(__builtin_convertvector(x, vi), vf);
 }
 
-// A row into its slot. In 8 bits: the nearest multiples of max |x| / 127, as ops/rings.py `quantise` rounds them.
+// A row into its slot. In 8 bits: the nearest multiples of max |x| / 127, as ops/rings_banded.py `quantise` rounds them.
 template <class T>
 static void put_row(const T* from, T* to, float*, long n) {
   std::memcpy(to, from, n * sizeof(T));

@@ -11,7 +11,7 @@ from torch import Tensor
 from spanformer import HeadCache, Rule, attend
 from spanformer.memory.slots import read_slots
 from spanformer.ops import kernel
-from spanformer.ops.rings import quantise
+from spanformer.ops.rings_banded import quantise
 
 BACKENDS = ["banded"] if kernel.problem() else ["native", "banded"]
 B, H, HKV, D, DV, LENGTH = 2, 4, 2, 24, 40, 130

@@ -6,12 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from small_models import CONFIGS, SMALL, make, text, with_attention
+from spanformer.attention import View
 from spanformer.memory.groups import group_heads
 from spanformer.model.config import ModelConfig, PositionConfig
 from spanformer.model.lm import LM, State
+from spanformer.ops import Attended
 from spanformer.position import POSITIONS
+
+CPU = torch.device("cpu")
 
 
 def read(lm: LM, x: torch.Tensor, pieces: list[int]) -> tuple[torch.Tensor, State]:
@@ -77,10 +82,39 @@ def test_memory_follows_the_longest_span_of_each_layer() -> None:
 
 
 def test_heads_are_grouped_by_what_they_need() -> None:
-    assert group_heads([31, 31, 31, 31], 128) == [([0, 1, 2, 3], 32)]
-    assert group_heads([31, 8000, 40, 31], 8192) == [([1], 8000), ([0, 2, 3], 40)]
-    assert group_heads([1000, 8000, 7000, 31], 8192) == [([1, 2], 8000), ([0], 1000), ([3], 32)]
-    assert group_heads([31, 8000], 0) == [([0, 1], 0)]
+    assert group_heads([31, 31, 31, 31], 128, CPU) == [([0, 1, 2, 3], 32)]
+    assert group_heads([31, 8000, 40, 31], 8192, CPU) == [([1], 8000), ([0, 2, 3], 40)]
+    assert group_heads([1000, 8000, 7000, 31], 8192, CPU) == [([1, 2], 8000), ([0], 1000), ([3], 32)]
+    assert group_heads([31, 8000], 0, CPU) == [([0, 1], 0)]
+
+
+def test_heads_are_one_group_on_cuda() -> None:
+    cuda = torch.device("cuda")
+    assert group_heads([31, 8000, 40, 31], 8192, cuda) == [([0, 1, 2, 3], 8000)]
+    assert group_heads([31, 8000, 40, 31], 512, cuda) == [([0, 1, 2, 3], 512)]
+    assert group_heads([31, 8000], 0, cuda) == [([0, 1], 0)]
+
+
+def test_layer_on_cuda_attends_once_whatever_its_heads_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake tensors have a device and shapes, and no CUDA is needed."""
+    lm = make(replace(with_attention(SMALL, max_span=300), position=PositionConfig(kind="none")))
+    with torch.no_grad():
+        lm.spans_modules()[0].ratio.zero_()[1] = 1.0
+    layer, lookback = lm.reader.blocks[0].attention, lm.lookback()[0]
+    assert len(group_heads(lookback, 300, CPU)) == 2
+    calls: list[tuple[int, int]] = []
+
+    def attend(q: torch.Tensor, _fresh, _past, _rule, _view, _turn, need: int, _kv_heads) -> Attended:
+        calls.append((q.shape[1], need))
+        return Attended(torch.zeros_like(q), q.new_zeros(q.shape[:3]))
+
+    monkeypatch.setattr(layer, "_attend", attend)  # where fake tensors would be indexed, which takes CUDA after all
+    monkeypatch.setattr(layer.mechanism, "lookback", lambda: list(lookback))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x, past = (torch.zeros(1, tokens, lm.config.dim, dtype=torch.float64, device="cuda") for tokens in (90, 330))
+        weights = {name: torch.zeros_like(t, device="cuda") for name, t in layer.state_dict().items()}
+        torch.func.functional_call(layer, weights, (x, past, View(), lm.position))
+    assert calls == [(layer.heads, 304)]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in POSITIONS if not kind.startswith("learned")])
@@ -94,7 +128,7 @@ def test_heads_served_apart_know_their_places(kind: str) -> None:
             module.ratio[1] = 1.0
     x = text(1, 420)
     lookback = lm.lookback()[0]
-    assert len(group_heads(lookback, 300)) == 2
+    assert len(group_heads(lookback, 300, CPU)) == 2
     whole = lm(x).logits  # nothing remembered: one call for all
     streamed, _ = read(lm, x, [330, 90])
     assert torch.allclose(streamed, whole, rtol=1e-9, atol=1e-9)

@@ -17,7 +17,7 @@ from spanformer import BlockIndex, Rule, attend
 from spanformer.ops import flex
 from spanformer.ops.attend import AUTO
 from spanformer.ops.call import Attended, Call, make_call
-from spanformer.ops.flex_blocks import block_cover
+from spanformer.ops.flex_blocks import block_cover, padded_length
 from spanformer.ops.flex_mods import vec_width
 from spanformer.ops.reference import attend_reference, distances, visible_pairs
 
@@ -176,7 +176,7 @@ def listed(num: Tensor, index: Tensor) -> Tensor:
 def tiles(seen: Tensor, fill_queries: bool) -> Tensor:
     """[B, H, nq, nk, 128, 128]; padded keys are hidden, padded queries are whatever suits the question."""
     b, h, tq, tk = seen.shape
-    padded = torch.zeros(b, h, -(-tq // 128) * 128, -(-tk // 128) * 128, dtype=torch.bool)
+    padded = torch.zeros(b, h, padded_length(tq), padded_length(tk), dtype=torch.bool)
     padded[:, :, :tq, :tk] = seen
     if fill_queries:
         padded[:, :, tq:] = True

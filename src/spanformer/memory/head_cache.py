@@ -19,7 +19,7 @@ from spanformer.memory.checks import check_call, check_lengths, check_reach
 from spanformer.memory.groups import group_heads
 from spanformer.memory.notes import take_notes, with_notes
 from spanformer.memory.slots import Store, move, read_notes, read_slots, write_slots
-from spanformer.ops import Attended, Rule, attend
+from spanformer.ops import Attended, Rings, Rule, attend, attend_rings
 from spanformer.ops.rings import Decoder
 
 RuleFor = Callable[[Tensor, int, int], Rule]
@@ -154,7 +154,7 @@ class HeadCache:
     ) -> tuple[Attended, Tensor | None]:
         """Rows that all stand at `place`, and what is to be noted of their new tokens, [n, H, T]."""
         shared, t = q.shape[1] // len(self.reach), q.shape[2]
-        groups = group_heads([n - 1 for n in self.reach], place)
+        groups = group_heads([n - 1 for n in self.reach], place, q.device)
         mine = self if len(rows) == self.batch else self.rows(rows)
         parts, order, noted = [], [], None
         every = list(range(len(self.reach)))
@@ -180,18 +180,19 @@ class HeadCache:
 
     # ---- one token
 
+    def rings(self) -> Rings:
+        """Its own keys and values, with `place` as the newest position: where the next token is written and stands."""
+        return self.store.rings(self.place, self.kept, self.oldest)
+
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, backend: str, scale: float | None) -> Attended:
+        if torch.compiler.is_compiling():
+            return attend_rings(q, self.rings(), rule, new=(k, v), backend=_of_rings(backend), scale=scale)
         prepared, like = self._decoder, (backend, scale, *((t.shape, t.dtype, t.device) for t in (q, k, v)))
         if prepared is None or prepared[0] is not rule or prepared[1] != like:
             check_call(q, k, v, rule, self.batch, self.reach, self.dims, self.kept)
-            rings = self.store.rings(self.place, self.kept, self.oldest)
-            chosen = backend if backend in ("native", "banded") else "auto"
-            prepared = self._decoder = (rule, like, Decoder(q, rings, rule, backend=chosen, scale=scale))
-        decoder = prepared[2]
-        if decoder.writes:
-            return decoder.attend(q, (k, v))
-        self._write(k, v, None)
-        return decoder.attend(q)
+            decoder = Decoder(q, self.rings(), rule, backend=_of_rings(backend), scale=scale)
+            prepared = self._decoder = (rule, like, decoder)
+        return prepared[2].attend(q, (k, v))
 
     # ---- many tokens
 
@@ -200,7 +201,7 @@ class HeadCache:
         shared, shift = rule.heads // len(self.reach), 1 if rule.original else 0
         back = [max(n - 1 + shift, 0) for n in rule.limits()]
         need = [min(max(back[g * shared : (g + 1) * shared]), self.reach[g]) for g in range(len(self.reach))]
-        groups = group_heads(need, int(self.place.max()) if self.batch else 0)
+        groups = group_heads(need, int(self.place.max()) if self.batch else 0, q.device)
         parts, order = [], []
         for kv_heads, past in groups:
             heads = [g * shared + n for g in kv_heads for n in range(shared)]
@@ -343,3 +344,8 @@ class HeadCache:
     def _allocate(self, batch: int) -> Store:
         capacity = [n + self.slack for n in self.reach]
         return Store(batch, capacity, self.kept, self.dims, self.bits, self.dtype, self.device, self.notes)
+
+
+def _of_rings(backend: str) -> str:
+    """What serves one token where `backend` serves many."""
+    return backend if backend in ("native", "banded") else "auto"

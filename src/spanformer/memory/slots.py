@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spanformer.ops import Rings
-from spanformer.ops.rings import quantise
+from spanformer.ops.rings_banded import quantise
 
 
 class Store:
@@ -49,7 +49,7 @@ class Store:
         self.scales = (scales[0], scales[1]) if bits else None
 
     def rings(self, newest: Tensor, kept: int, oldest: Tensor | None) -> Rings:
-        return Rings(self.keys, self.values, torch.tensor(self.capacities), newest, kept, oldest, self.scales)
+        return Rings(self.keys, self.values, self.capacities, newest, kept, oldest, self.scales)
 
     def rows(self, index: Tensor) -> Store:
         notes = self.notes.shape[2]

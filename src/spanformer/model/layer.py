@@ -55,7 +55,7 @@ class SelfAttention(nn.Module):
             )
         q = self.mechanism.map_queries(split_heads(self.query(x), self.heads))
         fresh = split_heads(self.key(x), self.kv_heads), split_heads(self.value(x), self.kv_heads)
-        groups = group_heads(self._shared(lookback), past.shape[1])
+        groups = group_heads(self._shared(lookback), past.shape[1], x.device)
         if self.mechanism.kept:  # the first tokens must be there, at their own places
             if view.start > 0:
                 raise ValueError(

@@ -183,7 +183,7 @@ class _Watch:
         lse = torch.cat([found.lse[0] for found, _ in self.found])
         if len(self.found) > 1 and isinstance(self.attention, SelfAttention):  # served in groups, the longest first
             shared = self.attention.heads // self.attention.kv_heads
-            groups = group_heads(self.attention._shared(self.mechanism.lookback()), self.past)
+            groups = group_heads(self.attention._shared(self.mechanism.lookback()), self.past, lse.device)
             order = [h * shared + n for heads, _ in groups for h in heads for n in range(shared)]
             back = torch.tensor(sorted(range(len(order)), key=order.__getitem__))
             weights, lse = weights[back], lse[back]

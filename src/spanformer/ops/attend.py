@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 
 import torch
@@ -111,8 +110,21 @@ def _pick(call: Call, name: str) -> Backend:
 
 def _backend(name: str) -> Backend:
     if name not in _loaded:  # lazily: the kernel and FlexAttention are not free to import
-        _loaded[name] = importlib.import_module(f"spanformer.ops.{name}").BACKEND
+        _loaded[name] = _import(name)
     return _loaded[name]
+
+
+def _import(name: str) -> Backend:
+    """By import statements: torch.compile runs those while it traces, and stops at importlib."""
+    if name == "native":
+        from spanformer.ops.native import BACKEND
+    elif name == "flex":
+        from spanformer.ops.flex import BACKEND
+    elif name == "banded":
+        from spanformer.ops.banded import BACKEND
+    else:
+        from spanformer.ops.reference import BACKEND
+    return BACKEND
 
 
 def _log_once(name: str, refused: list[str]) -> None:

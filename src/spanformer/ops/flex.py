@@ -4,15 +4,17 @@ BlockMask (flex_blocks).
 On CUDA the call goes through `torch.compile(flex_attention)`. On the CPU it runs FlexAttention's own eager definition,
 which is dense inside: for tests of equality, never for use.
 
-Shapes: B batch, H query heads, Tq and Tk queries and keys, padded here to whole blocks of 128.
+Shapes: B batch, H query heads, Tq and Tk queries and keys, padded here to whole blocks of 128, in buckets.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,8 +22,18 @@ from torch import Tensor
 
 from spanformer.ops.backend import Backend, unserved_terms
 from spanformer.ops.call import Attended, Call
-from spanformer.ops.flex_blocks import BLOCK, block_lists, pad, pattern_width
-from spanformer.ops.flex_mods import VEC_DISTANCES, Mod, make_mods, vec_needed
+from spanformer.ops.flex_blocks import BLOCK, block_lists, bucket, grid_shape, pad, padded_length, pattern_width
+from spanformer.ops.flex_mods import (
+    VEC_DISTANCES,
+    Mod,
+    mask_mod_of,
+    score_mod_of,
+    shared_tensors,
+    table_width,
+    vec_needed,
+    vec_width,
+)
+from spanformer.ops.flex_plans import Plans, Seen
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -29,7 +41,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("spanformer")
 
 GRID_CELLS = 1 << 26  # of a BlockIndex spelled out as a grid, 256 MiB
-VARIANTS = 64  # compiled kernels kept, one for each set of terms and padded shape
+RECOMPILES = 64  # of one variant: with and without gradients, and for other strides
+_plans = Plans()
 
 
 class Plan(NamedTuple):
@@ -50,7 +63,8 @@ def attend_flex(call: Call) -> Attended:
         _warn_dense()
         out, lse = _run_eager(made)
     else:
-        out, lse = run_public(made, _flex().flex_attention if torch.compiler.is_compiling() else _compiled())
+        tracing = torch.compiler.is_compiling()
+        out, lse = run_public(made, _flex().flex_attention if tracing else _compiled(variant(call)))
     tq = call.q.shape[2]
     out, lse = out[:, :, :tq], lse[:, :, :tq]
     return Attended(out, lse) if call.rule.sinks is None else _with_sinks(out, lse, call.rule.sinks)
@@ -59,12 +73,33 @@ def attend_flex(call: Call) -> Attended:
 def plan(call: Call) -> Plan:
     """Pad, and put the rule into FlexAttention's terms."""
     q, k, v = (pad(t, 2) for t in (call.q, call.k, call.v))
-    score, mask = make_mods(call, q)
-    lists, lengths = block_lists(call), (q.shape[2], k.shape[2])
-    blocks = _flex().BlockMask.from_kv_blocks(
-        *lists, BLOCK_SIZE=BLOCK, mask_mod=mask.closed_mask(), seq_lengths=lengths
-    )
-    return Plan(q, k, v, score, mask, blocks, call.scale)
+    shared = shared_tensors(call)
+    score, seen = score_mod_of(call, q, shared), _plans.find(call)
+    if seen is None:
+        mask = mask_mod_of(call, shared)
+        blocks = _flex().BlockMask.from_kv_blocks(
+            *block_lists(call), BLOCK_SIZE=BLOCK, mask_mod=mask.closed_mask(), seq_lengths=(q.shape[2], k.shape[2])
+        )
+        _plans.keep(call, seen := Seen(mask, blocks))
+    return Plan(q, k, v, score, *seen, call.scale)
+
+
+def variant(call: Call) -> Hashable:
+    """What of a call is compiled in: terms, constants, and sizes in buckets. Calls of one variant share kernels."""
+    rule, lengths = call.rule, (padded_length(call.q.shape[2]), padded_length(call.k.shape[2]))
+    sizes = *call.q.shape[:2], call.q.shape[3], *call.k.shape[:2], call.v.shape[3], *lengths
+    tables = [t if t is None else table_width(call, t) for t in (rule.distance_bias, rule.distance_scale)]
+    vectors = None if rule.distance_vec is None else vec_width(call)
+    ids = [
+        t if t is None else t.shape[0] for t in (call.q_positions, call.k_positions, call.q_documents, call.k_documents)
+    ]
+    pattern, keys = None, None if rule.key_bias is None else rule.key_bias.shape[:2]
+    if rule.blocks is not None:
+        masks = rule.blocks.masks.shape[0]
+        pattern = rule.blocks.size, rule.blocks.offsets.shape[0], *grid_shape(call), masks and bucket(masks)
+    spans = None if rule.span is None else (rule.span.ndim, rule.ramp)
+    flags = rule.causal, call.shift, rule.ahead > 0, rule.reach is None
+    return call.q.device, call.q.dtype, call.scale, *sizes, *tables, vectors, *ids, keys, pattern, spans, *flags
 
 
 def run_public(made: Plan, flex_attention: Callable[..., Any], *, lse: bool = True) -> tuple[Tensor, Any]:
@@ -118,13 +153,22 @@ def _flex() -> Any:
 
 
 @functools.cache
-def _compiled() -> Callable[..., Any]:
-    """One kernel for each set of terms and padded shape. Past VARIANTS of them fullgraph makes torch raise; without it,
-    it would go on with the dense eager code, silently."""
-    compiler: Callable[..., Any] = torch.compile  # its stubs know neither of the last two options
-    return compiler(
-        _flex().flex_attention, dynamic=False, fullgraph=True, recompile_limit=VARIANTS, isolate_recompiles=True
-    )
+def _compiled(variant: Hashable, backend: Any = "inductor") -> Callable[..., Any]:
+    """A function of its own for each variant, with code of its own: torch counts compilations by code and stops at a
+    limit, which a run that meets many variants would reach. (fullgraph makes it raise there; without it, it would go on
+    with the dense eager code, silently.)"""
+    flex_attention = _flex().flex_attention
+
+    def run(*tensors, **options):
+        return flex_attention(*tensors, **options)
+
+    code = run.__code__.replace(co_name=f"flex_attention_{next(_count)}")
+    own = types.FunctionType(code, globals(), closure=run.__closure__)
+    compiler: Callable[..., Any] = torch.compile  # its stubs do not know the last option
+    return compiler(own, backend=backend, dynamic=False, fullgraph=True, recompile_limit=RECOMPILES)
+
+
+_count = itertools.count()
 
 
 @functools.cache

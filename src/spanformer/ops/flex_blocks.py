@@ -43,7 +43,9 @@ def block_cover(call: Call) -> tuple[Tensor, Tensor]:
         far = torch.maximum(low.abs(), high.abs())
         some = full = torch.ones_like(low, dtype=torch.bool)
     first_key = torch.arange(low.shape[-1], device=low.device) * BLOCK
+    first_query = torch.arange(low.shape[-2], device=low.device)[:, None] * BLOCK
     some, full = some & (first_key < tk), full & (first_key + BLOCK <= tk)  # keys we added are not visible
+    some = some & (first_query < call.q.shape[2])  # and blocks of queries we added see nothing, at no cost
 
     if rule.reach is not None:
         reach = reaches(call)[:, None, None]
@@ -108,22 +110,28 @@ def _tiles(t: Tensor, fill: float) -> Tensor:
 
 
 def pattern_grid(call: Call) -> Tensor:
-    """The pattern's mask ids spelled out, [1 or H, rows, columns + 1] int32, HIDDEN where nothing is seen. Keys beyond
-    the last column read the one added."""
+    """The pattern's mask ids spelled out, [1 or H, rows, columns] int32, HIDDEN where nothing is seen. Both axes are
+    longer than the pattern, and keys beyond the last column read that."""
     blocks, at = call.rule.blocks, call.q.device
     assert blocks is not None
     offsets, columns, ids = blocks.offsets.to(at), blocks.columns.to(at), blocks.mask_ids.to(at, torch.int32)
-    heads, rows, width = offsets.shape[0], blocks.rows, pattern_width(call)
-    grid = torch.full((heads, rows * (width + 1)), HIDDEN, dtype=torch.int32, device=at)
+    heads, width, (rows, across) = offsets.shape[0], pattern_width(call), grid_shape(call)
+    grid = torch.full((heads, rows * across), HIDDEN, dtype=torch.int32, device=at)
     entry = torch.arange(columns.shape[0], device=at)
     for head in range(heads):
         row = torch.searchsorted(offsets[head].contiguous(), entry, right=True) - 1
-        inside = (row >= 0) & (row < rows) & (columns < width)
-        cell = torch.where(inside, row * (width + 1) + columns, width)  # others go to the added column
+        inside = (row >= 0) & (row < blocks.rows) & (columns < width)
+        cell = torch.where(inside, row * across + columns, width)  # others go to an added column
         grid[head].scatter_(0, cell, ids)
-    grid = grid.view(heads, rows, width + 1)
+    grid = grid.view(heads, rows, across)
     grid[:, :, width] = HIDDEN
     return grid
+
+
+def grid_shape(call: Call) -> tuple[int, int]:
+    """Rows and columns of `pattern_grid`."""
+    assert call.rule.blocks is not None
+    return bucket(call.rule.blocks.rows), bucket(pattern_width(call) + 1)
 
 
 def pattern_width(call: Call) -> int:
@@ -163,10 +171,24 @@ def _pattern_cover(call: Call, at: _Ranges) -> tuple[Tensor, Tensor]:
 # --- what the mods read too -------------------------------------------------------------------------------------------
 
 
+def bucket(n: int) -> int:
+    """n rounded up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, …: two in an octave. Every size that is compiled in is one
+    of these, so a run whose lengths drift compiles few. Inside torch.compile, n itself: its user decides there."""
+    if torch.compiler.is_compiling():
+        return max(n, 1)
+    power = 1 << max(0, n - 1).bit_length()
+    return power * 3 // 4 if power > 2 and n <= power * 3 // 4 else power
+
+
+def padded_length(tokens: int) -> int:
+    """Whole blocks, at least one, in a bucket."""
+    return BLOCK * bucket(-(-tokens // BLOCK))
+
+
 def pad(t: Tensor, dim: int, fill: float = 0) -> Tensor:
-    """Axis `dim` lengthened to whole blocks, at least one."""
+    """Axis `dim` lengthened to its `padded_length`."""
     dim %= t.ndim
-    missing = -t.shape[dim] % BLOCK if t.shape[dim] else BLOCK
+    missing = padded_length(t.shape[dim]) - t.shape[dim]
     return torch.constant_pad_nd(t, [0, 0] * (t.ndim - 1 - dim) + [0, missing], fill) if missing else t
 
 

@@ -5,7 +5,8 @@
 
 Both are functions of the indices (b, h, i, j) of one pair, which FlexAttention traces into its kernel, and read what
 they need from captured tensors. Numbers that change from call to call (an offset, a length) are tensors too, filled on
-the device: as Python numbers they would be compiled in, and compile again when they change.
+the device: as Python numbers they would be compiled in, and compile again when they change. So would shapes: tables and
+patterns are lengthened to buckets, as queries and keys are.
 
 Shapes: B batch, H query heads, Tq and Tk queries and keys, both padded to whole blocks; W distances of q·r[d].
 """
@@ -20,7 +21,17 @@ from torch import Tensor
 
 from spanformer.ops.blocks import FULL
 from spanformer.ops.call import Call
-from spanformer.ops.flex_blocks import BLOCK, is_hidden, pad, pattern_grid, ramp_left, reaches, working_dtype
+from spanformer.ops.flex_blocks import (
+    BLOCK,
+    bucket,
+    is_hidden,
+    pad,
+    padded_length,
+    pattern_grid,
+    ramp_left,
+    reaches,
+    working_dtype,
+)
 from spanformer.ops.tables import entry
 
 VEC_DISTANCES = 1024  # q·r[d] is stored for every query and this many distances at most
@@ -43,13 +54,7 @@ class Mod(NamedTuple):
         return lambda b, h, i, j: apply(b, h, i, j, *tensors)
 
 
-def make_mods(call: Call, q: Tensor) -> tuple[Mod | None, Mod]:
-    """The score_mod, None if there is nothing to add, and the mask_mod; q is the call's, padded."""
-    shared = _shared_tensors(call)
-    return _score_mod(call, q, shared), _mask_mod(call, shared)
-
-
-def _shared_tensors(call: Call) -> dict[str, Tensor]:
+def shared_tensors(call: Call) -> dict[str, Tensor]:
     """What both mods read to know a distance and a span."""
     rule, (b, _, tq, _) = call.rule, call.q.shape
     shared: dict[str, Tensor] = {}
@@ -57,6 +62,8 @@ def _shared_tensors(call: Call) -> dict[str, Tensor]:
         shared["q_pos"], shared["k_pos"] = _ids(call.q_positions, b), _ids(call.k_positions, b)  # [B, T]
     else:
         shared["offset"] = _number(call.offset, call)
+    if rule.ahead:
+        shared["ahead"] = _number(rule.ahead, call)
     if rule.span is not None:
         z = rule.span.to(working_dtype(call.q))
         z = z if rule.dynamic else z[None, :, None].expand(b, -1, tq)
@@ -66,16 +73,18 @@ def _shared_tensors(call: Call) -> dict[str, Tensor]:
     return shared
 
 
-def _score_mod(call: Call, q: Tensor, shared: dict[str, Tensor]) -> Mod | None:
-    """log m(d), the biases over distances and keys, and q·r[d].
+def score_mod_of(call: Call, q: Tensor, shared: dict[str, Tensor]) -> Mod | None:
+    """log m(d), the biases over distances and keys, and q·r[d]; None if there is nothing to add. q is padded.
     Every learned tensor is indexed once: FlexAttention cannot add up two gradients of one."""
     rule, work = call.rule, working_dtype(call.q)
     learned: dict[str, Tensor] = {}
     for name in ("distance_bias", "distance_scale"):
         if (table := getattr(rule, name)) is not None:
-            learned[name] = table.to(work)  # [H, L]
+            width = table_width(call, table)
+            learned[name] = lengthen(table[:, :width].to(work), width)  # [H, L]
     if rule.distance_vec is not None:
-        table = rule.distance_vec[:, : vec_width(call)].to(work) * call.scale
+        width = vec_width(call)
+        table = lengthen(rule.distance_vec[:, :width].to(work), width) * call.scale
         learned["vec"] = q @ table.to(q.dtype).transpose(-1, -2)  # [B, H, Tq, W]
     if rule.key_bias is not None:
         bias = torch.where(is_hidden(rule.key_bias), 0, rule.key_bias)  # mask_mod hides what is −inf
@@ -106,7 +115,8 @@ def _score_mod(call: Call, q: Tensor, shared: dict[str, Tensor]) -> Mod | None:
     return Mod(score_mod, tuple(tensors.values()))
 
 
-def _mask_mod(call: Call, shared: dict[str, Tensor]) -> Mod:
+def mask_mod_of(call: Call, shared: dict[str, Tensor]) -> Mod:
+    """Which pairs are seen."""
     rule, (b, h, _, _) = call.rule, call.q.shape
     tensors = {name: t.detach() for name, t in shared.items()}
     if rule.reach is not None:
@@ -120,8 +130,8 @@ def _mask_mod(call: Call, shared: dict[str, Tensor]) -> Mod:
     size = 0
     if rule.blocks is not None:
         size, tensors["grid"] = rule.blocks.size, pattern_grid(call).expand(h, -1, -1)
-        if rule.blocks.masks.shape[0]:
-            tensors["masks"] = rule.blocks.masks.to(call.q.device)
+        if count := rule.blocks.masks.shape[0]:
+            tensors["masks"] = lengthen(rule.blocks.masks.to(call.q.device), bucket(count), 0)
     names, ramp, causal, geometry = tuple(tensors), rule.ramp, rule.causal, _Geometry(call)
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor, *captured: Tensor) -> Tensor:
@@ -153,7 +163,7 @@ class _Geometry:
     """Where a query and a key stand, inside a mod."""
 
     def __init__(self, call: Call) -> None:
-        self.shift, self.causal, self.ahead = call.shift, call.rule.causal, call.rule.ahead
+        self.shift, self.causal = call.shift, call.rule.causal
 
     def positions(self, t: dict[str, Tensor], b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
         return (t["q_pos"][b, i], t["k_pos"][b, j]) if "q_pos" in t else (i + t["offset"][h], j)
@@ -164,7 +174,8 @@ class _Geometry:
 
     def entry(self, t: dict[str, Tensor], b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         """Where tables over distances are read."""
-        return entry(self._signed(t, b, h, i, j), self.causal, self.ahead)
+        d = self._signed(t, b, h, i, j)
+        return d + t["ahead"][h] if "ahead" in t else entry(d, self.causal, 0)
 
     def _signed(self, t: dict[str, Tensor], b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         q_pos, k_pos = self.positions(t, b, h, i, j)
@@ -187,12 +198,27 @@ def _each_key(t: Tensor, call: Call) -> Tensor:
     return pad(t.repeat_interleave(h // t.shape[1], 1).expand(b, -1, -1), 2)
 
 
+def table_width(call: Call, table: Tensor) -> int:
+    """How many distances of a table are passed on: as many as there can be, by what is compiled in anyway."""
+    if call.q_positions is None and not call.rule.ahead:
+        return padded_length(max(call.q.shape[2], call.k.shape[2]))
+    return padded_length(table.shape[1])
+
+
 def vec_width(call: Call) -> int:
-    """How many distances q·r[d] is stored for: a power of two (so that a growing span seldom compiles anew), but no
-    more than the table has."""
-    needed = vec_needed(call)
-    assert call.rule.distance_vec is not None
-    return min(call.rule.distance_vec.shape[1], max(BLOCK, 1 << max(0, needed - 1).bit_length()))
+    """How many distances q·r[d] is stored for: a power of two, so that a growing span seldom compiles anew."""
+    return max(BLOCK, 1 << max(0, vec_needed(call) - 1).bit_length())
+
+
+def lengthen(table: Tensor, length: int, dim: int = 1) -> Tensor:
+    """Its last entry repeated along `dim`: what lies beyond is read for pairs that are not seen."""
+    missing = length - table.shape[dim]
+    if not missing:
+        return table
+    last = table.narrow(dim, table.shape[dim] - 1, 1)
+    shape = list(table.shape)
+    shape[dim] = missing
+    return torch.cat([table, last.expand(shape)], dim)
 
 
 def vec_needed(call: Call) -> int:

@@ -199,4 +199,5 @@ def _unusable() -> list[str]:
     return [problem] if problem else []
 
 
+kernel.problem()  # loads the library now: torch.compile could not trace that
 BACKEND = Backend("native", _unusable, _refuses, attend_native)

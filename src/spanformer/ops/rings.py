@@ -7,6 +7,7 @@ and kept slots.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from spanformer.ops import kernel
 from spanformer.ops.backend import unserved_terms
 from spanformer.ops.call import Attended
+from spanformer.ops.rings_banded import BandedDecode
 from spanformer.ops.rule import UNLIMITED, Rule
 from spanformer.ops.tables import ENDING, TABLES
 
@@ -29,8 +31,9 @@ class Rings:
     """[B, N, D], in int8 with `scales`"""
     values: Tensor
     """[B, N, Dv]"""
-    capacity: Tensor
-    """[Hkv] int64 on the CPU: slots of each key/value head, one head after the other"""
+    capacity: Tensor | Sequence[int]
+    """[Hkv] slots of each key/value head, one head after the other. Held as int64 on the CPU; inside torch.compile and
+    torch.export, give numbers."""
     newest: Tensor
     """[B] int64 on the CPU: the position last written, where the query stands; −1 for an empty row"""
     kept: int = 0
@@ -56,12 +59,18 @@ class Rings:
             )
         b, n, _ = self.keys.shape
         self._check_scales(b, n)
-        for name, shape in (("capacity", (None,)), ("newest", (b,)), ("oldest", (b, len(self.capacity)))):
-            _check_whole(name, getattr(self, name), shape)
-        capacities, more = self.capacity.tolist(), f" with {self.kept} kept beside each" if self.kept else ""
+        given, more = self.capacity, f" with {self.kept} kept beside each" if self.kept else ""
+        capacity = given if isinstance(given, Tensor) else torch.tensor(given)
+        for name, t, shape in (
+            ("capacity", capacity, (None,)),
+            ("newest", self.newest, (b,)),
+            ("oldest", self.oldest, (b, len(capacity))),
+        ):
+            _check_whole(name, t, shape)
+        capacities = given.tolist() if isinstance(given, Tensor) else list(given)
         if not capacities or min(capacities) < 1 or self.kept < 0 or sum(capacities) + self.kept * len(capacities) != n:
             raise ValueError(f"capacity is {capacities}{more}; expected at least 1 slot a head, {n} in all as keys has")
-        contiguous = self.capacity.contiguous()
+        contiguous = capacity.contiguous()
         object.__setattr__(self, "capacity", contiguous)
         object.__setattr__(self, "first", (contiguous + self.kept).cumsum(0) - contiguous)
         object.__setattr__(self, "capacities", capacities)
@@ -86,17 +95,28 @@ def _check_whole(name: str, t: Tensor | None, shape: tuple[int | None, ...]) -> 
         raise ValueError(f"{name} has shape {list(t.shape)} and dtype {t.dtype} on {t.device}; expected {expected}")
 
 
-def attend_rings(q: Tensor, rings: Rings, rule: Rule, *, backend: str = "auto", scale: float | None = None) -> Attended:
+def attend_rings(
+    q: Tensor, rings: Rings, rule: Rule, *, new: tuple[Tensor, Tensor] | None = None, backend: str = "auto",
+    scale: float | None = None,
+) -> Attended:  # fmt: skip
     """Attention of one query per row, q [B, H, 1, D], standing at each row's newest position.
 
     Takes the rule's reach, span ([H] or [B, H, 1]), kept, distance tables, sinks and original. Returns
-    out [B, H, 1, Dv] and lse [B, H, 1]. No gradients: this is for decoding. backend: "native" (without distance_value
-    and distance_scale), "banded" (PyTorch, any device) or "auto".
+    out [B, H, 1, Dv] and lse [B, H, 1]. No gradients: this is for decoding. new: keys and values [B, Hkv, 1, ·] to be
+    written at the newest positions first. backend: "native" (without distance_value and distance_scale), "banded"
+    (PyTorch, any device) or "auto". Traced by torch.compile or torch.export, it is one operator.
     """
     _check_query(q, rings)
-    _check_rule(q, rings, rule, max(rings.newest.tolist(), default=-1) + 1)
+    _check_terms(q, rings, rule)
+    _check_new(q, rings, new)
+    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
     with torch.no_grad():
-        return _prepare(q, rings, rule, backend, scale).attend(q)
+        if torch.compiler.is_compiling() or type(q) is not Tensor or type(rings.keys) is not Tensor:
+            from spanformer.ops.rings_operator import call_operator
+
+            return Attended(*call_operator(q, rings, rule, new, backend, scale))
+        _check_room(rings, rule, max(rings.newest.tolist(), default=-1) + 1)
+        return _prepare(q, rings, rule, backend, scale).attend(q, new)
 
 
 class Decoder:
@@ -108,17 +128,13 @@ class Decoder:
     def __init__(self, q: Tensor, rings: Rings, rule: Rule, *, backend: str = "auto", scale: float | None = None):
         """q: the first query."""
         _check_query(q, rings)
-        _check_rule(q, rings, rule, UNLIMITED)
-        self._prepared = _prepare(q, rings, rule, backend, scale)
-
-    @property
-    def writes(self) -> bool:
-        """Whether `attend` takes new keys and values and writes them itself."""
-        return isinstance(self._prepared, _Native)
+        _check_terms(q, rings, rule)
+        _check_room(rings, rule, UNLIMITED)
+        self._prepared = _prepare(q, rings, rule, backend, 1.0 / math.sqrt(q.shape[3]) if scale is None else scale)
 
     def attend(self, q: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Attended:
         """q [B, H, 1, D] of the first query's shape and dtype; new: the keys and values [B, Hkv, 1, ·] to be written at
-        the newest positions first, where it `writes`. To be called without gradients."""
+        the newest positions first. To be called without gradients."""
         return self._prepared.attend(q, new)
 
 
@@ -138,8 +154,20 @@ def _check_query(q: Tensor, rings: Rings) -> None:
         )
 
 
-def _check_rule(q: Tensor, rings: Rings, rule: Rule, seen: int) -> None:
-    """seen: how many positions there are at most."""
+def _check_new(q: Tensor, rings: Rings, new: tuple[Tensor, Tensor] | None) -> None:
+    for name, held, t in zip(("keys", "values"), (rings.keys, rings.values), new or (), strict=False):
+        expected = [q.shape[0], len(rings.capacities), 1, held.shape[2]]
+        if list(t.shape) != expected or t.dtype != q.dtype or t.device != q.device:
+            raise ValueError(
+                f"new {name} have shape {list(t.shape)} and dtype {t.dtype} on {t.device}; "
+                f"expected {expected} of {q.dtype} on {q.device}"
+            )
+        if held.stride(2) != 1:
+            raise ValueError(f"{name} has strides {list(held.stride())}; to be written, its rows must be contiguous")
+
+
+def _check_terms(q: Tensor, rings: Rings, rule: Rule) -> None:
+    """What shapes alone tell."""
     if not isinstance(rule, Rule):
         raise ValueError(f"rule is of type {type(rule).__name__}; expected a Rule")
     b, h, _, d = q.shape
@@ -163,7 +191,11 @@ def _check_rule(q: Tensor, rings: Rings, rule: Rule, seen: int) -> None:
             raise ValueError(f"{name} has shape {list(t.shape)}; expected head size {size} as its last axis")
     if rule.dynamic and rule.span is not None and rule.span.shape != (b, h, 1):
         raise ValueError(f"span has shape {list(rule.span.shape)}; expected [{h}] or [{b}, {h}, 1]")
-    limits, group, shift = rule.limits(), h // len(rings.capacities), 1 if rule.original else 0
+
+
+def _check_room(rings: Rings, rule: Rule, seen: int) -> None:
+    """What takes reading spans and reaches. seen: how many positions there are at most."""
+    limits, group, shift = rule.limits(), rule.heads // len(rings.capacities), 1 if rule.original else 0
     for head, limit in enumerate(limits):
         needed, held = min(limit + shift, seen), rings.capacities[head // group]
         if needed > held:
@@ -195,14 +227,13 @@ def _native_refuses(q: Tensor, rings: Rings, rule: Rule) -> list[str]:
     return reasons
 
 
-def _prepare(q: Tensor, rings: Rings, rule: Rule, backend: str, scale: float | None) -> _Native | _Banded:
-    scale = 1.0 / math.sqrt(q.shape[3]) if scale is None else scale
+def _prepare(q: Tensor, rings: Rings, rule: Rule, backend: str, scale: float) -> _Native | BandedDecode:
     reasons = _native_refuses(q, rings, rule)
     if backend == "native" and reasons:
         raise ValueError(f"backend 'native' cannot serve this call: {'; '.join(reasons)}")
     if backend not in ("auto", "native", "banded"):
         raise ValueError(f"backend is {backend!r}; expected 'auto', 'native' or 'banded'")
-    prepared = _Banded if backend == "banded" or reasons else _Native
+    prepared = BandedDecode if backend == "banded" or reasons else _Native
     return prepared(q, rings, rule, scale)
 
 
@@ -211,9 +242,9 @@ class _Native:
         learned = (rule.span, rule.distance_bias, rule.distance_vec, None, rule.sinks)
         terms = kernel.Terms(*(None if t is None else kernel.as_float(t.detach()) for t in learned))
         keys, values = (t if t.stride(2) == 1 else t.contiguous() for t in (rings.keys, rings.values))
-        where = (rings.first, rings.capacity, rings.newest.contiguous(), rings.oldest)
-        if rings.oldest is not None:
-            where = (*where[:3], rings.oldest.contiguous())
+        assert isinstance(rings.capacity, Tensor)  # __post_init__ made it one
+        oldest = None if rings.oldest is None else rings.oldest.contiguous()
+        where = (rings.first, rings.capacity, rings.newest.contiguous(), oldest)
         self._span, self._dv = terms.span, values.shape[2]
         self._packed = kernel.pack_decode(
             q.dtype, rule.heads, keys, values, rings.scales, where, rings.kept, rule, terms, scale
@@ -223,80 +254,3 @@ class _Native:
     def attend(self, q: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Attended:
         q, *fresh = (t if t.stride(3) == 1 else t.contiguous() for t in (q, *(new or ())))
         return Attended(*kernel.run_decode(self._packed, q, tuple(fresh), self._span, self._dv))
-
-
-class _Banded:
-    """The same in PyTorch, head by head over the slots the head can see."""
-
-    def __init__(self, q: Tensor, rings: Rings, rule: Rule, scale: float) -> None:
-        self.rings, self.rule, self.scale, self.limits = rings, rule, scale, rule.limits()
-
-    def attend(self, q: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Attended:
-        assert new is None, "whoever owns the rings writes them"
-        found = [self._head(q[:, head, 0], head) for head in range(q.shape[1])]
-        outs, lses = zip(*found, strict=True)
-        return Attended(torch.stack(outs, 1)[:, :, None], torch.stack(lses, 1)[:, :, None])
-
-    def _head(self, q: Tensor, head: int) -> tuple[Tensor, Tensor]:
-        """q [B, D] → [B, Dv] and [B]"""
-        rings, rule = self.rings, self.rule
-        b, exact = len(q), torch.float64 if q.dtype == torch.float64 else torch.float32
-        g, shift = head // (rule.heads // len(rings.capacities)), 1 if rule.original else 0
-        capacity, first = rings.capacities[g], int(rings.first[g])
-        seen = min(self.limits[head], capacity - shift, max(rings.newest.tolist(), default=-1) + 1 - shift)
-        newest, d = rings.newest.to(q.device)[:, None], torch.arange(max(0, seen), device=q.device)
-        position = newest - shift - d  # [B, seen]
-        oldest = rings.kept if rings.oldest is None else rings.oldest[:, g, None].clamp(min=rings.kept).to(q.device)
-        visible, soft = position >= oldest, torch.zeros((b, len(d)), dtype=exact, device=q.device)
-        if rule.span is not None:
-            z = rule.span[:, head] if rule.dynamic else rule.span[head].expand(b, 1)  # [B, 1]
-            m = ((rule.ramp + z.to(exact) - d) / rule.ramp).clamp(0, 1)
-            visible = visible & (m > 0)
-            soft = torch.where(visible, m, 1).log()
-        if rule.distance_bias is not None:
-            soft = soft + rule.distance_bias[head, : len(d)].to(exact)
-        early = torch.arange(rings.kept, device=q.device).expand(b, -1)  # kept ones stand apart from all that
-        slot = first + torch.cat([position % capacity, early - rings.kept], 1)  # [B, seen + kept]
-        visible = torch.cat([visible, early <= newest - shift], 1)
-        soft = torch.cat([soft, soft.new_zeros(early.shape)], 1)
-        keys, values = (rows_at(rings, kind, slot, exact) for kind in (0, 1))
-        score = self._by_distance((keys @ q.to(exact)[..., None])[..., 0] * self.scale, q.to(exact), head, len(d))
-        score = torch.where(visible, score + soft, -math.inf)
-        if rule.sinks is not None:
-            score = torch.cat([score, rule.sinks[head].to(exact).expand(b, 1)], 1)
-        lse = score.logsumexp(1) if score.shape[1] else score.new_full((b,), -math.inf)
-        weight = torch.where(lse[:, None] == -math.inf, 0, (score - lse[:, None]).exp())[:, : slot.shape[1]]
-        values = torch.where(visible[..., None], values, 0)  # an unwritten slot may hold anything
-        out = (weight[:, None] @ values)[:, 0]
-        if rule.distance_value is not None:
-            table = rule.distance_value[head % rule.distance_value.shape[0]].to(exact)
-            out = out + weight[:, : len(d)] @ table[d.clamp(max=len(table) - 1)]
-        return out.to(q.dtype), lse
-
-    def _by_distance(self, products: Tensor, q: Tensor, head: int, seen: int) -> Tensor:
-        """What q·r[d] adds to the products [B, seen + kept], and distance_scale makes of them."""
-        rule = self.rule
-        near, early = products[:, :seen], products[:, seen:]
-        if rule.distance_vec is not None:
-            table = rule.distance_vec[head % rule.distance_vec.shape[0], :seen]
-            near = near + self.scale * (q @ table.to(q.dtype).T)
-        if rule.distance_scale is not None:
-            near = near.relu() * rule.distance_scale[head, :seen].to(q.dtype)
-        return torch.cat([near, early], 1)
-
-
-def rows_at(rings: Rings, kind: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """The keys (kind 0) or values (1) in slots [B, n] as numbers: [B, n, D or Dv]."""
-    kept = (rings.keys, rings.values)[kind]
-    rows = kept.gather(1, slots[..., None].expand(-1, -1, kept.shape[2])).to(dtype)
-    return rows if rings.scales is None else rows * rings.scales[kind].gather(1, slots)[..., None].to(dtype)
-
-
-def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., D] in 8 bits: codes [..., D] int8 and one scale [...] in float32 for each row, the nearest multiples of
-    max |x| / 127; so no number is off by more than max |x| / 254 (and float32's rounding)."""
-    wide = x.float()
-    scale = wide.abs().amax(-1) / 127
-    coded = scale >= torch.finfo(torch.float32).tiny  # NaN is not
-    codes = torch.where(coded[..., None] & (scale < math.inf)[..., None], (wide / scale[..., None]).round(), 0)
-    return codes.to(torch.int8), torch.where(scale.isfinite(), scale, math.nan)

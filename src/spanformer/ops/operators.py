@@ -1,0 +1,5 @@
+"""Registers every torch operator of ours. Import it in a process that loads an exported program: torch finds an
+operator only after Python has registered it."""
+
+import spanformer.ops.native
+import spanformer.ops.rings_operator  # noqa: F401
