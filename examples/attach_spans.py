@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from spanformer import hf
+from spanformer.hf.pretrained import load_causal_lm
 
 
 def tiny_llama() -> transformers.PreTrainedModel:
@@ -25,7 +26,7 @@ def tiny_llama() -> transformers.PreTrainedModel:
 
 
 def main() -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1]) if len(sys.argv) > 1 else tiny_llama()
+    model = load_causal_lm(sys.argv[1]) if len(sys.argv) > 1 else tiny_llama()
     hf.attach(model, max_span=256, ramp=16)
     text = torch.tensor(list(Path(__file__).read_bytes()))
     ids = text[:1024].view(4, 256)  # byte ids, for whatever vocabulary

@@ -258,3 +258,20 @@ class TestPatterned:
         with pytest.raises(ValueError, match="longest is 0; expected at least 1 token"):
             Patterned(1, Full(), longest=0)
         assert "Window(5)" in repr(Patterned(2, Window(5), causal=False))
+
+
+def test_an_intersection_of_many_unions_is_served_by_blocks():
+    """2^20 intersections of bands are not listed, and the pairs stay the same."""
+    pattern = parse(" & ".join(["(Window(2) | Every(3))"] * 20))
+    assert pattern.bands(True) is None
+    assert pattern.pairs(50) == parse("Window(2) | Every(3)").pairs(50)
+
+
+def test_a_stride_beyond_any_text_leaves_the_token_itself():
+    pattern = parse("Every(2147483647) & Every(2147483629) & Every(2147483587)")
+    assert pattern.rule(1, 20).stride is not None and pattern.pairs(20) == 20
+
+
+def test_a_grid_beyond_the_text_sees_all_of_it():
+    pattern = parse("Grid(8, 2, 2, 1000000000, 1000000000)")
+    assert pattern.pairs(64) == parse("Full()").pairs(64) == 64 * 65 // 2

@@ -171,6 +171,9 @@ def test_a_missing_file(tmp_path: Path) -> None:
     [
         (b"steps = 7\nlr = = 3\n", " is not TOML: Invalid value (at line 2, column 6)"),
         (b"steps = 7\nsteps = 8\n", " is not TOML: Cannot overwrite a value (at line 2, column 10)"),
+        (b"x = " + b"[" * 5000 + b"]" * 5000, " is not a run file: its tables or lists are nested too deeply"),
+        (b"[steps." + b"a." * 5000 + b"a]\n", " is not a run file: its tables or lists are nested too deeply"),
+        (b"#" * (1 << 20) + b"\n", " is not TOML: it has more than 1,048,576 bytes"),
         (b"from = '\xff'", " is not TOML: 'utf-8' codec can't decode byte 0xff in position 8: invalid start byte"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 
 import numpy as np
 import pytest
@@ -165,3 +166,28 @@ def test_mistakes_are_one_sentence(capsys, arguments, said):
         main(["show", *arguments])
     error = capsys.readouterr().err
     assert end.value.code == 2 and said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "pattern, said",
+    [
+        ("Random(99999999)", "count is 99999999; expected a whole number from 0 on, to 1,024 at most"),
+        ("Random(1024, size=1)", ""),
+        ("Grid(1000000, 1, 1, 1000000, 1000000)", ""),
+        ("Every(2147483647) & Every(2147483629) & Every(2147483587)", ""),
+        (" & ".join(["(Window(2) | Every(3))"] * 40), ""),
+        ("100000000 window:8", "'100000000 window:8' has 100,000,000 heads; expected at most 64"),
+        ("big_bird:100000000", "size is 100000000; expected 1 … 2,048 positions in a block"),
+        ("longformer:8:100000000", "positions has 100,000,000 global tokens; expected at most 65,536"),
+    ],
+)  # fmt: skip
+def test_an_absurd_pattern_is_refused_or_shown_at_once(pattern, said, tmp_path, capsys):
+    begun = time.monotonic()
+    arguments = ["show", pattern, "--length", "32", "--out", str(tmp_path / "a.png")]
+    if said:
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert said in capsys.readouterr().err
+    else:
+        main(arguments)
+    assert time.monotonic() - begun < 60

@@ -10,6 +10,7 @@ import tyro
 from spanformer.data import SOURCES, DataConfig
 
 WRONG = {
+    "source is empty; expected a named corpus, a file, a folder (. is the current) or a glob": {"source": ""},
     "tokens is 'letters'; expected one of byte, char, word, bpe": {"tokens": "letters"},
     "valid is 0; expected a share of the text, between 0 and 1": {"valid": 0},
     "test is nan; expected a share": {"test": float("nan")},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -83,7 +84,10 @@ def test_it_is_prepared_once(source: Path, own_cache: Path) -> None:
     assert first.folder.is_relative_to(own_cache) and " " not in first.folder.name
     assert sorted(p.name for p in (own_cache / "tokens").iterdir()) == [first.folder.name], "nothing else is left"
     meta = json.loads((first.folder / "meta.json").read_text())
-    assert meta["splits"]["valid"] == {"tokens": first.splits["valid"].tokens, "units": first.splits["valid"].units}
+    valid = first.splits["valid"]
+    digest = hashlib.sha256((first.folder / "valid.bin").read_bytes()).hexdigest()
+    assert meta["splits"]["valid"] == {"tokens": valid.tokens, "units": valid.units, "sha256": digest}
+    assert valid.sha256 == digest
     assert from_json(json.loads((first.folder / "vocab.json").read_text())).to_json() == first.vocab.to_json()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import os
 import tarfile
 import zipfile
 from pathlib import Path
@@ -267,3 +268,26 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
     for source, message in wrong.items():
         with pytest.raises(ValueError, match=message.replace("?", r"\?")):
             prepare(DataConfig(source))
+
+
+# ---- what would never end, or is not there
+
+
+def test_a_pipe_or_device_is_not_a_corpus(mini: bytes, tmp_path: Path) -> None:
+    pipe = tmp_path / "enwik8"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero")):
+        with pytest.raises(ValueError, match=f"^from '{path}' is not a regular file; copy its content to one$"):
+            find(DataConfig("enwik8", copy=str(path)))
+        with pytest.raises(ValueError, match=f"^source '{path}' is not a regular file; copy its content to one$"):
+            find(DataConfig(str(path)))
+    with pytest.raises(ValueError, match=f"'{pipe}' is not a regular file"):  # inside the folder that is the copy
+        splits(DataConfig("enwik8", copy=str(tmp_path)))
+
+
+@pytest.mark.parametrize("option", ["source", "copy", "tokenizer", "cache"])
+def test_a_home_folder_of_nobody(option: str) -> None:
+    given = {"source": "enwik8" if option == "copy" else "numbers", "tokens": "bpe", option: "~nobody-of-this-name/x"}
+    name = {"copy": "from"}.get(option, option)
+    with pytest.raises(ValueError, match=f"^{name} is '~nobody-of-this-name/x', and no user of that name has a home"):
+        prepare(DataConfig(**given))

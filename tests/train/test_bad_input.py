@@ -9,26 +9,19 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from refusals import refusal
 from spanformer.cli.main import main
 from spanformer.model import folder
 from spanformer.train.run import train
 from tiny_runs import options, tiny, write_text
-
-
-def refusal(arguments: list[str], capsys: pytest.CaptureFixture) -> str:
-    """The one sentence it ends with."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as end:
-        main(arguments)
-    said = capsys.readouterr()
-    lines = [line for line in said.err.splitlines() if line.startswith("spanformer: ")]
-    assert end.value.code == 2 and len(lines) == 1 and "Traceback" not in said.err + said.out, said
-    return lines[0].removeprefix("spanformer: ")
 
 
 def refused(folder: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture, *more: str) -> str:
@@ -219,7 +212,73 @@ def test_a_text_that_has_changed_since(tmp_path: Path, capsys) -> None:
         "give it the same text, or begin another run with another --out"
     )
     text.write_text(said + said[:40])
-    assert "the saved stream has tokens " in refused(tmp_path, changes, capsys, "--resume")
+    assert f"was made with another text than {text} has now" in refused(tmp_path, changes, capsys, "--resume")
+
+
+def test_resume_refuses_a_text_changed_in_place(tmp_path: Path, capsys) -> None:
+    """Same path, size and vocabulary: only the digest of the ids tells."""
+    text = write_text(tmp_path / "text.txt")
+    train(tiny(tmp_path, {"train.steps": 3}))
+    path, before = tmp_path / "run" / "checkpoints" / "step-00000003", content(tmp_path / "run")
+    written = text.read_bytes()
+    text.write_bytes(written[1:1000] + written[:1] + written[1000:])
+    assert refused(tmp_path, {}, capsys, "--resume") == (
+        f"{path} was made with another text than {text} has now (train changed); give it the same text, or begin "
+        "another run with another --out"
+    )
+    assert content(tmp_path / "run") == before
+    text.write_bytes(written)
+    assert train(tiny(tmp_path, {"resume": True})).steps == 12
+    rewrite(tmp_path / "run" / "checkpoints" / "step-00000012", lambda meta: meta.pop("data"))
+    assert "does not say which text it was trained on" in refused(tmp_path, {}, capsys, "--resume")
+
+
+RESIGNED: dict[str, tuple[Callable[[dict], object], str]] = {
+    "no lanes": (lambda meta: meta.pop("lanes"), "KeyError('lanes')"),
+    "lanes of another kind": (lambda meta: meta.update(lanes=7), "object has no attribute"),
+    "position as text": (lambda meta: meta["lanes"].update(position="here"), "lanes.position is 'here'; expected a wh"),
+    "position beyond the text": (lambda meta: meta["lanes"].update(position=10**9), "lanes.position is 1000000000; e"),
+    "epoch": (lambda meta: meta["lanes"].update(epoch=-1), "lanes.epoch is -1; expected a whole number from 0 to "),
+    "seen as text": (lambda meta: meta.update(seen="all"), "seen is 'all'; expected a whole number from 0 to 48"),
+    "seen below 0": (lambda meta: meta.update(seen=-5), "seen is -5; expected a whole number from 0 to 48"),
+    "seen too large": (lambda meta: meta.update(seen=2**62), f"seen is {2**62}; expected a whole number from 0 to 48"),
+    "guard of another kind": (lambda meta: meta.update(guard=[]), "object has no attribute"),
+    "guard's average": (lambda meta: meta["guard"].update(average="inf"), "guard.average is 'inf'; expected a finite"),
+    "guard's steps": (lambda meta: meta["guard"].update(steps=0.5), "guard.steps is 0.5; expected a whole number"),
+    "step": (lambda meta: meta["progress"].update(step=-(10**30)), "progress.step is -1000000000000000000000000000000"),
+    "seconds": (lambda meta: meta["progress"].update(seconds=[]), "seconds is []; expected a number"),
+    "diagnosis": (lambda meta: meta["diagnosis"].update(started_at=["far"]), "diagnosis.started_at is 'far'; expecte"),
+    "optimiser": (lambda meta: meta["optimizer"].update(groups=5), "the saved optimiser state is damaged"),
+    "configuration": (lambda meta: meta.update(config=None), "is not what a run saves"),
+}
+
+
+def test_a_resigned_checkpoint_is_refused_in_one_sentence(tmp_path: Path, capsys) -> None:
+    """Its digests fit, so only the values themselves can tell."""
+    train(tiny(tmp_path, {"train.steps": 3}))
+    path = tmp_path / "run" / "checkpoints" / "step-00000003"
+    whole = (path / "meta.json").read_bytes()
+    for name, (change, expected) in RESIGNED.items():
+        rewrite(path, change)
+        assert expected in refused(tmp_path, {}, capsys, "--resume"), name
+        (path / "meta.json").write_bytes(whole)
+    assert train(tiny(tmp_path, {"resume": True})).steps == 12
+
+
+def test_a_resigned_checkpoint_with_other_tensors_is_refused(tmp_path: Path, capsys) -> None:
+    train(tiny(tmp_path, {"train.steps": 3}))
+    path = tmp_path / "run" / "checkpoints" / "step-00000003"
+    moments = load_file(path / "optimizer.safetensors")
+    odd = next(name for name in moments if name.endswith("/exp_avg"))
+    for part, tensors, expected in (
+        ("memory", {"hidden.0": torch.zeros(4, 3, 16)}, "memory has 1 tensors, expected hidden.0 … 1 (see hidden.1)"),
+        ("memory", {f"hidden.{n}": torch.zeros(4, 3, 17) for n in (0, 1)}, "has shape [4, 3, 17]; expected [4, token"),
+        ("optimizer", moments | {odd: torch.zeros(3)}, f"the saved optimiser has {odd} in shape [3]; expected "),
+    ):
+        (path / f"{part}.safetensors").unlink()
+        files = folder.write_part(path, part, tensors)
+        rewrite(path, lambda meta, files=files: meta["files"].update(files))
+        assert expected in refused(tmp_path, {}, capsys, "--resume")
 
 
 def rewrite(path: Path, change) -> None:

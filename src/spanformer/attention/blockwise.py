@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from spanformer.attention.pattern import Blockwise as Permuted
 from spanformer.attention.patterned import Patterned
 
+MOST_BLOCKS = 4096
+
 
 class Blockwise(Patterned):
     """blocks: n, how many the text is cut into. permutations: π of each head. size: tokens of a block instead, where
@@ -31,8 +33,8 @@ class Blockwise(Patterned):
         size: int | None = None,
         causal: bool = False,
     ) -> None:
-        if blocks < 1:
-            raise ValueError(f"blocks is {blocks}; expected at least 1")
+        if not 1 <= blocks <= MOST_BLOCKS:
+            raise ValueError(f"blocks is {blocks}; expected 1 … {MOST_BLOCKS:,}")
         if permutations is None:
             permutations = [
                 shifted(blocks, 0 if h < (heads + 1) // 2 else h - (heads + 1) // 2 + 1) for h in range(heads)

@@ -28,6 +28,7 @@ from spanformer.ops import Attended, Rule, attend, merge
 PARTS = ("l2l", "l2g", "g2g", "g2l")
 TERMS = ("heads", "causal", "reach", "ahead", "ramp", "penalty")
 """of the rule"""
+FARTHEST = 1 << 20  # tokens: every distance up to it has a row of its own
 
 
 class GlobalLocal(Attention):
@@ -47,8 +48,8 @@ class GlobalLocal(Attention):
         super().__init__()
         if heads < 1 or head_dim < 1:
             raise ValueError(f"heads is {heads} and head_dim {head_dim}; expected at least 1 each")
-        if radius < 0 or clip < 0:
-            raise ValueError(f"radius is {radius} and clip {clip}; expected numbers of tokens, 0 or more")
+        if not (0 <= radius <= FARTHEST and 0 <= clip <= FARTHEST):
+            raise ValueError(f"radius is {radius} and clip {clip}; expected numbers of tokens, 0 … {FARTHEST:,}")
         if segment < 1:
             raise ValueError(f"segment is {segment}; expected at least 1 token for each global one")
         self.heads, self.radius, self.segment, self.clip, self.hard_g2l = heads, radius, segment, clip, hard_g2l

@@ -26,6 +26,7 @@ from spanformer.ops.rule import UNLIMITED
 
 TABLES = ("distance_bias", "distance_vec", "distance_value", "distance_scale")
 """terms of a rule that go by distance"""
+MOST_GLOBAL = 1 << 16
 
 
 class Longformer(Attention):
@@ -56,6 +57,8 @@ class Longformer(Attention):
         if window < 1 or (window % 2 and not causal):
             both = "" if causal else ", an even number: half of it lies to either side"
             raise ValueError(f"window is {window}; expected at least 1 token{both}")
+        if len(positions) > MOST_GLOBAL:
+            raise ValueError(f"positions has {len(positions):,} global tokens; expected at most {MOST_GLOBAL:,}")
         if len(set(positions)) < len(positions) or any(p < 0 for p in positions):
             raise ValueError(f"positions is {list(positions)}; expected different positions, from 0 on")
         if most < 0:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from spanformer.attention.base import Attention, View
 from spanformer.attention.pattern import Pattern, make_rule
-from spanformer.attention.pattern.rule import disjoint
+from spanformer.attention.pattern.rule import check_size, disjoint
 from spanformer.ops import Rule
 
 
@@ -34,6 +34,7 @@ class Patterned(Attention):
             raise ValueError(f"{len(patterns)} patterns for {heads} heads; expected one, or one for each head")
         if longest is not None and longest < 1:
             raise ValueError(f"longest is {longest}; expected at least 1 token")
+        check_size(size)
         self.heads, self.patterns, self.causal, self.longest, self.size = heads, patterns, causal, longest, size
         bands = [disjoint(p.bands(causal)) for p in patterns]
         self.by_blocks = None in bands  # else distances say it all

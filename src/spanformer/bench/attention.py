@@ -17,8 +17,8 @@ from spanformer.bench.plan import Step, steps
 from spanformer.bench.results import Results, Row, describe_machine
 from spanformer.bench.timing import SGEMM, Patience, Timing, round_robin, sgemm, sgemm_rate
 from spanformer.bench.work import Inputs, Work, make_inputs
-from spanformer.core.malloc import keep_freed_memory
 from spanformer.cost import attention as cost
+from spanformer.core.malloc import keep_freed_memory
 
 RESULT_FILE = "attention.json"
 

@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (MemoryError, RuntimeError) as error:
         if not _out_of_memory(error):
             raise
-        _end(f"there is not enough memory ({str(error).splitlines()[0]}); ask for smaller sizes", 2)
+        _end(f"there is not enough memory ({(str(error) or "MemoryError").splitlines()[0]}); ask for smaller sizes", 2)
     except Incomplete as error:
         _end(str(error), 1)
     except KeyboardInterrupt as stop:

@@ -13,6 +13,8 @@ from spanformer.model.fields import build
 
 T = TypeVar("T")
 
+LONGEST = 1 << 20  # bytes of a run file
+
 
 def read_run(cls: type[T], program: str, arguments: list[str], known: Collection[str] = ()) -> T:
     """`runs/demo.toml --optim.lr 0.05`: the file's values over the defaults of the dataclass, the options over both.
@@ -24,7 +26,10 @@ def read_run(cls: type[T], program: str, arguments: list[str], known: Collection
     path = arguments[0] if arguments and not arguments[0].startswith("-") else None
     if path is None:
         return parse_options(cls, f"{program} [RUN.toml]", arguments, cls())
-    loaded = build(cls, _read(path, known), path)
+    try:
+        loaded = build(cls, _read(path, known), path)
+    except RecursionError:
+        raise ValueError(f"{path} is not a run file: its tables or lists are nested too deeply") from None
     return parse_options(cls, f"{program} {path}", arguments[1:], loaded)
 
 
@@ -56,7 +61,11 @@ def _toml(path: str, known: Collection[str]) -> dict[str, Any]:
     if Path(path).is_dir():
         raise ValueError(f"{path} is a folder; expected a TOML file{_such_as(known)}")
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        with open(path, "rb") as file:  # a device has no end
+            content = file.read(LONGEST + 1)
+        if len(content) > LONGEST:
+            raise ValueError(f"it has more than {LONGEST:,} bytes")
+        return tomllib.loads(content.decode())
     except ValueError as error:  # TOMLDecodeError says line and column; UnicodeDecodeError is one too
         raise ValueError(f"{path} is not TOML: {error}") from None
 

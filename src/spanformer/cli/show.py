@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from spanformer.model.lm import LM
 
 LONGEST = 1024
+MOST_HEADS = 64
 WIDE = 160  # tokens: more do not fit beside each other on a terminal
 
 
@@ -164,6 +165,8 @@ def _of_a_layer(kind: str, length: int, *, causal: bool) -> np.ndarray:
     from spanformer.model.lm import LM
 
     heads = sum(count or 0 for count, _ in parts_of(kind)) or (2 if "_heads" in kind else 1)  # whose heads differ
+    if heads > MOST_HEADS:
+        raise ValueError(f"{kind!r} has {heads:,} heads; expected at most {MOST_HEADS}, what a picture can show")
     attention = AttentionConfig(kind=kind, max_span=length, ramp=max(1.0, length / 16), init=0.25)
     place = PositionConfig(kind="none")
     with torch.random.fork_rng(devices=[]):

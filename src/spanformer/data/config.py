@@ -9,6 +9,8 @@ from typing import Annotated, Literal, get_args
 
 import tyro
 
+from spanformer.core.paths import expand_home
+
 Tokens = Literal["byte", "char", "word", "bpe"]
 
 
@@ -36,6 +38,8 @@ class DataConfig:
     """folder for downloads and prepared tokens; by default $SPANFORMER_CACHE, or ~/.cache/spanformer"""
 
     def __post_init__(self) -> None:
+        if not self.source:
+            raise ValueError("source is empty; expected a named corpus, a file, a folder (. is the current) or a glob")
         if self.tokens not in get_args(Tokens):
             raise ValueError(f"tokens is {self.tokens!r}; expected one of {', '.join(get_args(Tokens))}")
         for name in ("valid", "test"):
@@ -56,4 +60,4 @@ class DataConfig:
             raise ValueError(f"vocab is {self.vocab}, but the tokenizer brings its own; leave one of them out")
 
     def cache_folder(self) -> Path:
-        return Path(self.cache or os.environ.get("SPANFORMER_CACHE") or "~/.cache/spanformer").expanduser()
+        return expand_home(self.cache or os.environ.get("SPANFORMER_CACHE") or "~/.cache/spanformer", "cache")

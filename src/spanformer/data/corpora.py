@@ -11,6 +11,7 @@ import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from spanformer.core.paths import check_regular
 from spanformer.data.download import download
 from spanformer.data.pieces import Piece, is_archive, members, open_stream, reading, whole
 from spanformer.data.progress import OnProgress
@@ -100,6 +101,7 @@ def _place(path: Path, names: tuple[str, ...]) -> tuple[Path, str]:
     if not found:
         listed = ", ".join(held[:5]) + (", …" if len(held) > 5 else "") if held else "nothing"
         raise ValueError(f"{path} holds {listed}; expected a file named {' or '.join(names)}")
+    check_regular(found[0][0], "the copy")
     return found[0]
 
 

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from spanformer.core.checks import whole_number
+
+LAST_EPOCH = (1 << 31) - 1
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -77,10 +81,7 @@ class Lanes:
 
     def load(self, state: dict[str, int]) -> None:
         """Go on exactly where `state` was taken."""
-        for name, ours in self._shape().items():
-            if state[name] != ours:
-                raise ValueError(f"the saved stream has {name} {state[name]}, this one {ours}; they cannot continue")
-        self.epoch, self.position = state["epoch"], state["position"]
+        self.epoch, self.position = saved_place(state, self._shape(), self.length)
 
     def _shape(self) -> dict[str, int]:
         return {"tokens": len(self.ids), "lanes": self.lanes, "block": self.block, "seed": self.seed}
@@ -91,6 +92,15 @@ class Lanes:
             return 0
         offsets = min(self.block, self.length - self.block)
         return int(np.random.default_rng([self.seed, self.epoch]).integers(offsets))
+
+
+def saved_place(state: dict[str, int], shape: dict[str, int], last: int) -> tuple[int, int]:
+    """(epoch, position) of a saved stream; one of another shape, or a position beyond `last`, is refused."""
+    for name, ours in shape.items():
+        if state.get(name) != ours:
+            raise ValueError(f"the saved stream has {name} {state.get(name)}, this one {ours}; they cannot continue")
+    epoch = whole_number("lanes.epoch", state.get("epoch"), 0, LAST_EPOCH)
+    return epoch, whole_number("lanes.position", state.get("position"), 0, last)
 
 
 def every_token(ids: np.ndarray, lanes: int, block: int) -> Iterator[Scored]:

@@ -22,6 +22,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from spanformer.core.paths import expand_home
 from spanformer.data.bpe import BPE, PackageMissing
 from spanformer.data.config import DataConfig
 from spanformer.data.corpora import SPLITS
@@ -30,7 +31,7 @@ from spanformer.data.progress import Meter, OnProgress, silent
 from spanformer.data.sources import Corpus, find
 from spanformer.data.vocab import Bytes, Chars, Unit, Vocab, Words, from_json
 
-FORMAT = 1  # part of every prepared folder's name: raise it when the same text would give other files
+FORMAT = 2  # part of every prepared folder's name: raise it when the same text would give other files
 
 
 class Damaged(ValueError):
@@ -45,6 +46,8 @@ class Split:
     units: int
     """bytes (of byte and bpe tokens), characters or words (<eos> is one): bits per unit are
     nats per token · tokens / units / ln 2"""
+    sha256: str
+    """of the file of ids: what the data is, whatever it is called and wherever it lies"""
 
 
 @dataclass(frozen=True)
@@ -100,16 +103,16 @@ def load(folder: Path) -> Prepared:
     return Prepared(folder, vocab, vocab.unit, splits)
 
 
-def _map(path: Path, dtype: np.dtype, tokens: int, units: int) -> Split:
+def _map(path: Path, dtype: np.dtype, tokens: int, units: int, sha256: str) -> Split:
     size = path.stat().st_size
     if size != tokens * dtype.itemsize or not tokens:
         raise ValueError(f"{path.name} has {size} bytes, expected {tokens * dtype.itemsize}")
-    return Split(np.memmap(path, dtype, "r"), tokens, units)
+    return Split(np.memmap(path, dtype, "r"), tokens, units, sha256)
 
 
 def _made_of(config: DataConfig, corpus: Corpus) -> dict[str, Any]:
     """All that the result depends on, as plain JSON."""
-    tokenizer = Path(config.tokenizer).expanduser() if config.tokenizer else None
+    tokenizer = expand_home(config.tokenizer, "tokenizer") if config.tokenizer else None
     if tokenizer and not tokenizer.is_file():
         raise ValueError(f"tokenizer {config.tokenizer!r} does not exist; expected a JSON file of package tokenizers")
     return {
@@ -154,15 +157,16 @@ def _vocab(config: DataConfig, train: Sequence[Piece], on_progress: OnProgress) 
     if config.tokens == "byte":
         return Bytes()
     if config.tokenizer:
-        return BPE.load(Path(config.tokenizer).expanduser())
+        return BPE.load(expand_home(config.tokenizer, "tokenizer"))
     meter = Meter("learning the vocabulary", sum(map(len, train)), on_progress)
     kind = {"char": Chars, "word": Words, "bpe": BPE}[config.tokens]
     return kind.learn((texts(piece, meter.watch(piece.chunks())) for piece in train), config.vocab)
 
 
-def _encode(path: Path, vocab: Vocab, pieces: Sequence[Piece], meter: Meter) -> dict[str, int]:
-    """Write the ids, and count tokens and units."""
+def _encode(path: Path, vocab: Vocab, pieces: Sequence[Piece], meter: Meter) -> dict[str, int | str]:
+    """Write the ids; count tokens and units, and take the digest."""
     tokens = text_bytes = 0
+    digest = hashlib.sha256()
 
     def measured(parts: Iterator[str]) -> Iterator[str]:
         nonlocal text_bytes
@@ -178,10 +182,13 @@ def _encode(path: Path, vocab: Vocab, pieces: Sequence[Piece], meter: Meter) -> 
             if isinstance(vocab, BPE):
                 parts = measured(parts)
             for ids in vocab.stream(parts):
-                file.write(np.ascontiguousarray(ids, vocab.dtype).data)
+                written = np.ascontiguousarray(ids, vocab.dtype).data
+                file.write(written)
+                digest.update(written)
                 tokens += len(ids)
         _flush(file)
-    return {"tokens": tokens, "units": text_bytes if isinstance(vocab, BPE) else tokens}
+    units = text_bytes if isinstance(vocab, BPE) else tokens
+    return {"tokens": tokens, "units": units, "sha256": digest.hexdigest()}
 
 
 def _flush(file: IO[Any]) -> None:

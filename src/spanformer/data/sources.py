@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from spanformer.core.paths import check_regular, expand_home
 from spanformer.data import numbers
 from spanformer.data.config import DataConfig
 from spanformer.data.corpora import NAMED, SPLITS, pieces_of
@@ -51,7 +52,8 @@ def find(config: DataConfig) -> Corpus:
         return Corpus(
             source, [source, numbers.VERSION], lambda _tell: {k: [whole(p)] for k, p in numbers.write(made).items()}
         )
-    path = Path(source).expanduser()
+    path = expand_home(source, "source")
+    check_regular(path, "source")
     if path.is_dir():
         return _own(path.resolve().name, path, _walk(path), config)
     if path.is_file():
@@ -67,9 +69,11 @@ def find(config: DataConfig) -> Corpus:
 
 
 def _named(config: DataConfig) -> Corpus:
-    copy = Path(config.copy).expanduser() if config.copy else None
+    copy = expand_home(config.copy, "from") if config.copy else None
     if copy and not copy.exists():
         raise ValueError(f"from is {config.copy!r}, which does not exist; expected a copy of {config.source}")
+    if copy:
+        check_regular(copy, "from")
     # A download is what its url and digest say; a copy is whatever lies there now.
     identity = [config.source, NAMED[config.source].url if not copy else _stamps(copy.parent, _files_in(copy))]
 

@@ -12,9 +12,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, MinistralConfig, PreTrainedModel
+from transformers import MinistralConfig, PreTrainedModel
 
 from spanformer.hf.attach import CONFIG, base_of
+from spanformer.hf.pretrained import make_causal_lm
 from spanformer.hf.spans import NAME, head_spans
 
 How = Literal["longest", "mean", "shortest"]
@@ -97,11 +98,11 @@ def to_windows(
     values |= {"layer_types": windows.layer_types, "sliding_window": windows.sliding_window}
     values.pop("architectures", None)
     with torch.random.fork_rng(devices=[]):
-        other = AutoModelForCausalLM.from_config(kind(**values), dtype=base.dtype)
+        other = make_causal_lm(kind(**values), base.dtype)
     weights = {name: t for name, t in base.state_dict().items() if not name.endswith(f".{NAME}.ratio")}
     other.load_state_dict(weights)
     other.generation_config = base.generation_config
-    other.to(base.device).train(base.training)
+    other.to(base.device).train(base.training)  # pyright: ignore[reportArgumentType]
     _check_same(base, other, min(windows.sliding_window, 16))
     return other, windows
 

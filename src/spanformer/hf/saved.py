@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from spanformer.core.files import write_text
 from spanformer.hf.attach import CONFIG
+from spanformer.hf.pretrained import load_tokenizer
 from spanformer.hf.saving import from_pretrained
 from spanformer.hf.text import load_model
 
@@ -27,7 +28,18 @@ def save_fitted(model: PreTrainedModel, tokenizer: Any, out: Path, figures: dict
 
 def load_fitted(name: str, dtype: torch.dtype | str = "auto") -> tuple[PreTrainedModel, Any, bool]:
     """(model, tokenizer, whether it has spans) of whatever `load_model` takes, or of a folder with spans."""
-    config = Path(name) / "config.json"
-    if not config.is_file() or CONFIG not in json.loads(config.read_bytes()):
+    if not _has_spans(Path(name) / "config.json"):
         return *load_model(name, dtype), False
-    return from_pretrained(name, dtype=dtype).requires_grad_(False).eval(), AutoTokenizer.from_pretrained(name), True
+    return from_pretrained(name, dtype=dtype).requires_grad_(False).eval(), load_tokenizer(name), True
+
+
+def _has_spans(config: Path) -> bool:
+    if not config.is_file():
+        return False
+    try:
+        found = json.loads(config.read_bytes())
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{config} is not a table in JSON; expected a model's configuration")
+    return CONFIG in found

@@ -13,12 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from spanformer.hf.attach import CONFIG, attach
+from spanformer.hf.pretrained import load_causal_lm, load_config
 from spanformer.hf.spans import NAME, head_spans
 
 _KEYS = {"max_span": int, "ramp": float, "per": str, "sinks": int}
@@ -31,17 +32,19 @@ def from_pretrained(folder: str | Path, *, dtype: torch.dtype | str = "auto") ->
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json; expected a folder that save_pretrained wrote")
-    config = AutoConfig.from_pretrained(folder)
+    config = load_config(folder)
     settings = getattr(config, CONFIG, None)
     if settings is None:
         raise ValueError(
             f'{folder} holds no spans (config.json has no "{CONFIG}"); load it with AutoModelForCausalLM, then attach'
         )
     _check(settings, folder)
+    if type(config) not in AutoModelForCausalLM._model_mapping:  # pyright: ignore[reportOperatorIssue]
+        raise ValueError(f"{folder} holds a model of type {config.model_type!r}, which is no causal language model")
     delattr(config, CONFIG)
     ratios = read_ratios(folder)
     with _ratios_expected(config):
-        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
+        model = load_causal_lm(folder, config=config, dtype=dtype)
     attach(model, **settings)
     layers = head_spans(model)
     if set(layers) != set(ratios):
@@ -64,14 +67,20 @@ def read_ratios(folder: Path) -> dict[str, Tensor]:
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     names = [SAFE_WEIGHTS_NAME]
     if index.is_file():
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        try:
+            names = sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{index} does not name the files of the weights; the file is damaged") from error
     found: dict[str, Tensor] = {}
     for name in names:
         path = folder / Path(name).name
         if not path.is_file():
             raise ValueError(f"{folder} has no {path.name}; spans are read from safetensors files")
-        with safe_open(path, "pt") as file:
-            found |= {key.removesuffix(_TAIL): file.get_tensor(key) for key in file.keys() if key.endswith(_TAIL)}  # noqa: SIM118
+        try:
+            with safe_open(path, "pt") as file:
+                found |= {key.removesuffix(_TAIL): file.get_tensor(key) for key in file.keys() if key.endswith(_TAIL)}  # noqa: SIM118
+        except SafetensorError as error:
+            raise ValueError(f"{path} cannot be read ({error}); the file is damaged") from error
     return found
 
 

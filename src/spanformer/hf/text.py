@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
+
+from spanformer.hf.pretrained import load_causal_lm, load_tokenizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +51,7 @@ class Windows:
 def load_model(name: str, dtype: torch.dtype | str = torch.float32) -> tuple[PreTrainedModel, Any]:
     """(model, tokenizer) of a folder in Hugging Face's format, a .gguf file or a folder with one, or a hub's name."""
     path = Path(name)
-    where, options = name, {}
+    where, gguf = name, ""
     if path.suffix == ".gguf" or (path.is_dir() and not (path / "config.json").exists()):
         packed = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
         if len(packed) != 1 or not packed[0].is_file():
@@ -57,16 +59,12 @@ def load_model(name: str, dtype: torch.dtype | str = torch.float32) -> tuple[Pre
             raise ValueError(
                 f"{name} holds no model ({found}); give a folder in Hugging Face's format, or one .gguf file"
             )
-        where, options = str(packed[0].parent), {"gguf_file": packed[0].name}
+        where, gguf = str(packed[0].parent), packed[0].name
     elif not path.exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
         raise ValueError(f"there is no folder {name}; give a model's folder, a .gguf file, or a name on the hub")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(where, **options)
-        model = AutoModelForCausalLM.from_pretrained(where, dtype=dtype, **options)
-    except (OSError, ValueError) as error:
-        reason = str(error).split("\n")[0]
-        raise ValueError(f"{name} could not be loaded as a causal language model: {reason}") from error
-    if options:
+    tokenizer = load_tokenizer(where, gguf=gguf)
+    model = load_causal_lm(where, dtype=dtype, gguf=gguf)
+    if gguf:
         _forget_packing(model, name)
     model.eval()
     return model.requires_grad_(False), tokenizer

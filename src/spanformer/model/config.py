@@ -15,6 +15,10 @@ SPECIAL = {"lm": 0, "seq2seq": 2, "encoder": 1}
 """kinds of models, with how many tokens each needs beside the data's, the last ids of its vocabulary: seq2seq begin and
 end, encoder mask"""
 
+MOST = 1 << 31
+"""of any size: the product of two is then still one that tensors hold"""
+MOST_PARTS = 4096
+"""of layers, heads and experts, which are built one by one"""
 
 CROSS = ("scaled", "dot", "general", "bilinear", "additive")
 """how a decoder may score what an encoder has read"""
@@ -47,8 +51,10 @@ class AttentionConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_span", "window"):
-            _at_least(f"attention.{name}", getattr(self, name), 1)
-        _within("attention.ramp", self.ramp, 0 < self.ramp < math.inf, "a positive, finite number of tokens")
+            _size(f"attention.{name}", getattr(self, name), 1)
+        _within(
+            "attention.ramp", self.ramp, 0 < self.ramp <= MOST, f"a positive, finite number of tokens, {MOST:,} at most"
+        )
         _within("attention.init", self.init, 0 <= self.init <= 1, "a share of max_span, 0 … 1")
         _within("attention.penalty", self.penalty, 0 <= self.penalty < math.inf, "0 or more")
         _dropout("attention", self.dropout)
@@ -84,8 +90,8 @@ class PositionConfig:
 
     def __post_init__(self) -> None:
         _within("position.base", self.base, 0 < self.base < math.inf, "a positive, finite number")
-        _at_least("position.length", self.length, 0)
-        _at_least("position.clip", self.clip, 1)
+        _size("position.length", self.length, 0)
+        _size("position.clip", self.clip, 1)
         needs = self.kind in ("learned", "learned_per_layer") or self.scaling == "yarn"
         if needs and not self.length:
             what = "the length that the model was trained on" if self.scaling == "yarn" else "a number of tokens"
@@ -120,8 +126,8 @@ class FeedForwardConfig:
     """weight of the load-balancing loss"""
 
     def __post_init__(self) -> None:
-        for name in ("dim", "experts"):
-            _at_least(f"feedforward.{name}", getattr(self, name), 0)
+        _size("feedforward.dim", self.dim, 0)
+        _size("feedforward.experts", self.experts, 0, MOST_PARTS)
         _dropout("feedforward", self.dropout)
         _within("feedforward.balance", self.balance, 0 <= self.balance < math.inf, "0 or more")
 
@@ -153,7 +159,7 @@ class EncoderConfig:
     position: PositionConfig = field(default_factory=PositionConfig)
 
     def __post_init__(self) -> None:
-        _at_least("encoder.layers", self.layers, 0)
+        _size("encoder.layers", self.layers, 0, MOST_PARTS)
 
 
 @dataclass(frozen=True)
@@ -198,10 +204,12 @@ class ModelConfig:
             raise ValueError(
                 f"model.original is set, and model.kind is {self.kind!r}; the paper's code has language models only"
             )
-        for name in ("dim", "layers", "heads"):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("vocab", "kv_heads", "persistent"):
-            _at_least(name, getattr(self, name), 0)
+        _size("dim", self.dim, 1)
+        for name in ("layers", "heads"):
+            _size(name, getattr(self, name), 1, MOST_PARTS)
+        _size("kv_heads", self.kv_heads, 0, MOST_PARTS)
+        for name in ("vocab", "persistent"):
+            _size(name, getattr(self, name), 0)
         if self.dim % self.heads:
             raise ValueError(f"model.dim is {self.dim}; expected a multiple of model.heads, {self.heads}")
         if self.heads % self.groups:
@@ -249,7 +257,8 @@ class ModelConfig:
         a = self.attention
         entries = a.stack or (a.kind,)
         where = "model.attention.stack" if a.stack else "model.attention.kind"
-        layers = [parse_layer(entries[n % len(entries)], self.heads, where) for n in range(self.layers)]
+        parsed = [parse_layer(entry, self.heads, where) for entry in entries[: self.layers]]
+        layers = [parsed[n % len(parsed)] for n in range(self.layers)]
         shared = self.heads // self.groups
         if any(part.heads % shared for parts in layers for part in parts):
             raise ValueError(
@@ -258,9 +267,11 @@ class ModelConfig:
         return layers
 
 
-def _at_least(name: str, value: int, least: int) -> None:
+def _size(name: str, value: int, least: int, most: int = MOST) -> None:
     if value < least:
         raise ValueError(f"model.{name} is {value}; expected at least {least}")
+    if value > most:
+        raise ValueError(f"model.{name} is {value}; expected at most {most:,}")
 
 
 def _within(name: str, value: object, fits: bool, expected: str) -> None:

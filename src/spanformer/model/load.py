@@ -11,12 +11,15 @@ import torch
 from spanformer.model.config import ModelConfig
 from spanformer.model.encoder import Encoder
 from spanformer.model.fields import build
-from spanformer.model.folder import META, NewerFormat, faults, read_meta, read_part
+from spanformer.model.folder import META, NewerFormat, faults, open_part, read_meta
 from spanformer.model.lm import LM
+from spanformer.model.meta import TooLarge, build_on_meta
+from spanformer.model.part import Part
 from spanformer.model.seq2seq import Seq2Seq
 from spanformer.model.weights import misfit, shapes
 
 CHECKPOINTS = "checkpoints"
+SPARE = 1000  # parameters that are built to name the first that does not fit
 MODELS: dict[str, type[LM] | type[Seq2Seq] | type[Encoder]] = {"lm": LM, "seq2seq": Seq2Seq, "encoder": Encoder}
 """by ModelConfig.kind"""
 Model = TypeVar("Model", LM, Seq2Seq, Encoder)
@@ -41,13 +44,23 @@ def load_any(path: str | Path, *, device: str | torch.device = "cpu") -> LM | Se
     if found := faults(folder):
         raise ValueError(f"{folder} is not whole: {'; '.join(found)}; choose another one")
     config = build(ModelConfig, _read(folder)["model"], where=str(folder / META))
-    weights = read_part(folder, "model")
+    weights = open_part(folder, "model")
+    if wrong := _misfit(config, weights):
+        raise ValueError(f"the weights in {folder} do not fit its configuration: {wrong}")
     with torch.random.fork_rng(devices=[]):  # the random beginnings are not kept, so nobody's random numbers change
         model = MODELS[config.kind](config)
-    if wrong := misfit(shapes(weights), shapes(model.state_dict())):
-        raise ValueError(f"the weights in {folder} do not fit its configuration: {wrong}")
-    model.load_state_dict(weights)
+    model.load_state_dict(dict(weights))
     return model.to(device).eval()
+
+
+def _misfit(config: ModelConfig, weights: Part) -> str | None:
+    """How the files' shapes differ from the model's, before either takes memory: a configuration may ask for any
+    size, and is not to be believed."""
+    try:  # a tied parameter is registered twice and may be saved once
+        planned = build_on_meta(lambda: MODELS[config.kind](config), tensors=2 * len(weights) + SPARE)
+    except TooLarge:
+        return f"it has {len(weights):,} tensors, and the configuration describes a larger model"
+    return misfit({name: weights.shape(name) for name in weights}, shapes(planned.state_dict()))
 
 
 def load_meta(path: str | Path) -> dict:

@@ -10,6 +10,8 @@ from spanformer.data.config import DataConfig
 from spanformer.model.config import ModelConfig
 from spanformer.train.optim import OptimConfig
 
+MOST_THREADS = 1024
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -77,6 +79,8 @@ class TrainConfig:
         for name in ("minutes", "eval_every", "eval_tokens", "patience", "save_every", "spike", "threads"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"train.{name} is {getattr(self, name)}; expected a finite number, 0 or more")
+        if self.threads > MOST_THREADS:
+            raise ValueError(f"train.threads is {self.threads}; expected at most {MOST_THREADS:,}")
         if not 0 < self.masked <= 1:
             raise ValueError(f"train.masked is {self.masked}; expected a share of the tokens, above 0 and at most 1")
         if not 0 <= self.sentences < 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from spanformer.core.checks import finite_number
 from spanformer.train.config import RunConfig
 
 PATIENCE = 300  # steps after the warm-up before spans that stand still are worth a word
@@ -59,5 +60,6 @@ class Diagnosis:
         return {"started_at": self.started_at, "longest_ever": self.longest_ever, "said": sorted(self.said)}
 
     def load(self, state: dict) -> None:
-        self.started_at, self.longest_ever = list(state["started_at"]), float(state["longest_ever"])
-        self.said = set(state["said"])
+        self.started_at = [finite_number("diagnosis.started_at", span) for span in state["started_at"]]
+        self.longest_ever = finite_number("diagnosis.longest_ever", state["longest_ever"])
+        self.said = set(map(str, state["said"]))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import Any
+
+from spanformer.core.checks import finite_number, whole_number
 
 MEMORY = 0.98  # of the running average: about the last 50 steps
 SETTLED = 50  # steps before spikes are looked for; until then losses fall too fast to compare
@@ -42,5 +45,7 @@ class Guard:
     def state(self) -> dict[str, float]:
         return {"average": self.average, "steps": self.steps, "skips": self.skips}
 
-    def load(self, state: dict[str, float]) -> None:
-        self.average, self.steps, self.skips = float(state["average"]), int(state["steps"]), int(state["skips"])
+    def load(self, state: dict[str, Any]) -> None:
+        self.average = finite_number("guard.average", state.get("average"))
+        self.steps = whole_number("guard.steps", state.get("steps"))
+        self.skips = whole_number("guard.skips", state.get("skips"))

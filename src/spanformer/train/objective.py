@@ -6,12 +6,12 @@ split. The loop around it is one for all. Shapes: B rows of this process, T toke
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from spanformer.core.paths import expand_home
 from spanformer.data import Lanes, Pairs, PairStream, Prepared, mask_segments, mask_tokens
 from spanformer.model.encoder import Encoder
 from spanformer.model.layered import Layered
@@ -134,7 +134,7 @@ def _segment(config: RunConfig) -> int:
 
 
 def pairs_of(data: Prepared, split: str, config: RunConfig) -> Pairs:
-    if Path(config.data.source).expanduser().is_file():
+    if expand_home(config.data.source, "data.source").is_file():
         raise ValueError(
             f"data.source is the file {config.data.source}, whose splits may cut a pair in two; expected 'numbers', or "
             "a folder with files named train, valid and test"

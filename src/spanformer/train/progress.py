@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
+from spanformer.core.checks import finite_number, whole_number
+from spanformer.model.fields import build
 from spanformer.train.config import RunConfig
 from spanformer.train.optim import lr_at
 
@@ -66,8 +68,14 @@ class Progress:
         return asdict(self)
 
     def load(self, state: dict) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        read = build(Progress, state)
+        for field in fields(read):
+            value, name = getattr(read, field.name), f"progress.{field.name}"
+            if isinstance(value, int):
+                whole_number(name, value, -1 if field.name == "scored_at" else 0)
+            elif value is not None:
+                finite_number(name, value)
+            setattr(self, field.name, value)
 
 
 def schedule_factor(config: RunConfig, step: int, seconds: float) -> float:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from spanformer.core.checks import whole_number
 from spanformer.model.fields import as_dict, build
 from spanformer.model.lm import State
 from spanformer.model.part import Part
@@ -55,18 +56,44 @@ def save(run: Run) -> Path | None:
 def restore(run: Run, path: Path) -> None:
     """Continue from the checkpoint; a ValueError names what of it does not fit the run's configuration."""
     meta, parts = run.checkpoints.load(path)
-    _check_fits(run, meta, path)
-    load_model(run, parts["model"], path)
-    load_optimizer(run, parts["optimizer"], meta["optimizer"])
-    run.progress.load(meta["progress"])
-    run.guard.load(meta["guard"])
-    run.diagnosis.load(meta["diagnosis"])
-    run.objective.stream.load(meta["lanes"])
-    rows, memory = run.world.rows(run.config.train.batch), parts["memory"]
+    try:
+        _check_fits(run, meta, path)
+        load_model(run, parts["model"], path)
+        load_optimizer(run, parts["optimizer"], meta["optimizer"])
+        _load_state(run, meta, parts["memory"], path)
+    except (KeyError, TypeError, AttributeError) as error:  # its digests are right, so somebody wrote it so
+        raise ValueError(f"{path} is not what a run saves ({error!r}); choose another checkpoint or --out") from error
+
+
+def _load_state(run: Run, meta: dict, memory: Part, path: Path) -> None:
+    """What is counted, where the data is, and what the layers remember."""
+    train = run.config.train
+    try:
+        run.progress.load(meta["progress"])
+        run.guard.load(meta["guard"])
+        run.diagnosis.load(meta["diagnosis"])
+        run.objective.stream.load(meta["lanes"])
+        seen = whole_number("seen", meta["seen"], 0, run.progress.step * train.block)
+        if memory:
+            _check_memory(memory, run.config.model.layers, [train.batch, run.config.model.dim])
+    except ValueError as error:
+        raise ValueError(f"{path} is not what a run saves: {error}; choose another checkpoint or --out") from error
     if memory:
+        rows = run.world.rows(train.batch)
         hidden = (memory.rows(f"hidden.{n}", rows.start, rows.stop) for n in range(len(memory)))
         # copies: what safetensors reads lies in the mapped file, aligned otherwise, and sums may then round otherwise
-        run.state = State(tuple(h.to(run.world.device, copy=True) for h in hidden), meta["seen"])
+        run.state = State(tuple(h.to(run.world.device, copy=True) for h in hidden), seen)
+
+
+def _check_memory(memory: Part, layers: int, wanted: list[int]) -> None:
+    """wanted: [batch, dim] of every layer's hidden states [batch, tokens, dim]."""
+    names = {f"hidden.{n}" for n in range(layers)}
+    if odd := sorted(names ^ set(memory)):
+        raise ValueError(f"the memory has {len(memory)} tensors, expected hidden.0 … {layers - 1} (see {odd[0]})")
+    for name in memory:
+        shape = list(memory.shape(name))
+        if len(shape) != 3 or [shape[0], shape[2]] != wanted:
+            raise ValueError(f"the memory {name} has shape {shape}; expected [{wanted[0]}, tokens, {wanted[1]}]")
 
 
 def load_model(run: Run, part: Part, path: Path) -> None:
@@ -83,6 +110,11 @@ def load_optimizer(run: Run, part: Part, meta: dict) -> None:
     settings = [{k: v for k, v in group.items() if k != "params"} for group in run.optimizer.param_groups]
     # a tensor of the state is named by its parameter, and sharded like it
     like = {name: run.named[parameter] for name in part if (parameter := name.rpartition("/")[0]) in run.named}
+    for name, parameter in like.items():
+        if part.shape(name) not in (parameter.shape, ()):  # a count of steps is a number
+            raise ValueError(
+                f"the saved optimiser has {name} in shape {list(part.shape(name))}; expected {list(parameter.shape)}"
+            )
     moments = {name: read_like(part, name, like[name], run.world) if name in like else part[name] for name in part}
     unpack_optimizer(run.optimizer, run.named.items(), moments, meta)
     for group, now in zip(run.optimizer.param_groups, settings, strict=True):
@@ -96,6 +128,7 @@ def _describe(run: Run) -> dict:
         "model": as_dict(run.config.model),
         "vocab": run.data.vocab.to_json(),
         "unit": run.data.unit,
+        "data": _digests(run),
         "progress": run.progress.state(),
         "guard": run.guard.state(),
         "diagnosis": run.diagnosis.state(),
@@ -120,6 +153,27 @@ def _check_fits(run: Run, meta: dict, path: Path) -> None:
         raise ValueError(
             f"{path} was made with another vocabulary than {run.config.data.source} has now; give it the same text, or "
             "begin another run with another --out"
+        )
+    _check_data(run, meta.get("data"), path)
+
+
+def _digests(run: Run) -> dict[str, str]:
+    """What the data is, by split: digests of its ids."""
+    return {name: split.sha256 for name, split in run.data.splits.items()}
+
+
+def _check_data(run: Run, then: object, path: Path) -> None:
+    """A text may change and keep its name, size and vocabulary."""
+    source, now = run.config.data.source, _digests(run)
+    if not isinstance(then, dict):
+        raise ValueError(
+            f"{path} does not say which text it was trained on: an older spanformer saved it; begin another run with "
+            "another --out"
+        )
+    if changed := [name for name, digest in now.items() if then.get(name) != digest]:
+        raise ValueError(
+            f"{path} was made with another text than {source} has now ({', '.join(changed)} changed); give it the same "
+            "text, or begin another run with another --out"
         )
 
 

@@ -31,6 +31,7 @@ from spanformer.train.optim import clip_global, model_optimizer, set_lr
 from spanformer.train.place import BOARD, EVENTS, UNLOCKED, claim_folder, put_aside
 from spanformer.train.progress import Progress, schedule_factor
 from spanformer.train.resume import restore, save
+from spanformer.train.room import check_room
 from spanformer.train.start import start_event
 from spanformer.train.step import backward
 from spanformer.train.world import World, join_world, wrap
@@ -92,6 +93,7 @@ class Run:
                 "least that"
             )
         self.config, self.data, self.world, self.out, self.watch = config, data, world, out, watch
+        check_room(config, world)
         torch.manual_seed(t.seed)
         self.model = MODELS[config.model.kind](config.model).to(world.device)
         self.model.checkpointing = t.checkpointing

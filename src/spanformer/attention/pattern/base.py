@@ -9,6 +9,7 @@ Shapes: i and j are integer tensors that broadcast; R stretches of queries.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from spanformer.ops.rule import UNLIMITED
 Areas = list[tuple[Tensor, Tensor, Tensor]]
 """(which stretch of queries [N], first key [N], key after the last [N]), as often as needed"""
 MOST = 1 << 31  # of any number: the product of two is then still one that tensors hold
+MOST_BANDS = 4096
 Bands = list[tuple[int, int, int]]
 """(stride, least, limit): the distances d ≥ least that are multiples of the stride and below the limit"""
 
@@ -152,8 +154,10 @@ class Both(Pattern):
     def bands(self, causal):
         from spanformer.attention.pattern.rule import intersect
 
-        found = [part.bands(causal) for part in self.parts]
-        return None if None in found else intersect([bands for bands in found if bands is not None])
+        found = [bands for part in self.parts if (bands := part.bands(causal)) is not None]
+        # Of many unions there are too many intersections to list; blocks serve them.
+        listed = len(found) == len(self.parts) and math.prod(map(len, found)) <= MOST_BANDS
+        return intersect(found) if listed else None
 
     def lookback(self):
         return min(part.lookback() for part in self.parts)
@@ -173,6 +177,6 @@ def every_row(lo: Tensor) -> Tensor:
     return torch.arange(lo.numel())
 
 
-def at_least(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
-        raise ValueError(f"{name} is {value!r}; expected a whole number from {least} on, to {MOST:,} at most")
+def at_least(name: str, value: int, least: int, most: int = MOST) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(f"{name} is {value!r}; expected a whole number from {least} on, to {most:,} at most")

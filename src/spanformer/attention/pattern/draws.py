@@ -15,6 +15,8 @@ from spanformer.attention.pattern.base import Areas, Pattern, Where, at_least
 from spanformer.ops.dropout import mix
 from spanformer.ops.rule import UNLIMITED
 
+MOST_DRAWN = 1024  # blocks of a row: each is compared with those drawn before it
+
 
 @dataclass(frozen=True)
 class Random(Pattern):
@@ -32,7 +34,7 @@ class Random(Pattern):
     first: int = 0
 
     def __post_init__(self) -> None:
-        at_least("count", self.count, 0)
+        at_least("count", self.count, 0, MOST_DRAWN)
         at_least("size", self.size, 1)
         for name in ("seed", "near", "first"):
             at_least(name, getattr(self, name), 0)
@@ -49,14 +51,13 @@ class Random(Pattern):
             n = -(-where.length // self.size)
             gap = torch.clamp(torch.clamp(r + self.near + 1, max=n) - low, min=0)
             pool = torch.clamp(n - self.first - gap, min=0)
-        drawn: list[Tensor] = []
+        drawn = r.new_full((self.count, *r.shape), -1)
         for k in range(self.count):
             top = pool - self.count + k
             hashed = mix(mix(mix(torch.full_like(r, self.seed & 0xFFFFFFFF)) ^ (r & 0xFFFFFFFF)) ^ k)
             t = hashed % torch.clamp(top + 1, min=1)
-            for other in drawn:
-                t = torch.where(other == t, top, t)
-            drawn.append(torch.where(top >= 0, t, torch.where(pool > k, k, -1)))
+            t = torch.where((drawn[:k] == t).any(0), top, t)  # none of those before can be `top`
+            drawn[k] = torch.where(top >= 0, t, torch.where(pool > k, k, -1))
         columns = [torch.where(t >= 0, t + self.first, -1) for t in drawn]
         columns = [torch.where((c >= low) & (c >= 0), c + gap, c) for c in columns]
         return [torch.where(r >= 0, c, -1) for c in columns]

@@ -161,6 +161,8 @@ class Grid(Pattern):
         area, across, areas = self.high * self.wide, self.width // self.wide, []
         first, last = lo // area, (hi - 1) // area
         up, side = -(-self.above // self.high), -(-self.beside // self.wide)
+        blocks = int(last.max()) + 1 if lo.numel() else 0  # beyond them there is no key
+        up, side = min(up, blocks // across), min(side, across - 1, blocks)
         for step in range(int((last - first).max()) + 1 if lo.numel() else 0):
             row = (first + step <= last).nonzero()[:, 0]
             block = (first + step)[row]

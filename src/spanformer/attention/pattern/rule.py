@@ -19,6 +19,7 @@ from spanformer.ops.blocks import FULL, HIDDEN
 from spanformer.ops.rule import UNLIMITED
 
 AT_ONCE = 1 << 22  # pairs looked at together
+MOST_SIZE = 2048  # whose square is AT_ONCE
 
 
 @functools.lru_cache(maxsize=64)
@@ -72,7 +73,8 @@ def _reach(limits: Sequence[int]) -> list[int] | None:
 def intersect(bands: Sequence[Bands]) -> Bands:
     """The distances that are in a band of each."""
     return [
-        (math.lcm(*(s for s, _, _ in some)), max(a for _, a, _ in some), min(b for _, _, b in some))
+        # beyond UNLIMITED a stride leaves distance 0 alone, and tensors may not hold it
+        (min(math.lcm(*(s for s, _, _ in some)), UNLIMITED), max(a for _, a, _ in some), min(b for _, _, b in some))
         for some in itertools.product(*bands)
     ]
 
@@ -107,8 +109,9 @@ def build_blocks(
     pattern: Pattern, length: int, size: int, start: int, causal: bool, queries: int | None = None
 ) -> BlockIndex:
     """Only blocks in which the pattern may see something are looked at, and only the rows of the last `queries`."""
-    if size < 1 or length < 0:
-        raise ValueError(f"size is {size} and length {length}; expected at least 1 position per block, and 0 or more")
+    check_size(size)
+    if length < 0:
+        raise ValueError(f"length is {length}; expected 0 or more")
     where = Where(causal, start, start + length, start + length)
     side = max(1, -(-length // size))
     above = 0 if queries is None else max(0, length - queries) // size
@@ -128,6 +131,12 @@ def build_blocks(
     seen = ids != HIDDEN
     stacked = torch.stack(masks) if masks else torch.zeros(0, size, size, dtype=torch.bool)
     return BlockIndex.from_blocks(size, side, cell[seen] // side, cell[seen] % side, ids[seen], stacked)
+
+
+def check_size(size: int) -> None:
+    """Positions in a block: its mask has size² of them."""
+    if not 1 <= size <= MOST_SIZE:
+        raise ValueError(f"size is {size}; expected 1 … {MOST_SIZE:,} positions in a block")
 
 
 def _cells(row: Tensor, first: Tensor, end: Tensor, lo: Tensor, size: int, side: int, where: Where) -> Tensor:

@@ -7,13 +7,20 @@ from collections.abc import Mapping
 
 from spanformer.attention.pattern.base import Pattern
 
+LONGEST = 10_000  # characters
+
 
 def read(text: str, kinds: Mapping[str, type[Pattern]]) -> Pattern:
+    if len(text) > LONGEST:
+        raise ValueError(f"a pattern has {len(text):,} characters; expected at most {LONGEST:,}")
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ValueError(f"{text!r} is no pattern; expected one such as 'Window(256) | Global([0])'") from None
-    return _pattern(tree, kinds, text)
+    try:
+        return _pattern(tree, kinds, text)
+    except RecursionError:
+        raise ValueError(f"the pattern {text[:40]!r}… has too many parts; put fewer together by | and &") from None
 
 
 def _pattern(node: ast.expr, kinds: Mapping[str, type[Pattern]], text: str) -> Pattern:

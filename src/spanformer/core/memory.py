@@ -1,0 +1,49 @@
+"""How much memory this machine has for a process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def machine_bytes() -> int:
+    """Bytes that a process here can hold at most: memory and swap, or less if a container or a limit allows less."""
+    known = [_physical(), *_cgroup_limits(), _process_limit()]
+    return min(n for n in known if n)
+
+
+def shown_bytes(count: float) -> str:
+    """'3.2 GB'"""
+    units = ["bytes", "kB", "MB", "GB", "TB", "PB"]
+    while count >= 1000 and len(units) > 1:
+        count /= 1000
+        del units[0]
+    return f"{count:.0f} bytes" if units[0] == "bytes" else f"{count:,.1f} {units[0]}"
+
+
+def _physical() -> int:
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        return sum(int(lines[key].split()[0]) * 1024 for key in ("MemTotal", "SwapTotal"))
+    except (OSError, KeyError, ValueError):  # not Linux
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cgroup_limits() -> list[int]:
+    found = []
+    for name in CGROUPS:
+        try:
+            text = Path(name).read_text().strip()
+        except OSError:
+            continue
+        found += [int(text)] if text.isdecimal() else []  # "max" is no limit
+    return found
+
+
+def _process_limit() -> int:
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return 0 if soft == resource.RLIM_INFINITY else soft

@@ -1,0 +1,123 @@
+"""Configurations, tokenizers and models in Hugging Face's format: the one place that asks transformers for them.
+
+A folder from elsewhere is not to be trusted. Code in it (`auto_map`) is never run: `trust_remote_code=False`, without
+which transformers asks on standard input. A configuration that describes far more than its files hold is refused before
+memory is taken for it. Whatever transformers cannot read ends in one sentence.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+from spanformer.core.memory import machine_bytes
+from spanformer.model.meta import TooLarge, build_on_meta
+
+PER_BYTE = 16  # parameters that a byte of a file may hold: 8 of one bit, and a tied one counts twice
+SPARE = 1 << 20  # parameters that no file holds, as a new output layer
+SPARE_TENSORS = 1000
+LEAST_ENTRY = 8  # bytes that a tensor or a value takes at least in the header of a GGUF file
+WEIGHTS = ("*.safetensors", "*.bin")
+
+
+def load_config(where: str | Path) -> PreTrainedConfig:
+    return _load(AutoConfig, where, "configuration", {})
+
+
+def load_tokenizer(where: str | Path, *, gguf: str = "") -> Any:
+    """gguf: the name of a file in the folder that holds it."""
+    return _load(AutoTokenizer, where, "tokenizer", {"gguf_file": gguf} if gguf else {})
+
+
+def load_causal_lm(
+    where: str | Path, *, dtype: torch.dtype | str = "auto", gguf: str = "", config: PreTrainedConfig | None = None
+) -> PreTrainedModel:
+    """gguf: the name of a file in the folder that holds the model. config: instead of the folder's own."""
+    options = {"gguf_file": gguf} if gguf else {}
+    chosen: PreTrainedConfig = _load(AutoConfig, where, "configuration", options) if config is None else config
+    _check_size(chosen, where, gguf)
+    return _load(AutoModelForCausalLM, where, "causal language model", options | {"config": chosen, "dtype": dtype})
+
+
+def make_causal_lm(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """With random weights. A configuration may name code, too."""
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+
+
+def _load(kind: Any, where: str | Path, what: str, options: dict[str, Any]) -> Any:
+    if "gguf_file" in options:
+        _check_gguf(Path(where) / options["gguf_file"])
+    try:
+        return kind.from_pretrained(where, trust_remote_code=False, **options)
+    except ImportError:
+        raise  # which says what to install
+    except Exception as error:  # transformers, tokenizers, torch and gguf raise whatever a damaged file leads them to
+        raise ValueError(f"{where} could not be loaded as a {what}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    said = str(error).strip()
+    if "trust_remote_code" in said:
+        return "it comes with code of its own, which is never run; give a model that transformers itself knows"
+    if isinstance(error, pickle.UnpicklingError):
+        return "its weights are a pickle of more than tensors, which is never run; convert them to safetensors"
+    first, _, rest = said.partition("\n")
+    return f"{first} {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else first or type(error).__name__
+
+
+def _check_size(config: PreTrainedConfig, where: str | Path, gguf: str) -> None:
+    """Refuse a configuration of more parameters than the files or the memory can hold."""
+    folder, numbers, tensors = Path(where), machine_bytes(), None  # a parameter takes a byte at least
+    held = "this machine's memory"
+    try:
+        if folder.is_dir():
+            files = [folder / gguf] if gguf else [file for pattern in WEIGHTS for file in folder.glob(pattern)]
+            stored, tensors = sum(file.stat().st_size for file in files), _count_tensors(files)
+            numbers, held = min(numbers, PER_BYTE * stored + SPARE), f"the {stored:,} bytes of its weights"
+        build_on_meta(lambda: make_causal_lm(config), numbers=numbers, tensors=tensors)
+    except TooLarge:
+        raise ValueError(
+            f"{where} could not be loaded as a causal language model: its configuration describes more parameters than "
+            f"{held} can hold; one of the two is damaged"
+        ) from None
+    except Exception as error:
+        reason = _reason(error)
+        raise ValueError(f"{where} could not be loaded as a causal language model: {reason}") from error
+
+
+def _count_tensors(files: list[Path]) -> int | None:
+    """How many parameters these files can be the tensors of; None if they do not say."""
+    count = 0
+    for file in files:
+        if file.suffix == ".gguf":
+            count += _check_gguf(file)
+        elif file.suffix == ".safetensors":
+            with safe_open(file, "pt") as opened:
+                count += len(opened.keys())
+        else:
+            return None
+    return 2 * count + SPARE_TENSORS
+
+
+def _check_gguf(file: Path) -> int:
+    """The number of tensors. A header that counts more than the file's bytes can hold is refused: a reader would count
+    on."""
+    try:
+        with open(file, "rb") as stream:
+            magic, _version, tensors, values = struct.unpack("<4sIQQ", stream.read(24))
+        size = file.stat().st_size
+    except (OSError, struct.error) as error:
+        raise ValueError(f"{file} is no GGUF file ({error}); give another one") from None
+    if magic != b"GGUF":
+        raise ValueError(f"{file} is no GGUF file; give another one")
+    if (tensors + values) * LEAST_ENTRY > size:
+        raise ValueError(
+            f"{file} counts {tensors:,} tensors and {values:,} values in {size:,} bytes; the file is damaged"
+        )
+    return tensors
