@@ -31,7 +31,7 @@ DOORS: dict[str, set[str]] = {
     "infer": {"model", "memory", "ops"},
     "hf": {"model", "infer", "ops", "attention", "memory"},
     "report": {"cost"},
-    "bench": {"ops", "attention", "cost", "report"},
+    "bench": {"ops", "attention", "position", "memory", "model", "data", "cost", "train", "infer", "hf", "report"},
     "rl": {"model", "train"},
 }
 for _room in DOORS.keys() - {"core"}:

@@ -21,7 +21,7 @@ TINY = {
 def test_end_to_end(tmp_path):
     titles = []
     config = AttentionBench(profiles=("A", "S"), parts=("cost", "decode", "overhead"), out=tmp_path, **TINY)
-    bench_attention(config, on_step=lambda title, done, total: titles.append((title, done, total)))
+    bench_attention(config, on_progress=lambda title, done, total: titles.append((title, done, total)))
     assert titles[-1][0] == "done" and titles[-1][1] == titles[-1][2]
     saved = json.loads((tmp_path / "attention.json").read_text())
     assert saved["machine"]["cpu"] and saved["machine"]["threads"] == 1 and saved["sgemm_gflops"] > 0

@@ -25,7 +25,7 @@ def test_the_original_equals_our_rule_with_its_conventions(profile):
 def test_importing_from_a_folder_leaves_no_trace(tmp_path):
     (tmp_path / "models.py").write_text("from helper_of_models import VALUE\n")
     (tmp_path / "helper_of_models.py").write_text("VALUE = 7\n")
-    assert peers._import_from(tmp_path, "models").VALUE == 7
+    assert peers.import_from(tmp_path, "models").VALUE == 7
     assert not {"models", "helper_of_models"} & set(sys.modules)
     assert str(tmp_path) not in sys.path
 

@@ -2,8 +2,10 @@
 
 import time
 
+import pytest
+
 from spanformer.bench import timing
-from spanformer.bench.timing import Patience, round_robin
+from spanformer.bench.timing import round_robin
 
 
 def test_functions_take_turns():
@@ -15,7 +17,7 @@ def test_functions_take_turns():
 
 
 def test_seconds_per_call_are_right():
-    got = round_robin({"nap": lambda: time.sleep(0.01)}, repeats=3, shortest=0.03)
+    got = round_robin({"nap": lambda: time.sleep(0.01)}, repeats=3, shortest=0.03, wait=False)
     assert 0.009 < got["nap"].median < 0.1
 
 
@@ -24,14 +26,25 @@ def test_the_budget_leaves_two_rounds():
     assert len(got["nap"].samples) == 2
 
 
-def test_a_disturbed_sample_is_measured_again_until_patience_ends(monkeypatch):
+def test_waiting_for_a_quiet_machine_is_reported_and_belongs_to_the_budget(monkeypatch):
     others = iter(range(0, 10_000, 10))  # each look finds ten more seconds used by other processes
     monkeypatch.setattr(timing, "_others_seconds", lambda: next(others))
-    waited = []
+    waited, told = [], []
     monkeypatch.setattr(timing.time, "sleep", waited.append)
-    got = round_robin({"f": lambda: None}, repeats=2, shortest=0.001, patience=Patience(2.0))
+    got = round_robin(
+        {"f": lambda: None}, repeats=2, shortest=0.001, budget=6.0, on_round=lambda *row: told.append(row)
+    )
     assert got["f"].disturbed == 2
     assert waited and sum(waited) <= 2.0
+    assert told[0] == ("", 0.0) and told[-1] == ("", 1.0)
+    assert told.count((timing.WAITING, 0.0)) == len(waited) and ("", 0.5) in told
+
+
+def test_without_a_budget_nothing_is_waited_for(monkeypatch):
+    others = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(timing, "_others_seconds", lambda: next(others))
+    monkeypatch.setattr(timing.time, "sleep", lambda _seconds: pytest.fail("it waited"))
+    assert len(round_robin({"f": lambda: None}, repeats=9, shortest=0.0, budget=0.0)["f"].samples) == 2
 
 
 def test_a_quiet_sample_is_kept_at_once(monkeypatch):

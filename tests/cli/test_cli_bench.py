@@ -29,7 +29,8 @@ def test_every_option_is_explained(capsys):
         "one head all, the rest 64",
         "--original",
         "clone of",
-        "--patience",
+        "--budget",
+        "A third of",
         "WRONG",
     ):
         assert expected in out

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from spanformer.cli import screen as screens
+from spanformer.cli import progress as shown_on
+from spanformer.cli.progress import Progress
 from spanformer.cli.screen import Screen
 from spanformer.train.config import RunConfig, TrainConfig
 
@@ -37,28 +39,45 @@ class Shown:
         self.file = io.StringIO()
         width = 200 if terminal else 80
         console = Console(file=self.file, force_terminal=terminal, width=width, highlight=False, color_system=None)
-        monkeypatch.setattr(screens, "Console", lambda **_options: console)
+        monkeypatch.setattr(shown_on, "Console", lambda **_options: console)
+        self.now = 0.0
+        monkeypatch.setattr("spanformer.cli.screen.Progress", partial(Progress, clock=lambda: self.now))
         self.screen = Screen(RunConfig(train=TrainConfig(steps=200, minutes=minutes)))
 
-    def show(self, *rows: dict) -> str:
+    def show(self, *rows: dict, seconds: float = 0.0) -> str:
+        """What is shown by these rows, and in so many seconds after them."""
         with self.screen as screen:
             for row in rows:
                 screen.show(row)
+            self.now += seconds
+            screen.progress.tick()
         return self.file.getvalue()
 
 
 def test_without_a_terminal_there_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = Shown(monkeypatch, terminal=False).show(START, STEP, STEP | {"step": 60})
+    said = Shown(monkeypatch, terminal=False).show(START, STEP, seconds=8.0)
     assert said.splitlines() == [
         "enwik8: 4.90 M parameters, 12 layers of 8 heads, spans up to 8,192; enwik8, 90,000,000 characters to train "
         "on; cpu, 2 threads",
-        f"{LINE} · 30 s, 90 s left",  # a quarter is done; the next row comes too soon after it
+        f"{LINE} · 25 % · 38 s, about 82 s left",
     ]
 
 
+def test_steps_between_two_rows_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = {"event": "steps", "step": 53, "seconds": 33.0}
+    said = Shown(monkeypatch, terminal=False).show(START, STEP, steps, seconds=8.0)
+    assert said.endswith(LINE.replace("50", "53", 1) + " · 26 % · 41 s, about 84 s left\n")
+
+
 def test_time_left_follows_what_ends_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = Shown(monkeypatch, terminal=False, minutes=1.0).show(START, STEP)
-    assert said.endswith("30 s, 30 s left\n")
+    said = Shown(monkeypatch, terminal=False, minutes=1.0).show(START, STEP, seconds=8.0)
+    assert said.endswith("50 % · 38 s, about 22 s left\n")
+
+
+def test_evaluation_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"event": "progress", "title": "evaluating", "done": done, "total": 4096} for done in (0, 1024)]
+    said = Shown(monkeypatch, terminal=False).show(START, STEP, *rows, seconds=8.0)
+    assert said.endswith("evaluating · 25 % · 8 s\n")
 
 
 def test_on_a_terminal_there_is_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,14 +92,14 @@ def test_numbers_that_are_not_there(monkeypatch: pytest.MonkeyPatch, nothing: fl
         STEP | {"bits": nothing, "tokens_per_second": nothing, "spans": []},
         {"event": "eval", "step": 50, "bits": nothing, "split": "valid"},
     ]
-    said = Shown(monkeypatch, terminal=terminal).show(START, *rows)
+    said = Shown(monkeypatch, terminal=terminal).show(START, *rows, seconds=8.0)
     assert "step 50 · ? bits per character · ? tokens/s" in said and "span 0" not in said
     assert "step 50: ? bits per character on valid" in said
 
 
 def test_every_other_event(monkeypatch: pytest.MonkeyPatch) -> None:
     said = Shown(monkeypatch, terminal=False).show(
-        {"event": "prepare", "title": "encoding [train]", "done": 1.0, "total": 2.0},
+        {"event": "progress", "title": "encoding [train]", "done": 1.0, "total": 2.0},
         {"event": "resume", "step": 1200, "path": "out/[x]/checkpoints/step-00001200", "unit": "word", "seconds": 60.0},
         {"event": "eval", "step": 1200, "bits": 1.5, "split": "valid"},
         {"event": "note", "step": 1200, "text": "spans [bold]stand[/bold] still"},
@@ -102,17 +121,19 @@ def test_every_other_event(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_bar_of_a_continued_run_begins_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = Shown(monkeypatch, terminal=True)
     shown.show(
-        {"event": "prepare", "title": "encoding train", "done": 10.0, "total": 2000.0},
+        {"event": "progress", "title": "encoding train", "done": 10.0, "total": 2000.0},
         {"event": "resume", "step": 150, "path": "out", "unit": "byte", "seconds": 60.0},
+        {"event": "steps", "step": 150, "seconds": 60.0},
     )
-    (task,) = shown.screen.progress.tasks
-    assert (task.completed, task.total) == (0.75, 1.0) and not task._progress  # no pace is known yet
+    (task,) = shown.screen.progress.bar.tasks
+    assert (task.completed, task.total) == (0.75, 1.0)
+    assert shown.screen.progress.stage.left(shown.now) == pytest.approx(20.0)
 
 
 def test_only_the_first_process_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     shown = Shown(monkeypatch, terminal=True)
-    assert not shown.screen.first and shown.screen.progress.disable
+    assert not shown.screen.first and shown.screen.progress.bar.disable
 
 
 def test_the_command_shows_a_run(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:

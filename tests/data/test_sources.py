@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from spanformer.core.progress import silent
 from spanformer.data import DataConfig, corpora, pieces, prepare
 from spanformer.data.corpora import NAMED, Named
 from spanformer.data.pieces import Piece, limited, texts, whole
-from spanformer.data.progress import silent
 from spanformer.data.sources import find
 
 WORDS = "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. 東京 😀\n"

@@ -15,19 +15,17 @@ from spanformer.bench.contenders import YARDSTICK, Contender, reason_not, runner
 from spanformer.bench.oracle import Truth, check, find_truth
 from spanformer.bench.plan import Step, steps
 from spanformer.bench.results import Results, Row, describe_machine
-from spanformer.bench.timing import SGEMM, Patience, Timing, round_robin, sgemm, sgemm_rate
+from spanformer.bench.timing import SGEMM, OnRound, Timing, round_robin, sgemm, sgemm_rate
 from spanformer.bench.work import Inputs, Work, make_inputs
-from spanformer.cost import attention as cost
 from spanformer.core.malloc import keep_freed_memory
+from spanformer.core.progress import OnProgress, silent
+from spanformer.cost import attention as cost
 
 RESULT_FILE = "attention.json"
 
-OnStep = Callable[[str, float, float], None]
-"""called with what comes next, and how much of the forecast is done, of how much"""
-
 
 def bench_attention(
-    config: AttentionBench, *, on_step: OnStep | None = None, extra: Sequence[Contender] = ()
+    config: AttentionBench, *, on_progress: OnProgress = silent, extra: Sequence[Contender] = ()
 ) -> Results:
     """Run the benchmark and write `config.out`/attention.json, anew after every step: what was measured is kept.
 
@@ -42,29 +40,30 @@ def bench_attention(
     taking_part = [*field.choose(config.contenders, config.original, leave_out=leave_out), *extra]
     kept = config.keep_memory and keep_freed_memory(True)
     results = Results(describe_machine(config.threads, kept), _plain(config))
-    patience = Patience(min(config.patience, 3.0) if config.quick else config.patience)
     forecasts = [step.seconds(config.rounds) for step in plan]
     threads = torch.get_num_threads()
     torch.set_num_threads(config.threads)
     try:
-        for step, done in zip(plan, itertools.accumulate(forecasts, initial=0.0), strict=False):
-            if on_step:
-                on_step(step.title, done, sum(forecasts))
+        begins = [0.0, *itertools.accumulate(forecasts[:-1])]
+        for step, forecast, done in zip(plan, forecasts, begins, strict=True):
+            on_progress(step.title, done, sum(forecasts))
             here = [c for c in taking_part if c.name not in step.without and step.work.kind in c.kinds]
-            results.rows += (
-                time_step(step, here, config, patience) if step.in_process else memory_step(step, here, config)
-            )
+
+            def on_round(waiting: str, share: float, title=step.title, done=done, forecast=forecast) -> None:
+                on_progress(f"{title}, {waiting}" if waiting else title, done + share * forecast, sum(forecasts))
+
+            measure = time_step if step.in_process else memory_step
+            results.rows += measure(step, here, config, on_round)
             results.save(config.out / RESULT_FILE)
     finally:
         torch.set_num_threads(threads)
         if kept:
             keep_freed_memory(False)
-    if on_step:
-        on_step("done", sum(forecasts), sum(forecasts))
+    on_progress("done", sum(forecasts), sum(forecasts))
     return results
 
 
-def time_step(step: Step, taking_part: Sequence[Contender], config: AttentionBench, patience: Patience) -> list[Row]:
+def time_step(step: Step, taking_part: Sequence[Contender], config: AttentionBench, on_round: OnRound) -> list[Row]:
     """Check every contender, then time the right ones round-robin with sgemm."""
     work = step.work
     sets = [make_inputs(work, seed) for seed in range(config.caches if work.mode == "decode" else 1)]
@@ -96,16 +95,17 @@ def time_step(step: Step, taking_part: Sequence[Contender], config: AttentionBen
             warm_up=0 if config.quick else 1,  # the check ran each of them once
             shortest=config.shortest,
             budget=config.longest,
-            patience=patience,
+            on_round=on_round,
         )
         _fill(rows, timings, work)
     return rows
 
 
-def memory_step(step: Step, taking_part: Sequence[Contender], config: AttentionBench) -> list[Row]:
+def memory_step(step: Step, taking_part: Sequence[Contender], config: AttentionBench, on_round: OnRound) -> list[Row]:
     """Measure each contender's peak in a process of its own, and check it there."""
     rows = []
-    for contender in taking_part:
+    for number, contender in enumerate(taking_part):
+        on_round("", number / len(taking_part))
         row = _row(step, contender)
         rows.append(row)
         reason = reason_not(contender, step.work)

@@ -64,9 +64,8 @@ class AttentionBench:
     repeats: int = 5
     """Rounds; the median counts."""
     budget: float = 30.0
-    """Seconds after which no new round begins for one cell of a table, once two are done."""
-    patience: float = 300.0
-    """Seconds the whole run may spend on waiting and measuring again when other processes disturb it."""
+    """Seconds for one cell of a table: after them no new round begins, once two are done. A third of them may go into
+    waiting and measuring again when other processes disturb it."""
     keep_memory: bool = True
     """Have the C library keep freed memory while timing, for every contender alike, as jemalloc or tcmalloc would."""
     quick: bool = False
@@ -80,9 +79,8 @@ class AttentionBench:
         for name in ("batch", "heads", "dim", "caches", "threads", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
-        for name in ("budget", "patience"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected seconds, 0 or more")
+        if self.budget < 0:
+            raise ValueError(f"budget is {self.budget}; expected seconds, 0 or more")
         if any(length < 2 for length in self.lengths):
             raise ValueError(f"lengths holds {min(self.lengths)}; expected at least 2 tokens")
         for profile in self.profiles:

@@ -132,7 +132,7 @@ def original(path: Path | None) -> Contender:
     def build(inputs: Inputs) -> Callable[[], Tensor]:
         assert path is not None
         work = inputs.work
-        attention = _import_from(path, "models").SeqAttention(
+        attention = import_from(path, "models").SeqAttention(
             hidden_size=work.dim,
             nb_heads=work.heads,
             attn_span=work.length,
@@ -163,7 +163,7 @@ def original(path: Path | None) -> Contender:
     return Contender("original", "original adaptive-span", cannot, build, dense=8.0, floor=1e-4)
 
 
-def _import_from(path: Path, name: str):
+def import_from(path: Path, name: str):
     """Import a module and what it imports from a folder, leaving sys.path and the names it took as they were."""
     before = set(sys.modules)
     sys.path.insert(0, str(path))

@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: one JSON file with the machine, the settings and one row per measurement."""
+"""What a benchmark leaves behind: one JSON file with the machine, the settings and what was measured."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import platform
 import subprocess
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from spanformer.core.files import write_text
 
 KIND = "spanformer attention benchmark"
 FORMAT = 1
@@ -74,11 +77,36 @@ class Results:
         }
 
     def save(self, path: Path) -> None:
-        """Written beside and moved into place, so that a reader never meets half a file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_suffix(".part")
-        beside.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-        os.replace(beside, path)
+        write_text(path, json.dumps(self.to_json(), indent=1) + "\n")
+
+
+class PartsFile:
+    """The result file of a benchmark of several parts: each with its machine, its options and what was found.
+
+    A part that is measured again replaces the old one; parts that are not measured stay. Written after every part.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path, self.kind, self.parts = path, f"spanformer benchmark {name}", {}
+        if path.exists():
+            try:
+                held = json.loads(path.read_text(encoding="utf-8"))
+                kind, self.parts = held.get("kind"), held.get("parts")
+            except (ValueError, AttributeError):
+                kind = None
+            if kind != self.kind or not isinstance(self.parts, dict):
+                raise ValueError(f"out is {path}, which holds no {self.kind}; choose another file with --out")
+        path.parent.mkdir(parents=True, exist_ok=True)  # now rather than after measuring, should it be refused
+
+    def found(self, part: str) -> Any:
+        """What was found before, or None."""
+        return self.parts.get(part, {}).get("found")
+
+    def keep(self, part: str, found: object, options: dict, machine: dict) -> None:
+        """found: anything that JSON can hold."""
+        self.parts[part] = {"machine": machine, "options": options, "found": found}
+        held = {"kind": self.kind, "format": FORMAT, "parts": self.parts}
+        write_text(self.path, json.dumps(held, indent=1, ensure_ascii=False) + "\n")
 
 
 def describe_machine(threads: int, memory_is_kept: bool) -> dict:

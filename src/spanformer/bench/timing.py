@@ -2,7 +2,7 @@
 
 Contenders are timed round-robin, so that a slow minute hurts all of them alike, and a matrix product (sgemm) runs in
 the same rounds: it says how fast this machine was at that moment. A sample during which other processes took CPU time
-is measured again, as long as there is patience left; after that the least disturbed one is kept, and counted.
+is measured again, as long as the budget leaves time for it; after that the least disturbed one is kept, and counted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -19,18 +19,29 @@ SGEMM = "sgemm"
 SGEMM_SIDE = 1024
 
 
+OnRound = Callable[[str, float], None]
+"""takes what is waited for ("" while measuring), and the share of the rounds that is done"""
+WAITING = "waiting for a quiet machine"
+WAITING_SHARE = 1 / 3
+"""of a comparison's budget, what may be spent on waiting for other processes and on measuring again"""
+
+
 @dataclass
 class Patience:
-    """How long a whole run may wait for a quiet machine; shared by all its measurements."""
+    """How long one comparison may still wait for a quiet machine."""
 
     seconds: float
+    on_wait: Callable[[str], None] = lambda _what: None
+    """told what is waited for, and "" when that is over"""
 
     def wait(self, seconds: float) -> bool:
         """Sleep, and say whether there was patience left to do so."""
         if self.seconds < seconds:
             return False
         self.seconds -= seconds
+        self.on_wait(WAITING)
         time.sleep(seconds)
+        self.on_wait("")
         return True
 
 
@@ -52,20 +63,24 @@ class Timing:
 
 
 def round_robin(
-    functions: dict[str, Callable[[], object]],
+    functions: Mapping[str, Callable[[], object]],
     *,
     repeats: int = 5,
     warm_up: int = 1,
     shortest: float = 0.06,
     budget: float = 60.0,
-    patience: Patience | None = None,
+    wait: bool = True,
+    on_round: OnRound = lambda _waiting, _share: None,
 ) -> dict[str, Timing]:
     """Time each function `repeats` times, in turn.
 
     shortest: a sample repeats its function until it lasted this many seconds. budget: after this many seconds no new
-    round begins, once two are done. patience: what may be spent on waiting for other processes.
+    round begins, once two are done; a third of them may go into waiting for other processes and
+    measuring again. wait: False measures nothing again, for functions that leave things otherwise than they found them.
     """
-    patience = patience or Patience(0.0)
+    done = 0
+    patience = Patience(WAITING_SHARE * budget if wait else 0.0, lambda what: on_round(what, done / repeats))
+    on_round("", 0.0)
     for function in functions.values():
         for _ in range(warm_up):
             function()
@@ -78,6 +93,7 @@ def round_robin(
             seconds, quiet = sample(function, shortest, patience)
             timings[name].samples.append(seconds)
             timings[name].disturbed += not quiet
+        on_round("", (done + 1) / repeats)
     return timings
 
 

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spanformer.cli.leaf import Leaf
+from spanformer.cli.progress import Progress
 from spanformer.cli.runfile import read_run
 from spanformer.cli.several import differing, hold_out, train_each
 from spanformer.core.files import write_text
+from spanformer.core.progress import OnProgress
 from spanformer.core.text import printable
 from spanformer.model.config import PositionConfig
 from spanformer.model.fields import as_dict, build
@@ -87,18 +89,22 @@ def run(comparison: Comparison) -> None:
     from spanformer.cli.outcome import reporting
 
     runs = comparison.runs
-    if not comparison.different:
-        check_alike(runs)
+    with Progress(transient=True) as report:
+        report("counting parameters", 0, 0)
+        if not comparison.different:
+            check_alike(runs)
     with hold_out(comparison.out):
         train_each(runs)
-        if comparison.again:
-            _measure(runs)
-        with reporting(comparison.out, "the same command, which trains nothing twice"):
-            for line in write_comparison(runs, comparison.out):
-                print(line)
+        with Progress(transient=True) as report:
+            if comparison.again:
+                _measure(runs, report)
+            with reporting(comparison.out, "the same command, which trains nothing twice"):
+                report("drawing the report", 0, 0)
+                for line in write_comparison(runs, comparison.out):
+                    print(line)
 
 
-def _measure(runs: list[RunConfig]) -> None:
+def _measure(runs: list[RunConfig], report: OnProgress) -> None:
     from spanformer.report.events import read_run as read_events
     from spanformer.train.again import measure_again
 
@@ -107,6 +113,7 @@ def _measure(runs: list[RunConfig]) -> None:
         measured = found.start.machine.get("device", "cpu") == "cpu"
         print(f"measuring {number} of {len(runs)}: {found.name}" + ("" if measured else ", left out: trained on a GPU"))
         if measured:
+            report(f"measuring what a step of {found.name} costs", number - 1, len(runs))
             measure_again(each, found.steps[-1].step)
 
 

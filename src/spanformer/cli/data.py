@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spanformer.cli.leaf import Leaf
 from spanformer.cli.options import parse_options
-from spanformer.cli.waiting import waiting
+from spanformer.cli.progress import Progress
 from spanformer.core.text import printable
 from spanformer.data.config import DataConfig
 
@@ -19,8 +19,8 @@ def run(config: DataConfig) -> None:
     from spanformer.cli.screen import UNITS
     from spanformer.data import prepare
 
-    with waiting() as tell:
-        data = prepare(config, on_progress=tell)
+    with Progress() as report:
+        data = prepare(config, on_progress=report)
     unit = UNITS.get(data.unit, data.unit)
     print(f"{printable(config.source)}: {data.vocab.size:,} different tokens, in {printable(data.folder)}")
     for name, split in data.splits.items():

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from spanformer.cli.leaf import Leaf
-from spanformer.cli.waiting import waiting
+from spanformer.cli.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,11 @@ def run(options: EvalOptions) -> None:
     from spanformer.model.seq2seq import Seq2Seq
     from spanformer.train.evaluate import evaluate, evaluate_as_original
 
-    meta, lm = load_meta(options.checkpoint), load_any(options.checkpoint)
-    config = data_config(options, meta)
-    with waiting() as tell:
-        data = prepare(config, on_progress=tell, vocab=vocabulary(options, meta))
+    with Progress() as report:
+        report(f"loading {options.checkpoint}", 0, 0)
+        meta, lm = load_meta(options.checkpoint), load_any(options.checkpoint)
+        config = data_config(options, meta)
+        data = prepare(config, on_progress=report, vocab=vocabulary(options, meta))
         check_vocabulary(meta, data.vocab.to_json(), lm.config.vocab, data.vocab.size)
         if not isinstance(lm, LM):
             if options.protocol != "every" or options.lanes:
@@ -67,9 +68,9 @@ def run(options: EvalOptions) -> None:
                 )
             trained = replace(run_config(meta, options.checkpoint), data=config)
             if isinstance(lm, Seq2Seq):
-                print(eval_pairs(lm, data, trained, options, tell))
+                print(eval_pairs(lm, data, trained, options, report))
             else:
-                print(eval_encoder(lm, data, trained, options, tell))
+                print(eval_encoder(lm, data, trained, options, report))
             return
         split = data.splits[options.split]
         ids = split.ids[: options.limit] if options.limit else split.ids
@@ -77,7 +78,7 @@ def run(options: EvalOptions) -> None:
             raise ValueError(f"lanes is {options.lanes}; the text has {len(ids):,} tokens, so expected at most that")
         block = min(options.block, len(ids)) or (meta.get("config", {}).get("train", {}).get("block") or 512)
         units = split.units * len(ids) / split.tokens
-        read = functools.partial(tell, f"reading {options.split}")
+        read = functools.partial(report, f"reading {options.split}")
         if options.protocol == "original":
             score = evaluate_as_original(
                 lm, ids, block=block, lanes=options.lanes or 8, dtype=options.dtype, on_progress=read,

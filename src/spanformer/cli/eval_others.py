@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spanformer.core.progress import OnProgress
 from spanformer.core.text import printable
 from spanformer.data import Prepared
-from spanformer.data.progress import OnProgress
 from spanformer.infer import answer
 from spanformer.model.encoder import Encoder
 from spanformer.model.seq2seq import Seq2Seq
@@ -24,7 +25,7 @@ BATCH = 128  # pairs at a time
 SHOWN = 3  # wrong answers
 
 
-def eval_pairs(model: Seq2Seq, data: Prepared, config: RunConfig, options: EvalOptions, tell: OnProgress) -> str:
+def eval_pairs(model: Seq2Seq, data: Prepared, config: RunConfig, options: EvalOptions, report: OnProgress) -> str:
     """Every answer is really written, token by token, and compared with the target."""
     pairs = pairs_of(data, options.split, config)
     asked = min(options.limit or len(pairs), len(pairs))
@@ -37,8 +38,11 @@ def eval_pairs(model: Seq2Seq, data: Prepared, config: RunConfig, options: EvalO
         for (source, target), found in zip(texts, answers, strict=True):
             if found != target.tolist():
                 wrong.append(tuple(data.vocab.decode(ids) for ids in (source, found, target)))
-        tell(f"answering {options.split}", rows.stop, asked)
-    score = evaluate_pairs(model, pairs, limit=asked, batch=BATCH, dtype=options.dtype)
+        report(f"answering {options.split}", rows.stop, asked)
+    score = evaluate_pairs(
+        model, pairs, limit=asked, batch=BATCH, dtype=options.dtype,
+        on_progress=functools.partial(report, f"reading {options.split}"),
+    )  # fmt: skip
     right, how = asked - len(wrong), "the likeliest token each time" if options.beams == 1 else f"{options.beams} beams"
     lines = [
         f"{options.split}: exact match {100 * right / asked:.2f} % ({right:,} of {asked:,} pairs; {how})",
@@ -48,13 +52,13 @@ def eval_pairs(model: Seq2Seq, data: Prepared, config: RunConfig, options: EvalO
     return "\n".join(lines)
 
 
-def eval_encoder(model: Encoder, data: Prepared, config: RunConfig, options: EvalOptions, tell: OnProgress) -> str:
+def eval_encoder(model: Encoder, data: Prepared, config: RunConfig, options: EvalOptions, report: OnProgress) -> str:
     ids = data.splits[options.split].ids
     ids = ids[: options.limit] if options.limit else ids
     t = config.train
     score = evaluate_masked(
         model, ids, share=t.masked, vocab=data.vocab.size, block=options.block or t.block, batch=t.batch,
-        dtype=options.dtype, on_progress=lambda done, total: tell(f"reading {options.split}", done, total),
+        dtype=options.dtype, on_progress=functools.partial(report, f"reading {options.split}"),
     )  # fmt: skip
     assert score.exact is not None
     right = f"{options.split}: {100 * score.exact:.2f} % of {score.tokens:,} masked tokens right"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,7 +10,7 @@ from typing import Literal
 import tyro
 
 from spanformer.cli.leaf import Leaf
-from spanformer.cli.waiting import waiting
+from spanformer.cli.progress import Progress
 from spanformer.core.text import printable
 
 
@@ -43,8 +44,8 @@ def run(options: ExportOptions) -> None:
     if options.texts < 1 or options.context < 0:
         raise ValueError(f"texts is {options.texts}, context {options.context}; expected 1 or more, and 0 or more")
     text = read_text(options.data)
-    with waiting() as tell:
-        tell("loading", 0, 1)
+    with Progress() as report:
+        report(f"loading {options.model}", 0, 0)
         model, tokenizer, fitted = load_fitted(options.model)
         if not fitted:
             raise ValueError(f"{options.model} holds no spans; give a folder that fit-spans wrote")
@@ -57,9 +58,10 @@ def run(options: ExportOptions) -> None:
         kept, full = cache_bytes(model, context)
         shares = {"spans": kept / full, "windows": windows.tokens / (len(windows.wanted) * context)}
         bits = {
-            name: bits_per_byte(each, texts, lambda done, total, name=name: tell(f"measuring: {name}", done, total))
+            name: bits_per_byte(each, texts, functools.partial(report, f"measuring: {name}"))
             for name, each in (("spans", model), ("windows", other))
         }
+        report(f"writing {out}", 0, 0)
         other.to(stored).save_pretrained(out)
         tokenizer.save_pretrained(out)
     local = windows.layer_types.count("sliding_attention")

@@ -11,8 +11,9 @@ from typing import Literal
 import tyro
 
 from spanformer.cli.leaf import Leaf
-from spanformer.cli.waiting import Tell, waiting
+from spanformer.cli.progress import Progress
 from spanformer.core.processor import named_dtype
+from spanformer.core.progress import OnProgress
 from spanformer.core.text import printable
 from spanformer.hf.plan import FitPlan
 from spanformer.train.place import hold_folder
@@ -46,14 +47,15 @@ def fit(options: FitOptions, out: Path) -> None:
     if (out / "events.jsonl").exists():
         raise ValueError(f"{out} already holds a run; choose another folder with --out")
     begun = time.monotonic()
-    with waiting() as tell:
-        tell("loading", 0, 1)
+    with Progress() as report:
+        report(f"loading {options.model}", 0, 0)
         run = FitRun(options.model, options.data, options.valid, options, named_dtype(options.dtype))
         with EventLog(out / "events.jsonl", tensorboard=None) as log:
             log.write("start", start_row(run, options, out))
-            rows = Rows(run, log.write, tell, begun)
+            rows = Rows(run, log.write, report, begun)
             outcome = run.fit(rows.take)
             log.write("stop", {"step": rows.step, "reason": "fitted", "seconds": time.monotonic() - begun})
+        report(f"writing {out}", 0, 0)
         run.save(out, outcome)
     print(outcome.text())
     show_outcome(out)
@@ -82,19 +84,21 @@ def start_row(run, options: FitOptions, out: Path) -> dict:
 class Rows:
     """Turns what fitting tells into rows that a report reads, and moves the bar."""
 
-    def __init__(self, run, write, tell: Tell, begun: float) -> None:
-        self.run, self.write, self.tell, self.begun, self.step = run, write, tell, begun, 0
+    def __init__(self, run, write, report: OnProgress, begun: float) -> None:
+        self.run, self.write, self.report, self.begun, self.step = run, write, report, begun, 0
 
     def take(self, kind: str, row: dict) -> None:
         seconds = time.monotonic() - self.begun
         if kind == "progress":
-            self.tell(row["title"], row["done"], row["total"])
+            self.report(row["title"], row["done"], row["total"])
         elif kind == "step":
             self.step = row["step"]
-            self.tell(f"step {row['step']}: {row['kl']:.4f} nats from the full model", row["step"], self.run.plan.steps)
+            steps = self.run.plan.steps
+            self.report(f"step {row['step']} of {steps}: {row['kl']:.4f} nats from the full model", row["step"], steps)
             self.write("step", self._step(row, seconds))
         elif kind == "lora":
-            self.tell(f"LoRA {row['step']}: {row['kl']:.4f} nats", row["step"], self.run.plan.lora_steps)
+            steps = self.run.plan.lora_steps
+            self.report(f"LoRA {row['step']} of {steps}: {row['kl']:.4f} nats", row["step"], steps)
         elif kind == "bits":
             self.write("eval", {"step": self.step, "split": "valid", "bits": row["bits"], "loss": row["loss"],
                                 "seconds": seconds, "tokens": row["tokens"]})  # fmt: skip

@@ -74,8 +74,8 @@ class GenerateOptions:
 
 
 def run(options: GenerateOptions) -> None:
+    from spanformer.cli.progress import Progress
     from spanformer.cli.reading import TextFile, model_vocabulary, prompt_ids
-    from spanformer.cli.waiting import waiting
     from spanformer.infer import generate_batch
     from spanformer.infer.counts import check_counts
     from spanformer.memory.cache import Cache
@@ -86,7 +86,9 @@ def run(options: GenerateOptions) -> None:
     check_counts(max_tokens=options.max_tokens, beams=options.beams, lookup=options.lookup, chunk=options.chunk)
     sampling, prompts = _sampling(options), _prompts(options)
     file = TextFile(options.file) if options.file else None
-    meta, lm = load_meta(options.checkpoint), load_any(options.checkpoint)
+    with Progress(transient=True) as report:
+        report(f"loading {options.checkpoint}", 0, 0)
+        meta, lm = load_meta(options.checkpoint), load_any(options.checkpoint)
     vocab = model_vocabulary(meta, options.checkpoint)
     if isinstance(lm, Seq2Seq):
         _answers(lm, prompts, vocab, options)
@@ -98,21 +100,23 @@ def run(options: GenerateOptions) -> None:
     else:
         cache = lm.cache(len(prompts), slack=options.lookup, bits=options.cache_bits)
     count = _Count(int(cache.seen.sum()), options.beams, [0] * len(prompts))
-    with waiting(transient=True) as tell:
+    with Progress(transient=True) as report:
 
         def watched(row: int) -> Iterator[np.ndarray]:
             for part in prompt_ids(file, prompts[row], vocab):
                 count.prompts[row] += len(part)
                 if file:
-                    tell(f"reading {file.name}", file.done, file.size)
+                    report(f"reading {file.name}", file.done, file.size)
                 yield part
 
         def on_read(done: int, total: int) -> None:
             count.matter = total
             count.note(cache)
-            tell("reading the prompt", done, total)
+            report("reading the prompt", done, total)
             if done == total and options.save_cache:
                 cache.save(options.save_cache)
+            if done == total:
+                report("writing" if options.beams == 1 else f"searching with {options.beams} beams", 0, 0)
 
         pieces = generate_batch(
             lm, list(map(watched, range(len(prompts)))), vocab=vocab, sampling=sampling, max_tokens=options.max_tokens,
@@ -130,6 +134,7 @@ def run(options: GenerateOptions) -> None:
 
 def _answers(model: Seq2Seq, prompts: list[str], vocab: Vocab, options: GenerateOptions) -> None:
     """The answer to each prompt on a line of its own."""
+    from spanformer.cli.progress import Progress
     from spanformer.infer import answer
 
     default = GenerateOptions(options.checkpoint)
@@ -141,7 +146,10 @@ def _answers(model: Seq2Seq, prompts: list[str], vocab: Vocab, options: Generate
             f"{named} is for language models; an encoder–decoder takes --prompt, --beams and --max-tokens, and answers "
             "with what is likeliest"
         )
-    for ids in answer(model, prompts, vocab=vocab, max_tokens=options.max_tokens, beams=options.beams):
+    with Progress(transient=True) as report:
+        report("answering", 0, 0)
+        answers = answer(model, prompts, vocab=vocab, max_tokens=options.max_tokens, beams=options.beams)
+    for ids in answers:
         _put(vocab.decode(ids) + "\n")
 
 

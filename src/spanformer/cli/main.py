@@ -44,6 +44,23 @@ COMMANDS = {
     "probe": Command("spanformer.cli.probe", "PROBE", "what a model still finds far back in a text"),
     "export-windows": Command("spanformer.cli.export_windows", "EXPORT", "learned spans as windows by layer"),
     "bench attention": Command("spanformer.cli.bench", "ATTENTION", "time attention against everything comparable"),
+    "bench decode": Command(
+        "spanformer.cli.bench", "DECODE", "time decoding, prefill and streaming with per-head caches"
+    ),
+    "bench fit-spans": Command(
+        "spanformer.cli.bench", "FIT_SPANS", "key/value memory against loss of a pretrained model"
+    ),
+    "bench gallery": Command(
+        "spanformer.cli.bench", "GALLERY", "time every mechanism and position; write docs/gallery.md"
+    ),
+    "bench hf": Command("spanformer.cli.bench", "HF", "time a Hugging Face model with spans beside itself"),
+    "bench longformer": Command("spanformer.cli.bench", "LONGFORMER", "time Longformer's pattern beside a dense mask"),
+    "bench patterns": Command("spanformer.cli.bench", "PATTERNS", "time fixed patterns beside a dense mask"),
+    "bench per-token": Command("spanformer.cli.bench", "PER_TOKEN", "time per token as the sequence grows"),
+    "bench positions": Command("spanformer.cli.bench", "POSITIONS", "time position encodings over none"),
+    "bench products": Command("spanformer.cli.bench", "PRODUCTS", "time matrix products, MKL beside oneDNN"),
+    "bench quality": Command("spanformer.cli.bench", "QUALITY", "train the paper's recipe and ours on enwik8"),
+    "bench train-step": Command("spanformer.cli.bench", "TRAIN_STEP", "time a training step beside the paper's code"),
     "report attention": Command("spanformer.cli.report", "ATTENTION", "tables and pictures of an attention benchmark"),
 }
 """Two words are looked up before one: `report attention FILE` and `report RUN` can both be commands."""
@@ -68,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (MemoryError, RuntimeError) as error:
         if not _out_of_memory(error):
             raise
-        _end(f"there is not enough memory ({(str(error) or "MemoryError").splitlines()[0]}); ask for smaller sizes", 2)
+        _end(f"there is not enough memory ({(str(error) or 'MemoryError').splitlines()[0]}); ask for smaller sizes", 2)
     except Incomplete as error:
         _end(str(error), 1)
     except KeyboardInterrupt as stop:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spanformer.cli.leaf import Incomplete
+from spanformer.cli.progress import Progress
 from spanformer.core.text import printable
 from spanformer.report.events import read_run
 from spanformer.report.page import write_report
@@ -27,7 +28,10 @@ def show_outcome(out: Path) -> None:
             print()
             print(spans_table(spans, last.reach.tolist(), run.start.shape.max_span))
         print()
-        print(f"report: {printable(write_report([out], out / 'report'))}")
+        with Progress(transient=True) as report:
+            report("drawing the report", 0, 0)
+            page = write_report([out], out / "report")
+        print(f"report: {printable(page)}")
 
 
 @contextlib.contextmanager

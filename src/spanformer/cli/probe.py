@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import tyro
 
 from spanformer.cli.leaf import Leaf
-from spanformer.cli.waiting import waiting
+from spanformer.cli.progress import Progress
 from spanformer.core.files import write_text
 from spanformer.core.text import printable
 
@@ -57,18 +58,18 @@ def run(options: ProbeOptions) -> None:
         raise ValueError(f"models is {list(options.models)}; expected at least one, and none twice")
     budget = Budget(options.budget, max(options.contexts), options.sinks) if options.budget else None
     found: dict[str, list[Found]] = {}
-    with waiting() as tell:
+    with Progress() as report:
 
         def look(title: str) -> None:
             found[title] = []
             for find in FINDS:
                 found[title] += probe(
                     model, tokenizer, contexts=options.contexts, depths=options.depths, tasks=options.tasks, find=find,
-                    seed=options.seed, on_progress=lambda done, total: tell(title, done, total),
+                    seed=options.seed, on_progress=functools.partial(report, f"{title}: {find}"),
                 )  # fmt: skip
 
         for name in options.models:
-            tell(f"loading {name}", 0, 1)
+            report(f"loading {name}", 0, 0)
             model, tokenizer, fitted = load_fitted(name)
             model.to(computing_dtype(model.dtype))
             look(f"{name}, {'its spans' if fitted else 'full attention'}")

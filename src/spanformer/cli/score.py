@@ -39,17 +39,18 @@ class ScoreOptions:
 
 
 def run(options: ScoreOptions) -> None:
+    from spanformer.cli.progress import Progress
     from spanformer.cli.reading import TextFile, model_vocabulary
-    from spanformer.cli.waiting import waiting
     from spanformer.infer import score
     from spanformer.model.load import load, load_meta
 
     file = TextFile(options.file)
-    meta, lm = load_meta(options.checkpoint), load(options.checkpoint)
-    vocab = model_vocabulary(meta, options.checkpoint)
-    start = time.perf_counter()
     nats, tokens, unknown, rate = 0.0, 0, 0, 0.0
-    with _lines(options.jsonl) as lines, waiting(transient=True) as tell:
+    with Progress(transient=True) as report, _lines(options.jsonl) as lines:
+        report(f"loading {options.checkpoint}", 0, 0)
+        meta, lm = load_meta(options.checkpoint), load(options.checkpoint)
+        vocab = model_vocabulary(meta, options.checkpoint)
+        start = time.perf_counter()
         for scored in score(lm, vocab.stream(file.parts(vocab)), chunk=options.chunk):
             if lines is not None:
                 lines.writelines(_rows(scored, tokens, vocab))
@@ -58,7 +59,7 @@ def run(options: ScoreOptions) -> None:
             unknown += 0 if vocab.unknown is None else int((scored.ids == vocab.unknown).sum())
             rate = tokens / (time.perf_counter() - start)
             title = f"{file.name} · {nats / tokens / math.log(2):.3f} bits per token · {rate:,.0f} tokens/s"
-            tell(title, file.done, file.size)
+            report(title, file.done, file.size)
     if not tokens:
         raise ValueError(f"{file.name} is empty; expected some text")
     bits = nats / math.log(2)

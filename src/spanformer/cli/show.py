@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import tyro
@@ -16,10 +15,6 @@ import tyro
 from spanformer.cli.leaf import Leaf
 from spanformer.core.text import printable
 from spanformer.model.kinds import is_pattern, parse_layer, parts_of
-
-if TYPE_CHECKING:
-    from spanformer.model.encoder import Encoder
-    from spanformer.model.lm import LM
 
 LONGEST = 1024
 MOST_HEADS = 64
@@ -163,6 +158,7 @@ def _of_a_layer(kind: str, length: int, *, causal: bool) -> np.ndarray:
     from spanformer.model.config import AttentionConfig, ModelConfig, PositionConfig
     from spanformer.model.encoder import Encoder
     from spanformer.model.lm import LM
+    from spanformer.model.looking import seen_pairs
 
     heads = sum(count or 0 for count, _ in parts_of(kind)) or (2 if "_heads" in kind else 1)  # whose heads differ
     if heads > MOST_HEADS:
@@ -172,21 +168,7 @@ def _of_a_layer(kind: str, length: int, *, causal: bool) -> np.ndarray:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = ModelConfig(vocab=16, dim=16 * heads, layers=1, heads=heads, attention=attention, position=place)
-        return seen_in(LM(config) if causal else Encoder(replace(config, kind="encoder")), length)
-
-
-def seen_in(lm: LM | Encoder, length: int) -> np.ndarray:
-    """[H, n, n] what the heads of a model's first layer really see: the pairs that get weight, with random weights."""
-    import torch
-
-    from spanformer.model.looking import attention_maps
-
-    with torch.no_grad():  # spans and gates start alike, where training would have told them apart
-        for p in lm.mechanisms()[0].parameters():
-            p.add_(torch.randn_like(p), alpha=0.3)
-    lm.after_step()
-    maps = attention_maps(lm.double(), torch.randint(0, lm.config.vocab, (length,)))
-    return (maps[0] > 0).numpy()
+        return seen_pairs(LM(config) if causal else Encoder(replace(config, kind="encoder")), length).numpy()
 
 
 def _titled(layers: Sequence[np.ndarray], patterns: Sequence[str]) -> dict[str, np.ndarray]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spanformer.cli.leaf import Leaf
+from spanformer.cli.progress import Progress
 from spanformer.cli.runfile import read_run
 from spanformer.cli.several import hold_out, train_each
 from spanformer.core.text import printable
@@ -41,7 +42,10 @@ def run(config: SweepConfig) -> None:
     with hold_out(out):
         train_each(runs)
         with reporting(out, again):
-            print(f"report: {printable(write_report([Path(each.out) for each in runs], out / 'report'))}")
+            with Progress(transient=True) as report:
+                report("drawing the report", 0, 0)
+                page = write_report([Path(each.out) for each in runs], out / "report")
+            print(f"report: {printable(page)}")
 
 
 def one_run(config: SweepConfig, kind: str, limit: int) -> RunConfig:

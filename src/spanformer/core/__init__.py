@@ -1,1 +1,1 @@
-"""What every room needs: atomic files, process memory, the processor. It imports nothing of ours."""
+"""What every room needs: atomic files, process memory, the processor, progress. It imports nothing of ours."""

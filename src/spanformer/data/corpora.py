@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from spanformer.core.paths import check_regular
+from spanformer.core.progress import OnProgress
 from spanformer.data.download import download
 from spanformer.data.pieces import Piece, is_archive, members, open_stream, reading, whole
-from spanformer.data.progress import OnProgress
 
 SPLITS = ("train", "valid", "test")
 MILLION = 1_000_000

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spanformer.core.lock import take_lock
-from spanformer.data.progress import OnProgress, silent
+from spanformer.core.progress import OnProgress, silent
 
 CHUNK = 1 << 18
 TIMEOUT = 30  # seconds without a byte

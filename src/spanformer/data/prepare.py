@@ -23,11 +23,11 @@ from typing import IO, Any
 import numpy as np
 
 from spanformer.core.paths import expand_home
+from spanformer.core.progress import Meter, OnProgress, silent
 from spanformer.data.bpe import BPE, PackageMissing
 from spanformer.data.config import DataConfig
 from spanformer.data.corpora import SPLITS
 from spanformer.data.pieces import Piece, limited, texts
-from spanformer.data.progress import Meter, OnProgress, silent
 from spanformer.data.sources import Corpus, find
 from spanformer.data.vocab import Bytes, Chars, Unit, Vocab, Words, from_json
 

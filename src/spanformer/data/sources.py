@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from spanformer.core.paths import check_regular, expand_home
+from spanformer.core.progress import OnProgress
 from spanformer.data import numbers
 from spanformer.data.config import DataConfig
 from spanformer.data.corpora import NAMED, SPLITS, pieces_of
 from spanformer.data.pieces import Piece, is_archive, reading, whole
-from spanformer.data.progress import OnProgress
 
 SOURCES = ("stdlib", "numbers", *NAMED)
 OWN_SPLITS = {"train": {"train"}, "valid": {"valid", "validation", "val", "dev"}, "test": {"test"}}

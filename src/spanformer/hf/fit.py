@@ -32,7 +32,7 @@ from spanformer.hf.survey import Survey
 from spanformer.hf.text import Windows, chunks, hidden_states, logits_of
 
 Event = Callable[[str, dict], object]
-"""what happened (step, eval, note), and its numbers"""
+"""what happened (progress, step, eval, note), and its numbers"""
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ def learn(
     best = budget.whole(windows)
     layers = list(head_spans(model).values())
     check_layers(layers)
+    on_event("progress", {"title": "trying the survey's windows", "done": 0, "total": config.steps})
     teacher: dict[int, Tensor] = {}  # by number of the text, as they are first read
     reference = [full_states(model, row, trials.start, budget.context) for row in trials.ids]
     lowest = trial(model, best, trials, reference)
@@ -134,6 +135,7 @@ def learn(
         })  # fmt: skip
         late = bool(config.minutes) and time.monotonic() - begun > 60 * config.minutes
         if step % config.check == 0 or step == config.steps or late:
+            on_event("progress", {"title": f"step {step}: trying windows", "done": step, "total": config.steps})
             whole = budget.whole(budget.fit(theta.detach().exp()))
             now = trial(model, whole, trials, reference)
             on_event("eval", {"step": step, "kl": now, "seconds": time.monotonic() - begun, "windows": whole.tolist()})

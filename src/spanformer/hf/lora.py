@@ -38,7 +38,10 @@ def learn_lora(
     if rank < 1 or steps < 1 or not lr > 0:
         raise ValueError(f"lora is {rank}, its steps {steps}, its lr {lr:g}; expected 1 or more, and a positive lr")
     begun = time.monotonic()
-    teacher = [full_states(model, row, texts.start, budget.context) for row in texts.ids[:steps]]
+    teacher = []
+    for number, row in enumerate(texts.ids[:steps]):
+        on_event("progress", {"title": "reading with the full model", "done": number, "total": min(steps, len(texts))})
+        teacher.append(full_states(model, row, texts.start, budget.context))
     set_windows(model, windows)
     adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
     inner = adapted.get_base_model()

@@ -15,13 +15,13 @@ Everything is made here from a seed; the same seed makes the same tasks.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
 
+from spanformer.core.progress import OnCount
 from spanformer.hf.text import beginning, check_logits, hidden_states, logits_of
 
 SUBJECTS = ("The river", "A merchant", "The old clock", "Her brother", "The garden", "A traveller", "The harbour",
@@ -129,7 +129,7 @@ def probe(
     tasks: int = 4,
     find: Find = "key",
     seed: int = 0,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnCount | None = None,
 ) -> list[Found]:
     """Facts at `depths` depths of each context, `tasks` of each, before or after fitting alike."""
     if depths < 2 or tasks < 1 or not contexts:

@@ -16,13 +16,13 @@ Shapes: L layers, H query heads, Hkv key/value heads, G windows tried, T tokens,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from spanformer.core.progress import OnCount
 from spanformer.hf.attention import make_mask
 from spanformer.hf.spans import NAME, HeadSpans, unwrap
 from spanformer.hf.text import Windows, hidden_states, logits_of
@@ -62,7 +62,7 @@ def survey(
     grid: list[int] | None = None,
     drawings: int = 4,
     seed: int = 0,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnCount | None = None,
 ) -> Survey:
     """Survey a model that spans are attached to (their present values play no part), a window of text at a time."""
     grid = grid or default_grid(windows.context - sinks)

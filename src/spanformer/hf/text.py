@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import glob
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from spanformer.core.progress import OnCount
 from spanformer.hf.pretrained import load_causal_lm, load_tokenizer
 
 
@@ -161,9 +162,7 @@ def chunks(length: int, size: int = 256) -> Iterator[slice]:
 
 
 @torch.no_grad()
-def window_bits(
-    model: PreTrainedModel, windows: Windows, on_progress: Callable[[int, int], None] | None = None
-) -> list[float]:
+def window_bits(model: PreTrainedModel, windows: Windows, on_progress: OnCount | None = None) -> list[float]:
     """The bits that the counted targets of each window take, [N]. Divide their sum by the sum of bytes."""
     found = []
     for number, row in enumerate(windows.ids):
@@ -179,7 +178,5 @@ def window_bits(
     return found
 
 
-def bits_per_byte(
-    model: PreTrainedModel, windows: Windows, on_progress: Callable[[int, int], None] | None = None
-) -> float:
+def bits_per_byte(model: PreTrainedModel, windows: Windows, on_progress: OnCount | None = None) -> float:
     return sum(window_bits(model, windows, on_progress)) / float(windows.bytes.sum())

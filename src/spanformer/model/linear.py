@@ -1,5 +1,5 @@
 """The products of a model's layers. On processors with AVX-512 they are oneDNN's: PyTorch takes products of float32
-from MKL, which leaves a tenth to a quarter of such a processor unused (benchmarks/products.py).
+from MKL, which leaves a tenth to a quarter of such a processor unused (`spanformer bench products`).
 
     y = x·Wᵀ + b        relu: y = max(x·Wᵀ + b, 0), in the same pass
 

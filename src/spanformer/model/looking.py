@@ -40,6 +40,16 @@ def attention_maps(lm: LM | Encoder, ids: Tensor) -> list[Tensor]:
     return maps
 
 
+def seen_pairs(lm: LM | Encoder, length: int) -> Tensor:
+    """[H, n, n] bool: which pairs the heads of a model's first layer give weight to, on a text of random tokens. What
+    it learns is moved by random numbers: spans and gates start alike, where training would tell them apart."""
+    with torch.no_grad():
+        for p in lm.mechanisms()[0].parameters():
+            p.add_(torch.randn_like(p), alpha=0.3)
+    lm.after_step()
+    return attention_maps(lm.double(), torch.randint(0, lm.config.vocab, (length,)))[0] > 0
+
+
 class PairMaps(NamedTuple):
     """Those of an encoder–decoder, [layers] each."""
 

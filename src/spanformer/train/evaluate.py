@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spanformer.core.progress import OnCount
 from spanformer.data import Pairs, every_token, mask_tokens
 from spanformer.model.encoder import Encoder
 from spanformer.model.layered import Layered
@@ -54,7 +55,7 @@ def evaluate(
     lanes: int = 1,
     block: int = 256,
     dtype: str = "float32",
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnCount | None = None,
 ) -> Score:
     """Read ids as `lanes` contiguous parts side by side, each with its own memory from its first token on.
 
@@ -82,7 +83,7 @@ def evaluate(
 @torch.no_grad()
 def evaluate_as_original(
     model: LM, ids: np.ndarray, *, block: int, lanes: int = 8, dtype: str = "float32",
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnCount | None = None,
 ) -> Score:  # fmt: skip
     """The protocol of the adaptive-span paper's code: lanes of equal length, whole blocks only, a mean over blocks.
 
@@ -113,7 +114,7 @@ def evaluate_as_original(
 @torch.no_grad()
 def evaluate_pairs(
     model: Seq2Seq, pairs: Pairs, *, limit: int = 0, batch: int = 64, dtype: str = "float32",
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnCount | None = None,
 ) -> Score:  # fmt: skip
     """The first `limit` pairs (0: all), each target read beside its source.
 
@@ -144,7 +145,7 @@ def evaluate_pairs(
 @torch.no_grad()
 def evaluate_masked(
     model: Encoder, ids: np.ndarray, *, share: float, vocab: int, block: int, batch: int = 16, dtype: str = "float32",
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnCount | None = None,
 ) -> Score:  # fmt: skip
     """Stretches of `block` tokens one after the other, in each of which a share is masked, always the same tokens. What
     fills no block is left out. vocab: how many tokens the text has."""

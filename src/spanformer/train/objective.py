@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from spanformer.core.paths import expand_home
+from spanformer.core.progress import OnCount
 from spanformer.data import Lanes, Pairs, PairStream, Prepared, mask_segments, mask_tokens
 from spanformer.model.encoder import Encoder
 from spanformer.model.layered import Layered
@@ -28,7 +29,7 @@ class Objective(Protocol):
 
     def draw(self) -> Drawn: ...
 
-    def evaluate(self, model: Layered) -> Score:
+    def evaluate(self, model: Layered, on_progress: OnCount | None = None) -> Score:
         """On the validation split."""
         ...
 
@@ -55,12 +56,12 @@ class NextToken:
         x, y = torch.from_numpy(batch.x), torch.from_numpy(batch.y)
         return Drawn({"x": x, "targets": y}, t.batch * t.block, reset=batch.reset)
 
-    def evaluate(self, model: Layered) -> Score:
+    def evaluate(self, model: Layered, on_progress: OnCount | None = None) -> Score:
         assert isinstance(model, LM)
         t, ids = self.config.train, self.valid_ids
         lanes = max(1, min(t.batch, len(ids) // (8 * t.block)))
         units = self.valid.units * len(ids) / self.valid.tokens
-        return evaluate(model, ids, units=units, lanes=lanes, block=t.block, dtype=t.dtype)
+        return evaluate(model, ids, units=units, lanes=lanes, block=t.block, dtype=t.dtype, on_progress=on_progress)
 
 
 class Masked:
@@ -86,12 +87,13 @@ class Masked:
             arguments |= vars(whole)
         return Drawn({name: torch.from_numpy(a) for name, a in arguments.items()}, t.batch * t.block)
 
-    def evaluate(self, model: Layered) -> Score:
+    def evaluate(self, model: Layered, on_progress: OnCount | None = None) -> Score:
         assert isinstance(model, Encoder)
         t = self.config.train
         return evaluate_masked(
-            model, self.valid_ids, share=t.masked, vocab=self.vocab, block=t.block, batch=t.batch, dtype=t.dtype
-        )
+            model, self.valid_ids, share=t.masked, vocab=self.vocab, block=t.block, batch=t.batch, dtype=t.dtype,
+            on_progress=on_progress,
+        )  # fmt: skip
 
 
 class Answers:
@@ -110,10 +112,12 @@ class Answers:
         arguments = {name: torch.from_numpy(getattr(batch, field)) for name, field in names.items()}
         return Drawn(arguments, batch.tokens, counted=~torch.from_numpy(batch.padding))
 
-    def evaluate(self, model: Layered) -> Score:
+    def evaluate(self, model: Layered, on_progress: OnCount | None = None) -> Score:
         assert isinstance(model, Seq2Seq)
         t = self.config.train
-        return evaluate_pairs(model, self.pairs["valid"], limit=self.asked, batch=t.batch, dtype=t.dtype)
+        return evaluate_pairs(
+            model, self.pairs["valid"], limit=self.asked, batch=t.batch, dtype=t.dtype, on_progress=on_progress
+        )
 
 
 def _segment(config: RunConfig) -> int:

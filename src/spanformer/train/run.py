@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import resource
 import signal
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 
 from spanformer.core.malloc import keep_freed_memory
+from spanformer.core.progress import OnProgress, silent
 from spanformer.data import Prepared, prepare
 from spanformer.model.config import SPECIAL
 from spanformer.model.lm import LM, State
@@ -54,7 +56,8 @@ class Result:
 
 
 def train(config: RunConfig, *, watch: Watch | None = None) -> Result:
-    """Train what the configuration describes, into config.out; `watch` is told every event (a row of events.jsonl)."""
+    """Train what the configuration describes, into config.out; `watch` is told every event (a row of events.jsonl), and
+    how far the work is (rows of the events "progress" and "steps", which no file holds)."""
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
     out = Path(config.out or "out/run")
@@ -70,14 +73,16 @@ def train(config: RunConfig, *, watch: Watch | None = None) -> Result:
 
 def prepare_once(config: RunConfig, world: World, watch: Watch | None) -> Prepared:
     """The data; the first process prepares it, the others then find it prepared."""
-
-    def tell(title: str, done: float, total: float) -> None:
-        if watch is not None:
-            watch({"event": "prepare", "title": title, "done": done, "total": total})
-
-    data = prepare(config.data, on_progress=tell) if world.first else None
+    data = prepare(config.data, on_progress=reporter(watch)) if world.first else None
     world.wait()
     return data or prepare(config.data)
+
+
+def reporter(watch: Watch | None) -> OnProgress:
+    """What tells a watcher how far a piece of work is."""
+    if watch is None:
+        return silent
+    return lambda title, done, total: watch({"event": "progress", "title": title, "done": done, "total": total})
 
 
 class Run:
@@ -92,7 +97,9 @@ class Run:
                 f"model.vocab is {config.model.vocab}; the data has {data.vocab.size} tokens{beside}, so expected at "
                 "least that"
             )
-        self.config, self.data, self.world, self.out, self.watch = config, data, world, out, watch
+        self.config, self.data, self.world, self.out = config, data, world, out
+        self.watch = watch if world.first else None
+        self.report = reporter(self.watch)
         check_room(config, world)
         torch.manual_seed(t.seed)
         self.model = MODELS[config.model.kind](config.model).to(world.device)
@@ -156,8 +163,13 @@ class Run:
         row = {"step": self.progress.step} | row
         if self.log is not None:
             self.log.write(event, row)
-        if self.watch is not None and self.world.first:
+        if self.watch is not None:
             self.watch({"event": event} | row)
+
+    def tell_steps(self) -> None:
+        """Only to whoever watches: how many steps are done."""
+        if self.watch is not None:
+            self.watch({"event": "steps", "step": self.progress.step, "seconds": self.progress.seconds})
 
     def _begin(self) -> str:
         """Start or continue; returns why there is nothing to do, or ''."""
@@ -171,6 +183,7 @@ class Run:
         restore(self, self._found)
         row = {"path": str(self._found), "unit": self.data.unit, "seconds": self.progress.seconds}
         self.tell("resume", row)
+        self.tell_steps()
         for text in self._damaged:
             self.tell("note", {"text": text})
         self.unsaved = False
@@ -209,6 +222,7 @@ class Run:
         reason = self._over(clock)
         if p.step % t.log_every == 0 or reason:
             self._log_step(grad_norm)
+        self.tell_steps()
         # a signal interrupts and leaves the window of averages open: it goes on when the run does
         return reason or (signal.Signals(self.signal or signal.SIGTERM).name if signalled else "")
 
@@ -263,7 +277,8 @@ class Run:
 
     def _evaluate(self) -> None:
         """Bits per unit on the validation split, and what is exactly right."""
-        p, score = self.progress, self.objective.evaluate(self.model)
+        self.report("evaluating", 0, 0)
+        p, score = self.progress, self.objective.evaluate(self.model, functools.partial(self.report, "evaluating"))
         nats = torch.tensor(score.nats, dtype=torch.float64, device=self.world.device)
         score = score._replace(nats=float(self.world.mean(nats)))  # the same in all processes, which decide by it
         exact = {} if score.exact is None else {"exact": score.exact}
@@ -271,12 +286,15 @@ class Run:
                            "tokens": score.tokens} | exact)  # fmt: skip
         p.take_score(score.bits)
         self.unsaved = True
+        self.tell_steps()
 
     def _save(self) -> None:
+        self.report("writing a checkpoint", 0, 0)
         path = save(self)
         self.tell("checkpoint", {"path": str(path)})
         self.unsaved = False
         self.world.wait()
+        self.tell_steps()
 
     def _end(self, reason: str) -> Result:
         p = self.progress
@@ -294,6 +312,7 @@ class Run:
         """What a step costs, and how a language model's dynamic spans move."""
         t, objective = self.config.train, self.objective
         if t.measure and self.world.device.type == "cpu":
+            self.report("measuring what a step costs", 0, 0)
             event, row = cost_event(self.model, objective.draw(), self.config, self.progress.step)
             self.tell(event, row)
         if not isinstance(self.model, LM) or not isinstance(objective, NextToken):

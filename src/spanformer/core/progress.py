@@ -1,4 +1,4 @@
-"""How long work says how far it is."""
+"""How long work reports how far it is: to a callback that its caller passes, and to nobody otherwise."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 OnProgress = Callable[[str, float, float], None]
 """takes what is being done, how much of it is done, and how much there is (0 where nobody knows)"""
 
+OnCount = Callable[[int, int], None]
+"""takes how much is done, and how much there is, of work whose caller knows what it is"""
+
 
 def silent(_what: str, _done: float, _total: float) -> None:
-    """For those who do not want to know."""
+    """For callers that did not ask."""
 
 
 class Meter:

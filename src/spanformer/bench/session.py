@@ -1,0 +1,126 @@
+"""What all benchmarks share: options, turns, the result file, and whom they report to.
+
+`spanformer bench NAME` runs bench/NAME.py: OPTIONS is the dataclass of its options, run(bench) measures and prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+
+from spanformer.bench.results import PartsFile, describe_machine
+from spanformer.bench.timing import Timing, round_robin
+from spanformer.core.malloc import keep_freed_memory
+from spanformer.core.progress import OnProgress, silent
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    rounds: int = 5
+    """Rounds; all contenders take turns in each, and medians over rounds count."""
+    budget: float = 60.0
+    """Seconds for one comparison: after them no new round begins, once two are done. A third of them may go into
+    waiting and measuring again when other processes disturb it."""
+    threads: int = 2
+    """CPU threads."""
+    quick: bool = False
+    """A first impression: small sizes and few rounds. Its figures say little."""
+    out: Path | None = None
+    """Result file, JSON; parts that are not measured again stay in it. Default: out/bench/NAME.json."""
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "threads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        if self.budget < 0:
+            raise ValueError(f"budget is {self.budget}; expected seconds, 0 or more")
+
+    def size(self, whole: int, quick: int) -> int:
+        """A size of the benchmark: the whole one, or the quick one."""
+        return quick if self.quick else whole
+
+
+Options = TypeVar("Options", bound=BenchOptions)
+
+
+class Bench(Generic[Options]):
+    """One run of a benchmark. `say` is given every line of its results, `report` how far it is."""
+
+    def __init__(
+        self,
+        name: str,
+        options: Options,
+        report: OnProgress = silent,
+        say: Callable[[str], object] = lambda _line: None,
+    ) -> None:
+        self.options, self.report, self.say = options, report, say
+        self.file = PartsFile(options.out or Path("out") / "bench" / f"{name}.json", name)
+        self.rounds = min(options.rounds, 2) if options.quick else options.rounds
+        self.done, self.total = 0, 0
+        self._memory_is_kept = False
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        """Its threads, and freed memory kept, as `spanformer train` runs."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self.options.threads)
+        self._memory_is_kept = keep_freed_memory(True)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            keep_freed_memory(False)
+
+    def plan(self, steps: int) -> None:
+        """So many more steps are to come, for the time left."""
+        self.total += steps
+
+    def begin(self, title: str) -> None:
+        """A step that is no comparison begins; `end` says that it is done."""
+        self.report(title, self.done, self.total)
+
+    def end(self) -> None:
+        self.done += 1
+
+    def compare(
+        self, title: str, functions: Mapping[str, Callable[[], object]], *, shortest: float = 0.2, wait: bool = True
+    ) -> dict[str, Timing]:
+        """Time the functions in turn; one step of the plan. shortest: seconds that a sample lasts at least. wait: see
+        `round_robin`."""
+
+        def on_round(waiting: str, share: float) -> None:
+            self.report(f"{title}, {waiting}" if waiting else title, self.done + share, self.total)
+
+        quick = self.options.quick
+        timings = round_robin(
+            functions, repeats=self.rounds, warm_up=0 if quick else 1, shortest=0.0 if quick else shortest,
+            budget=min(self.options.budget, 1.0) if quick else self.options.budget, wait=wait,
+            on_round=on_round,
+        )  # fmt: skip
+        self.end()
+        return timings
+
+    def keep(self, part: str, found: object) -> None:
+        """Into the result file, at once: an interrupted run loses nothing it has measured."""
+        options = {name: str(v) if isinstance(v, Path) else v for name, v in asdict(self.options).items()}
+        self.file.keep(part, found, options, describe_machine(self.options.threads, self._memory_is_kept))
+
+
+def check_parts(parts: tuple[str, ...], known: Mapping[str, object]) -> None:
+    if unknown := [part for part in parts if part not in known]:
+        raise ValueError(f"parts holds {unknown[0]!r}; expected any of {', '.join(known)}")
+
+
+def check_same(name: str, mine: list[torch.Tensor], theirs: list[torch.Tensor], most: float = 1e-4) -> float:
+    """The largest difference relative to the largest value. More than float32 explains is refused: no speed is told of
+    a wrong result."""
+    pairs = list(zip(mine, theirs, strict=True))
+    worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+    if not worst < most:
+        raise ValueError(f"{name} differs from its peer by {worst:.2g} of the largest value; expected below {most:g}")
+    return worst

@@ -1,0 +1,269 @@
+"""Every benchmark runs at reduced size, explains itself, and keeps what it measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from spanformer.bench import decode, positions
+from spanformer.bench.contenders import unusable_backend
+from spanformer.bench.per_token import relative_per_token
+from spanformer.bench.results import PartsFile
+from spanformer.bench.session import Bench, BenchOptions, check_same
+from spanformer.bench.timing import Timing
+from spanformer.cli.main import COMMANDS, main
+from spanformer.memory import HeadCache
+from spanformer.model import linear
+
+NAMES = sorted(words.removeprefix("bench ") for words in COMMANDS if words.startswith("bench "))
+SHARED = ("--budget", "--quick", "--threads", "--out")
+needs_native = pytest.mark.skipif(bool(unusable_backend("native")), reason="the native kernel cannot run here")
+
+
+def bench(tmp_path: Path, name: str, *options: str) -> dict:
+    """What the result file holds of each part after a quick run."""
+    out = tmp_path / f"{name}.json"
+    main(["bench", name, "--quick", "--threads", "1", "--out", str(out), *options])
+    held = json.loads(out.read_text())
+    assert held["kind"] == f"spanformer benchmark {name}"
+    assert all(part["machine"]["torch"] and part["options"]["quick"] for part in held["parts"].values())
+    return {name: part["found"] for name, part in held["parts"].items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_explains_the_shared_options(name, capsys):
+    if name in ("hf", "fit-spans"):
+        pytest.importorskip("transformers")
+    with pytest.raises(SystemExit) as end:
+        main(["bench", name, "--help"])
+    shown = capsys.readouterr().out
+    assert end.value.code == 0 and all(option in shown for option in SHARED)
+    assert f"spanformer bench {name}" in shown
+
+
+@needs_native
+def test_per_token(tmp_path, capsys):
+    found = bench(tmp_path, "per-token", "--lengths", "64", "128")
+    assert [row["length"] for row in found["per_token"]] == [64, 128]
+    shown = capsys.readouterr()
+    assert "longest over shortest" in shown.out and f"results: {tmp_path / 'per-token.json'}" in shown.out
+
+
+def test_positions(tmp_path, capsys):
+    found = bench(tmp_path, "positions", "--length", "32")["positions"]
+    assert set(found["over_none"]) == set(positions.encodings(32))
+    assert all(row["everything"] > 0 and row["window"] > 0 for row in found["over_none"].values())
+    assert "transformer_xl" in capsys.readouterr().out
+
+
+def test_positions_that_are_wrong_get_no_speed(monkeypatch):
+    right = positions.step
+
+    def wrong(position, *rest):
+        found = right(position, *rest)
+        return found if "reference" in rest else [t * 1.001 for t in found]
+
+    positions.check(60, 20)
+    monkeypatch.setattr(positions, "step", wrong)
+    with pytest.raises(ValueError, match="none differs from the dense reference"):
+        positions.check(60, 20)
+
+
+@needs_native
+def test_longformer(tmp_path):
+    found = bench(tmp_path, "longformer")
+    assert found["dense"]["off"] < 1e-4 and found["dense"]["rows"]["ours"]["times_as_fast_as_dense"] > 0
+    assert [row["length"] for row in found["flat"]] == [256, 512]
+
+
+@needs_native
+def test_patterns(tmp_path, capsys):
+    found = bench(tmp_path, "patterns", "--parts", "speed", "flat")
+    assert found["speed"][0]["name"] == "window 256" and found["speed"][0]["off"] < 1e-4
+    assert len(found["flat"]) == 10
+    assert "blockwise, blocks of 256" in capsys.readouterr().out
+
+
+def test_products(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(linear, "_onednn", object())
+    monkeypatch.setattr(linear, "_run", lambda x, weight, _bias, _activation: x @ weight.t())
+    found = bench(tmp_path, "products", "--rows", "4")["products"]
+    assert len(found) == 12 and found[0]["gflops"]["mkl"] > 0
+    monkeypatch.setattr(linear, "_onednn", None)
+    main(["bench", "products", "--out", str(tmp_path / "none.json")])
+    shown = capsys.readouterr().out
+    assert "there is nothing to compare" in shown and not (tmp_path / "none.json").exists()
+
+
+def test_decode(tmp_path, capsys):
+    found = bench(tmp_path, "decode", "--tokens", "256")
+    assert found["decode"]["attention_ms"]["rings"] > 0 and found["decode"]["cache_bytes"] > 0
+    assert found["prefill"]["tokens"] == 256 and found["prefill"]["sdpa"]["seconds"] > 0
+    assert found["stream"]["rows"][-1]["seen"] >= 256
+    assert "times as fast as SDPA over a full cache" in capsys.readouterr().out
+
+
+def test_full_prefill_computes_the_model(monkeypatch):
+    """The contender of prefill, where every head sees everything: the same keys and values as the model's own."""
+    lm, x = decode.model(3, dim=32, heads=4, long=64), torch.randint(0, 256, (1, 24))
+    read, seen = HeadCache.read, []
+
+    def spy(layer, q, k, v, rule, **options):
+        seen.append((k, v))
+        return read(layer, q, k, v, rule, **options)
+
+    monkeypatch.setattr(HeadCache, "read", spy)
+    with torch.no_grad():
+        for spans in lm.spans_modules():
+            spans.ratio.fill_(1.0)
+    kept = decode.full_prefill(lm, x, piece=7)
+    lm.read(x, lm.cache(1), logits="none")
+    assert len(kept) == len(seen) == 3
+    for mine, theirs in zip(kept, seen, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_train_step_without_a_clone(tmp_path, capsys):
+    found = bench(tmp_path, "train-step", "--rounds", "1", "--profiles", "small-ramp")["small-ramp"]
+    assert found["seconds"]["ours"] > 0 and found["peak_bytes"]["ours"] > 0 and "speedup" not in found
+    assert "s a step; peak memory" in capsys.readouterr().out
+
+
+def test_quality_without_a_clone(tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"the quick brown fox {n} jumps over the lazy dog\n" for n in range(400)))
+    found = bench(tmp_path, "quality", "--source", str(text))
+    assert set(found) == {"ours", "modern"} and found["ours"]["steps"] == 3 and 0 < found["ours"]["bits"] < 12
+    assert "modern: bits " in capsys.readouterr().out
+
+
+def test_gallery_measures_and_writes_its_page(tmp_path):
+    pytest.importorskip("matplotlib")
+    found = bench(tmp_path, "gallery", "--names", "window", "alibi")
+    assert set(found["attention"]["ratios"]) == {"window"} and set(found["position"]["ratios"]) == {"alibi"}
+    found = bench(tmp_path, "gallery", "--names", "full")
+    assert set(found["attention"]["ratios"]) == {"window", "full"}
+    from spanformer.bench.gallery_page import page
+
+    text = page(PartsFile(tmp_path / "gallery.json", "gallery").parts)
+    assert "### window" in text and text.count("Measured:") == 3
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama of bytes, and prose to read."""
+    pytest.importorskip("transformers")
+    from support.byte_llama import save_byte_llama
+
+    folder = tmp_path_factory.mktemp("llama")
+    save_byte_llama(folder, 256)
+    for name in ("train.txt", "valid.txt"):
+        (folder / name).write_text("The river stood behind the market, and nobody had ever seen it so quiet.\n" * 40)
+    return folder
+
+
+def test_hf(llama, tmp_path, capsys):
+    found = bench(tmp_path, "hf", "--model", str(llama), "--new", "2")
+    assert found["logits"]["between"] < 1e-3 and found["prefill"]["off"] < 1e-4
+    assert found["decode"]["rows"]["SpanCache, short spans"]["bytes"] > 0
+    assert "generate() after 48 tokens" in capsys.readouterr().out
+
+
+def test_fit_spans(llama, tmp_path, capsys):
+    options = ("--model", str(llama), "--prose", str(llama), "--dtype", "float32", "--divisors", "3")
+    found = bench(tmp_path, "fit-spans", *options)
+    assert set(found) == {"survey:prose", "fit:prose:3", "measure:prose"}
+    assert {"full", "uniform /3", "learned, prose /3"} <= set(found["measure:prose"])
+    capsys.readouterr()
+    bench(tmp_path, "fit-spans", *options, "--parts", "survey:prose")
+    assert "survey:prose: measured before" in capsys.readouterr().out
+
+
+# ---- what all share
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("decode", "--parts", "fly"), "parts holds 'fly'; expected any of decode, prefill, stream"),
+        (("decode", "--tokens", "-1"), "tokens is -1"),
+        (("per-token", "--rounds", "0"), "rounds is 0; expected at least 1"),
+        (("patterns", "--budget", "-1"), "budget is -1.0; expected seconds, 0 or more"),
+        (("train-step", "--profiles", "huge"), "profiles holds 'huge'"),
+        (("train-step", "--original", "/nowhere"), "original is /nowhere; expected a clone"),
+        (("quality", "--only", "original"), "needs a clone of its code: --original PATH"),
+        (("gallery", "--names", "nobody"), "names holds 'nobody'"),
+        (("gallery", "--parts", "page"), "holds no part attention; measure it first"),
+    ],
+)
+def test_mistakes_give_one_sentence(arguments, said, capsys, tmp_path):
+    with pytest.raises(SystemExit) as end:
+        main(["bench", *arguments, "--out", str(tmp_path / "results.json")])
+    shown = capsys.readouterr()
+    assert end.value.code == 2 and shown.out == "" and said in shown.err and "Traceback" not in shown.err
+
+
+def test_other_files_are_not_overwritten(tmp_path):
+    path = tmp_path / "notes.json"
+    for text in ('{"kind": "spanformer benchmark patterns", "parts": {}}', "[1]", "no json"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="holds no spanformer benchmark decode; choose another file with --out"):
+            PartsFile(path, "decode")
+        assert path.read_text() == text
+
+
+def test_parts_that_are_not_measured_stay(tmp_path):
+    first = Bench("decode", BenchOptions(out=tmp_path / "a.json"))
+    first.keep("decode", {"ms": 1.0})
+    first.keep("stream", [1, 2])
+    again = Bench("decode", BenchOptions(out=tmp_path / "a.json"))
+    again.keep("decode", {"ms": 2.0})
+    held = PartsFile(tmp_path / "a.json", "decode")
+    assert held.found("decode") == {"ms": 2.0} and held.found("stream") == [1, 2] and held.found("prefill") is None
+
+
+def test_comparisons_report_how_far_they_are(tmp_path):
+    told: list[tuple[str, float, float]] = []
+    session = Bench("x", BenchOptions(rounds=2, budget=0.0, out=tmp_path / "a.json"), lambda *row: told.append(row))
+    session.plan(2)
+    session.compare("first", {"f": lambda: None}, shortest=0.0)
+    session.compare("second", {"f": lambda: None}, shortest=0.0)
+    assert told == [("first", 0.0, 2), ("first", 0.5, 2), ("first", 1.0, 2), ("second", 1.0, 2), ("second", 1.5, 2),
+                    ("second", 2.0, 2)]  # fmt: skip
+
+
+def test_interrupted_bench_says_where_its_results_are(tmp_path, capsys, monkeypatch):
+    def stop(_bench):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decode, "run", stop)
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "decode", "--out", str(tmp_path / "a.json")])
+    assert (
+        end.value.code == 130 and f"what was measured until now is in {tmp_path / 'a.json'}" in capsys.readouterr().err
+    )
+
+
+def test_settings_leave_threads_as_they_were(tmp_path):
+    before = torch.get_num_threads()
+    with Bench("x", BenchOptions(threads=before + 1, out=tmp_path / "a.json")).settings():
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+
+
+def test_different_results_get_no_speed():
+    a = [torch.ones(3)]
+    assert check_same("same", a, [t.clone() for t in a]) == 0.0
+    for wrong in (1.001, float("nan")):
+        with pytest.raises(ValueError, match="ours differs from its peer"):
+            check_same("ours", [wrong * a[0]], a)
+
+
+def test_time_per_token_is_relative_within_each_round():
+    times = {"10": Timing([1.0, 2.0, 4.0]), "20": Timing([2.0, 4.0, 8.0])}
+    assert relative_per_token(times, (10, 20)) == [1.0, 1.0]
+    times["20"] = Timing([6.0, 12.0, 24.0])  # three times as long a token, in slow rounds and quick ones
+    assert relative_per_token(times, (10, 20)) == pytest.approx([0.5, 1.5])
