@@ -94,7 +94,7 @@ def test_the_time_of_a_step_fits_the_time_of_training(tmp_path):
     for name, seconds in {"step": 3.0, "attention": 0.3, "products": 0.6, "optimizer": 1.8}.items():
         cost[f"{name}_seconds"]["learned"] = seconds
     said = Reader(report(tmp_path, rows)).text
-    assert "7.0 min" in said and "120 steps, 3.5 s each" in said
+    assert "3.5 min" in said and "60 steps, 3.5 s each" in said
     assert "time of a step" in said and "attention 10 %, other products 20 %, optimiser 60 %, the rest 10 %" in said
 
 

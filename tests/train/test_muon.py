@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from spanformer.core import processor
 from spanformer.train.muon import COEFFICIENTS, ITERATIONS, Muon, orthogonalise
+from spanformer.train.optim import OptimConfig, make_optimizer
 
 SHAPES = [(16, 16), (12, 40), (40, 12), (1, 7), (7, 1), (1, 1)]
 
@@ -69,6 +71,11 @@ def test_steps_are_those_of_torchs_muon_within_bfloat16(shape: tuple[int, int], 
     assert torch.linalg.matrix_norm(ours - theirs, 2) < 15 * 2**-8 * torch.linalg.matrix_norm(ours - before, 2)
 
 
+def beside_adamw(matrices: list[nn.Parameter]) -> Optimizer:
+    named = {f"blocks.{n}": p for n, p in enumerate(matrices)} | {"scale": nn.Parameter(torch.ones(1))}
+    return make_optimizer(named.items(), OptimConfig(kind="muon"), lambda _: False)
+
+
 def test_a_step_by_hand() -> None:
     torch.manual_seed(2)
     p = nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
@@ -82,9 +89,10 @@ def test_a_step_by_hand() -> None:
     torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], b)
 
 
-def test_no_gradient_no_step_and_a_closure_is_called() -> None:
+@pytest.mark.parametrize("make", [Muon, beside_adamw])
+def test_no_gradient_no_step_and_a_closure_is_called(make) -> None:
     p, idle = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
-    optimizer = Muon([p, idle])
+    optimizer = make([p, idle])
 
     def closure() -> float:
         loss = (p * torch.eye(2)).sum()

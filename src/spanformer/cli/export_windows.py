@@ -50,7 +50,7 @@ def run(options: ExportOptions) -> None:
         if not fitted:
             raise ValueError(f"{options.model} holds no spans; give a folder that fit-spans wrote")
         stored = model.dtype
-        model.to(computing_dtype(stored))
+        model.to(computing_dtype(stored))  # pyright: ignore[reportArgumentType]
         context = options.context or getattr(model.config, CONFIG)["max_span"]
         check_logits(model)
         texts = make_windows(text, tokenizer, context=context, start=max(1, context // 2), limit=options.texts)
@@ -62,7 +62,7 @@ def run(options: ExportOptions) -> None:
             for name, each in (("spans", model), ("windows", other))
         }
         report(f"writing {out}", 0, 0)
-        other.to(stored).save_pretrained(out)
+        other.to(stored).save_pretrained(out)  # pyright: ignore[reportArgumentType]
         tokenizer.save_pretrained(out)
     local = windows.layer_types.count("sliding_attention")
     print(

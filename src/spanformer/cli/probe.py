@@ -71,7 +71,7 @@ def run(options: ProbeOptions) -> None:
         for name in options.models:
             report(f"loading {name}", 0, 0)
             model, tokenizer, fitted = load_fitted(name)
-            model.to(computing_dtype(model.dtype))
+            model.to(computing_dtype(model.dtype))  # pyright: ignore[reportArgumentType]
             look(f"{name}, {'its spans' if fitted else 'full attention'}")
         if budget:
             if fitted:

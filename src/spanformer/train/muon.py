@@ -48,10 +48,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             lr, momentum = group["lr"], group["momentum"]
             for p in group["params"]:
@@ -64,6 +61,14 @@ class Muon(Optimizer):
                 p.mul_(1 - lr * group["weight_decay"])
                 p.add_(update, alpha=-lr * 0.2 * math.sqrt(max(p.shape)))
         return loss
+
+
+def loss_of(closure: Callable[[], float] | None) -> float | None:
+    """What the closure of an optimiser's step gives, if there is one; gradients flow in it."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def orthogonalise(matrix: Tensor, dtype: torch.dtype) -> Tensor:

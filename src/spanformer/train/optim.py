@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import SGD, AdamW, Optimizer
 
-from spanformer.train.muon import Muon
+from spanformer.train.muon import Muon, loss_of
 
 if TYPE_CHECKING:
     from spanformer.model.layered import Layered
@@ -185,7 +185,7 @@ class MuonAndAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        loss = None if closure is None else closure()
+        loss = loss_of(closure)
         for part in self.parts:
             part.step()
         return loss
@@ -206,10 +206,7 @@ class ClippedAdagrad(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
