@@ -81,6 +81,15 @@ def test_lock_of_a_file_that_was_removed_meanwhile_does_not_count(tmp_path: Path
             lock_folder(tmp_path).__enter__()
 
 
+def test_link_in_place_of_the_lock_file_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / LOCK_FILE).symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match="symbolic links"):
+        lock_folder(tmp_path / "folder").__enter__()
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
 def test_file_system_without_locks_says_so(tmp_path: Path, monkeypatch) -> None:
     def refuse(*_arguments: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

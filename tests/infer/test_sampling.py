@@ -139,7 +139,7 @@ def test_a_row_draws_the_same_alone_and_among_others():
         ({"top_p": 0.0}, "top_p is 0.0; expected a probability above 0, up to 1"),
         ({"top_p": 1.5}, "top_p is 1.5; expected a probability above 0, up to 1"),
         ({"min_p": 2.0}, "min_p is 2.0; expected a share of the likeliest token's probability, 0 … 1"),
-        ({"repetition": 0.0}, "repetition is 0.0; expected a positive number; 1 is no penalty"),
+        ({"repetition": 0.0}, "repetition is 0.0; expected 0.001 … 1,000; 1 is no penalty"),
         ({"repetition_window": 0}, "repetition_window is 0; expected 1 or more tokens"),
     ],
 )

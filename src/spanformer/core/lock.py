@@ -47,7 +47,8 @@ def lock_folder(folder: Path) -> Iterator[bool]:
     """
     path = folder / LOCK_FILE
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        # a folder may be from elsewhere: a link in it must not have another file truncated
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
         try:
             taken = take_lock(descriptor)
             if taken is False:
@@ -77,12 +78,12 @@ def _sign(descriptor: int) -> None:
     now = datetime.now().astimezone().isoformat(" ", "seconds")
     text = json.dumps({"process": os.getpid(), "host": platform.node(), "since": now}) + "\n"
     os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, text.encode(), 0)
+    os.write(descriptor, text.encode())
 
 
 def _holder(descriptor: int) -> str:
     try:
-        found = json.loads(os.pread(descriptor, 4096, 0))
+        found = json.loads(os.read(descriptor, 4096))
         return f"process {int(found['process'])} on {found['host']}, since {found['since']}"
     except (OSError, ValueError, TypeError, KeyError):  # it has not signed yet
         return "another process"
