@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from spanformer.bench.per_token import relative_per_token
 from spanformer.bench.results import PartsFile
 from spanformer.bench.session import Bench, BenchOptions, check_same
 from spanformer.bench.timing import Timing
-from spanformer.cli.main import COMMANDS, main
+from spanformer.cli.main import COMMANDS, _parse, main
 from spanformer.memory import HeadCache
 from spanformer.model import linear
 
@@ -180,6 +182,36 @@ def test_fit_spans(llama, tmp_path, capsys):
     capsys.readouterr()
     bench(tmp_path, "fit-spans", *options, "--parts", "survey:prose")
     assert "survey:prose: measured before" in capsys.readouterr().out
+
+
+# ---- published figures
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "results" / "README.md"]
+NAMED = r"(?:^ {4}|`)spanformer bench ([a-z-]+ --[^`\n]*(?:\n[^`\n]+)?)(?=`|$)"
+PUBLISHED = sorted({
+    " ".join(found.split("\n    ")[0].split())
+    for page in PAGES if page.name not in ("LOG.md", "CHANGELOG.md")
+    for found in re.findall(NAMED, page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+})  # fmt: skip
+
+
+@pytest.mark.parametrize("line", PUBLISHED)
+def test_published_commands_have_options_that_exist(line, tmp_path):
+    name, *options = line.split()
+    if name in ("hf", "fit-spans"):
+        pytest.importorskip("transformers")
+    for file in ("models.py", "train.txt", "valid.txt"):
+        (tmp_path / file).touch()
+    options = [str(tmp_path) if word in ("CLONE", "FOLDER") else word for word in options]
+    leaf = getattr(importlib.import_module(COMMANDS[f"bench {name}"].module), COMMANDS[f"bench {name}"].name)
+    assert _parse(leaf, f"spanformer bench {name}", options)
+
+
+def test_published_commands_are_found():
+    assert "train-step --original CLONE" in PUBLISHED and "decode --quick --parts decode" in PUBLISHED
+    assert any(line.startswith("attention --parts cost") and line.endswith("--budget 12") for line in PUBLISHED)
+    assert any(line.startswith("fit-spans --model") for line in PUBLISHED)
 
 
 # ---- what all share
