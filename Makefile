@@ -4,8 +4,9 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt
 SOURCES := pyproject.toml constraints.txt setup.py $(wildcard csrc/*.*)
 SANITIZED := build/sanitize/_kernel.so
+TSANNED := build/tsan/_kernel.so
 
-.PHONY: demo test check sanitize bench clean
+.PHONY: demo test check sanitize tsan fuzz bench clean
 
 demo: .venv/installed
 	rm -rf out/demo
@@ -23,12 +24,25 @@ check: .venv/with-dev
 # libstdc++ is preloaded too: ASan looks for the real throw when it starts, and python itself does not link to it.
 # --capture=sys leaves file descriptor 2 alone, where ASan writes its report before it ends the process.
 sanitize: .venv/with-dev
-	CXX="$(CXX)" $(BIN)/python csrc/build.py --sanitize --out $(SANITIZED)
+	CXX="$(CXX)" $(BIN)/python csrc/build.py --sanitize address --out $(SANITIZED)
 	SPANFORMER_KERNEL=$(CURDIR)/$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	$(BIN)/python -m pytest -q --capture=sys tests/ops/test_native.py tests/ops/test_tables.py tests/ops/test_rings.py \
 	  tests/memory \
 	  -m "not slow"
+
+# Only the kernel is instrumented: accesses of python and torch are left out, or their own OpenMP would be reported.
+tsan: .venv/with-dev
+	CXX="$(CXX)" $(BIN)/python csrc/build.py --sanitize thread --out $(TSANNED)
+	SPANFORMER_KERNEL=$(CURDIR)/$(TSANNED) TSAN_OPTIONS="ignore_noninstrumented_modules=1 report_thread_leaks=0" \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" OMP_NUM_THREADS=1 \
+	$(BIN)/python tests/fuzz.py --cases 500 --threads 4 --callers 3
+
+# Each case is a seed: `make fuzz SEED=4000 CASES=1000` goes on from there.
+SEED ?= 0
+CASES ?= 10000
+fuzz: .venv/with-dev
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --seed $(SEED) --cases $(CASES)
 
 bench: .venv/with-bench
 	$(BIN)/spanformer bench attention --out results/bench

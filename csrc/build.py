@@ -1,14 +1,20 @@
 """Build the CPU kernel as a plain shared library, loaded by path: no Python and no torch headers are needed.
 
 kernel.cpp is compiled once for each instruction set and dispatch.cpp, compiled for any processor, picks one when the
-library is loaded. Used by setup.py and by `make sanitize`; by hand:
+library is loaded. A digest of the library is appended to it (linkers and loaders pass over what follows an ELF or
+Mach-O file's own end), because loading a file that was cut short ends the process instead of raising an error.
+A tool that changes the library afterwards (strip, patchelf, auditwheel) has to be followed by `--seal`.
 
-    python csrc/build.py --out PATH [--sanitize]
+Used by setup.py, `make sanitize` and `make tsan`; by hand:
+
+    python csrc/build.py --out PATH [--sanitize address|thread]
+    python csrc/build.py --seal PATH
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import platform
 import shlex
@@ -22,11 +28,19 @@ from pathlib import Path
 CSRC = Path(__file__).resolve().parent
 
 # Never -ffast-math: rows that see nothing are −inf, and NaN must stay NaN. The three relaxations below change neither.
-COMMON = ["-std=c++17", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra"]
+COMMON = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 COMMON += ["-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
-FAST = ["-O3"]
-SANITIZE = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-LINK = ["-shared", "-fopenmp"]
+CHECKED = ["-O1", "-g", "-fno-omit-frame-pointer"]
+KINDS = {
+    "": ["-O3", "-fopenmp"],
+    "address": [*CHECKED, "-fopenmp", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
+    # Without OpenMP: libgomp is not instrumented, so every end of a parallel region would be reported as a race.
+    "thread": [*CHECKED, "-pthread", "-fsanitize=thread", "-DSPANFORMER_STD_THREADS", "-DSPANFORMER_SMALL=0"],
+}
+KINDS["thread"].append("-Wno-maybe-uninitialized")  # GCC 12 warns of vectors that a loop fills, once instrumented
+"""compiler and linker flags of a build, by the sanitizer it has"""
+
+SEAL = b"spanformer-sha256:"  # followed by the digest of all that comes before: the library's last bytes
 
 PORTABLE = {"portable": []}
 X86 = {
@@ -57,9 +71,9 @@ def variants() -> dict[str, list[str]]:
     return PORTABLE | (X86 if platform.machine().lower() in ("x86_64", "amd64") else {})
 
 
-def commands(cxx: list[str], objects: Path, sanitize: bool) -> dict[Path, list[str]]:
+def commands(cxx: list[str], objects: Path, sanitize: str = "") -> dict[Path, list[str]]:
     """Each object file with the command that makes it."""
-    flags = [*cxx, *(SANITIZE if sanitize else FAST), *COMMON]
+    flags = [*cxx, *KINDS[sanitize], *COMMON]
     isas = variants()
     have = [f"-DSPANFORMER_HAVE_{isa.upper()}" for isa in isas if isa not in PORTABLE]
     made = {objects / "dispatch.o": [*flags, *have, "-c", str(CSRC / "dispatch.cpp")]}
@@ -76,7 +90,7 @@ def is_fresh(out: Path) -> bool:
     return out.exists() and all(path.stat().st_mtime <= out.stat().st_mtime for path in files)
 
 
-def build(out: Path, sanitize: bool = False) -> None:
+def build(out: Path, sanitize: str = "") -> None:
     """Make `out` unless it is fresh; raise BuildError, and leave no old library behind, if that fails."""
     if is_fresh(out):
         return
@@ -88,8 +102,18 @@ def build(out: Path, sanitize: bool = False) -> None:
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda item: _run([*item[1], "-o", str(item[0])]), objects.items()))
         linked = Path(folder) / out.name
-        _run([*cxx, *(SANITIZE if sanitize else FAST), *LINK, *map(str, objects), "-o", str(linked)])
+        _run([*cxx, *KINDS[sanitize], "-shared", *map(str, objects), "-o", str(linked)])
+        seal(linked)
         linked.replace(out)
+
+
+def seal(library: Path) -> None:
+    """Append the digest that ops/kernel.py compares before it loads the library, in place of an older one."""
+    content = library.read_bytes()
+    at = len(content) - len(SEAL) - hashlib.sha256().digest_size
+    if at > 0 and content[at:].startswith(SEAL):
+        content = content[:at]
+    library.write_bytes(content + SEAL + hashlib.sha256(content).digest())
 
 
 def warn(error: BuildError) -> None:
@@ -112,9 +136,16 @@ def _run(command: list[str]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Build the CPU kernel as a plain shared library.")
-    parser.add_argument("--out", type=Path, required=True, help="where to put the library")
-    parser.add_argument("--sanitize", action="store_true", help="with AddressSanitizer and UBSan")
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("--out", type=Path, help="build the library there")
+    task.add_argument("--seal", type=Path, help="append a new digest to a library that a tool has changed")
+    parser.add_argument(
+        "--sanitize", choices=("address", "thread"), default="", help="with AddressSanitizer and UBSan, or with TSan"
+    )
     args = parser.parse_args()
+    if args.seal:
+        seal(args.seal)
+        return 0
     try:
         build(args.out, args.sanitize)
     except BuildError as error:

@@ -40,6 +40,9 @@ struct Call {
   const uint8_t* block_masks;  // [M, size, size]
   int64_t block_size, block_rows, block_head;
   const int64_t* seed;  // [1] or null
+  // What dropout knows heads [B, H], queries [1 or B, Tq] and keys [1 or B, Tk] by; null: b·H + h, and their indices.
+  const int64_t *drop_heads, *drop_queries, *drop_keys;
+  int64_t drop_queries_batch, drop_keys_batch;
   // backward only
   Rows g, dq, dk, dv;
   const float* g_lse;     // [B, H, Tq] contiguous or null

@@ -1,6 +1,8 @@
 // The library's plain C interface, and the choice of an instruction set at run time.
 #include <cstdlib>
 #include <cstring>
+#include <string>
+#include <vector>
 
 #include "call.h"
 
@@ -26,30 +28,42 @@ struct Choice {
   const Kernel* kernel;
 };
 
-[[maybe_unused]] bool wanted(const char* name) {  // SPANFORMER_ISA=portable|avx2|avx512 asks for one, where the machine has it
-  const char* asked = std::getenv("SPANFORMER_ISA");
-  return !asked || !*asked || !std::strcmp(asked, name);
-}
-
-Choice choose() {
+// The versions that are built in and that this processor runs, the fastest first.
+std::vector<Choice> versions() {
+  std::vector<Choice> found;
 #if defined(__x86_64__)
   __builtin_cpu_init();
 #endif
 #if defined(SPANFORMER_HAVE_AVX512)
-  if (wanted("avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-    return {"avx512", &avx512::kernel};
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl"))
+    found.push_back({"avx512", &avx512::kernel});
 #endif
 #if defined(SPANFORMER_HAVE_AVX2)
-  if (wanted("avx2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-    return {"avx2", &avx2::kernel};
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back({"avx2", &avx2::kernel});
 #endif
-  return {"portable", &portable::kernel};
+  found.push_back({"portable", &portable::kernel});
+  return found;
+}
+
+// SPANFORMER_ISA names one of them; ops/kernel.py refuses a name that is none.
+Choice choose() {
+  const std::vector<Choice> found = versions();
+  const char* asked = std::getenv("SPANFORMER_ISA");
+  for (const Choice& x : found)
+    if (asked && !std::strcmp(asked, x.name)) return x;
+  return found.front();
 }
 
 const Choice& chosen() {
   static const Choice choice = choose();
   return choice;
+}
+
+std::string names() {
+  std::string all;
+  for (const Choice& x : versions()) all += (all.empty() ? "" : ",") + std::string(x.name);
+  return all;
 }
 
 }  // namespace
@@ -58,10 +72,15 @@ const Choice& chosen() {
 #define SPANFORMER_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raised whenever Call, Decode or the functions change: ops/kernel.py refuses a library of another version.
-SPANFORMER_EXPORT int spanformer_abi_version() { return 5; }
+SPANFORMER_EXPORT int spanformer_abi_version() { return 6; }
 SPANFORMER_EXPORT int spanformer_sizeof_call() { return sizeof(spanformer::Call); }
 SPANFORMER_EXPORT int spanformer_sizeof_decode() { return sizeof(spanformer::Decode); }
 SPANFORMER_EXPORT const char* spanformer_isa() { return spanformer::chosen().name; }
+// The names that SPANFORMER_ISA may have here, with commas between them.
+SPANFORMER_EXPORT const char* spanformer_isas() {
+  static const std::string all = spanformer::names();
+  return all.c_str();
+}
 // The arguments arrive as packed bytes, which need not be aligned.
 SPANFORMER_EXPORT void spanformer_forward(const void* bytes) {
   spanformer::Call call;

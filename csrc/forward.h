@@ -131,6 +131,7 @@ class BlockForward {
       : s(scene), c(s.c), w(c), drop(c, b, h), b_(b), h_(h), kv_(h / (c.H / c.Hkv)), i0_(i0), i1_(i1) {}
 
   void run() {
+    if (c.sinks && !(c.sinks[h_] * LOG2E < std::numeric_limits<float>::infinity())) return spoil();
     const long panels = (i1_ - i0_ + PANEL - 1) / PANEL;
     long from = c.Tk, to = 0, longest = 0;
     for (long p = 0; p < panels; p++) {
@@ -165,6 +166,15 @@ class BlockForward {
   const long b_, h_, kv_, i0_, i1_;
   Panel panel_[FORWARD_QUERIES / PANEL];
   bool fresh_[FORWARD_QUERIES / PANEL], exact_[FORWARD_QUERIES / PANEL];
+
+  void spoil() {  // a sink of NaN or +inf is seen by every query, whatever else it sees
+    const float nan = std::numeric_limits<float>::quiet_NaN();
+    for (long i = i0_; i < i1_; i++) {
+      T* out = row_of<T>(c.out, b_, h_, i);
+      for (long d = 0; d < c.Dv; d++) put(&out[d], nan);
+      c.lse[(b_ * c.H + h_) * c.Tq + i] = nan;
+    }
+  }
 
   const float* row_float(const Rows& r, long j) const {
     return reinterpret_cast<const float*>(row<T>(r, b_, kv_, j));

@@ -18,12 +18,14 @@ constexpr long PAD = PANEL + 16;  // tables may be read this far past either end
 constexpr long FAR = 1L << 40;    // a reach beyond any sequence, as ops/rule.py
 constexpr long LONG_TABLE = 1L << 22;  // longer than this, a table must be worth its memory
 
+// The ramp joins what is left of a span, never the whole of it: beside z, a short ramp would be rounded away.
 static inline long reach_of_span(double z, double ramp) {  // how many distances 0, 1, … have m > 0
-  const double n = std::ceil(z + ramp);
-  return n >= (double)FAR ? FAR : n > 0 ? (long)n : 0;  // NaN sees nothing
+  if (z + ramp >= (double)FAR) return FAR;
+  const double whole = std::floor(z), n = whole + std::ceil(z - whole + ramp);
+  return n > 0 ? (long)n : 0;  // NaN sees nothing
 }
 static inline double ramp_at(double z, double ramp, long d) {  // m before clipping
-  return (ramp + z - (double)d) / ramp;
+  return (z - (double)d + ramp) / ramp;
 }
 
 static inline long floor_div(long a, long b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
@@ -423,7 +425,7 @@ class Scene {
       for (long t = 0; t < tiles; t++) {
         Life life{std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity()};
         for (long j = t * tile; j < std::min((long)c.Tk, (t + 1) * tile); j++) {
-          const double at = positioned ? k_position(row / c.H, j) : j, lasts = e[j] + c.ramp;
+          const double at = positioned ? k_position(row / c.H, j) : j, lasts = reach_of_span(e[j], c.ramp);
           life.from = std::min(life.from, at - lasts), life.until = std::max(life.until, at + lasts);
         }
         lives_[row * tiles + t] = life;
@@ -510,13 +512,18 @@ class Dropper {
   Dropper(const Call& c, long b, long h) : on_(c.seed != nullptr && c.dropout > 0) {
     if (!on_) return;
     const uint64_t seed = (uint64_t)*c.seed;
-    base_ = mix((uint32_t)seed ^ mix((uint32_t)(seed >> 32) ^ mix((uint32_t)(b * c.H + h))));
+    const uint32_t head = (uint32_t)(c.drop_heads ? c.drop_heads[b * c.H + h] : b * c.H + h);
+    base_ = mix((uint32_t)seed ^ mix((uint32_t)(seed >> 32) ^ mix(head)));
+    if (c.drop_queries) queries_ = c.drop_queries + b * c.drop_queries_batch, last_ = c.Tq - 1;
+    if (c.drop_keys) keys_ = c.drop_keys + b * c.drop_keys_batch;
     threshold_ = (int32_t)std::nearbyint(c.dropout * (1 << 24));
     keep_ = (float)(1.0 / (1.0 - c.dropout));
   }
   bool on() const { return on_; }
-  uint32_t of_query(long i) const { return mix(base_ + (uint32_t)i); }
-  uint32_t of_key(long j) const { return mix((base_ ^ 0x9E3779B9u) + (uint32_t)j); }
+  uint32_t of_query(long i) const {  // i: of any lane, also one that has no query
+    return mix(base_ + (uint32_t)(queries_ ? queries_[std::min(i, last_)] : i));
+  }
+  uint32_t of_key(long j) const { return mix((base_ ^ 0x9E3779B9u) + (uint32_t)(keys_ ? keys_[j] : j)); }
   float factor(uint32_t query, uint32_t key) const { return (int32_t)(mix(query ^ key) >> 8) >= threshold_ ? keep_ : 0.f; }
   vf factors(vu query, uint32_t key) const {
     const vi draw = (vi)(vmix(query ^ key) >> 8);
@@ -528,6 +535,8 @@ class Dropper {
   uint32_t base_ = 0;
   int32_t threshold_ = 0;
   float keep_ = 1.f;
+  const int64_t *queries_ = nullptr, *keys_ = nullptr;  // their numbers, where those are not their indices
+  long last_ = 0;
 };
 
 }  // namespace SPANFORMER_ISA

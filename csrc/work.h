@@ -6,6 +6,8 @@
 #endif
 #if defined(_OPENMP)
 #include <omp.h>
+#elif defined(SPANFORMER_STD_THREADS)
+#include <thread>
 #endif
 #include "rules.h"
 
@@ -13,7 +15,11 @@ namespace spanformer {
 namespace SPANFORMER_ISA {
 
 // Below this many multiply-adds a second thread costs more than it brings.
+#if defined(SPANFORMER_SMALL)
+constexpr double SMALL = SPANFORMER_SMALL;
+#else
 constexpr double SMALL = 1e6;
+#endif
 
 template <class Item>  // item(index) is called once for each index in [0, count), lowest first
 static void for_items(long count, long threads, double cost, Item item) {
@@ -25,6 +31,14 @@ static void for_items(long count, long threads, double cost, Item item) {
   if (threads > 1 && count > 1 && cost > SMALL) {
 #pragma omp parallel num_threads((int)std::min(threads, count))
     work();
+    return;
+  }
+#elif defined(SPANFORMER_STD_THREADS)  // for ThreadSanitizer, which knows how these begin and end, and not libgomp's
+  if (threads > 1 && count > 1 && cost > SMALL) {
+    std::vector<std::thread> others;
+    for (long t = 1; t < std::min(threads, count); t++) others.emplace_back(work);
+    work();
+    for (std::thread& other : others) other.join();
     return;
   }
 #endif

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -52,18 +52,19 @@ class Case:
     dropout: float = 0.0
     positions: str = "implicit"  # "implicit", "shuffled" (keys in any order), "rows" (each batch row elsewhere)
     layout: str = "bhtd"  # "bthd": heads and tokens transposed views, rows not contiguous
+    also: int = 0  # beyond the longest reach, every so many-th key is seen too
+    apart: int = 0  # heads from this one on have a rule of their own, with twice the ramp
     seed: int = 0
-    extra: dict = field(default_factory=dict)
 
     @property
     def name(self) -> str:
-        default = Case()
-        parts = [
-            f"{f.name}={getattr(self, f.name)}"
-            for f in dataclasses.fields(self)
-            if getattr(self, f.name) != getattr(default, f.name)
-        ]
-        return " ".join(parts) or "plain"
+        return " ".join(changed(self)) or "plain"
+
+
+def changed(case: object) -> list[str]:
+    """The fields of a dataclass that are not as by default, as Python writes them."""
+    pairs = [(f.name, getattr(case, f.name), f.default) for f in dataclasses.fields(case)]  # pyright: ignore
+    return [f"{name}={value!r}" for name, value, default in pairs if value != default]
 
 
 @dataclass
@@ -157,7 +158,7 @@ def run(made: Made, backend: str, dtype: torch.dtype, call: Callable = attend) -
     leaves = {name: t.to(dtype).requires_grad_() for name, t in made.inputs.items()}
     q, k, v = (_layout(leaves[name], made.case.layout) for name in ("q", "k", "v"))
     options = {key: value for key, value in made.fixed.items() if not key.endswith("_positions")}
-    rule = Rule(made.case.h, **options, **{name: leaves[name] for name in LEARNED if name in leaves})
+    rule = _rule(made.case, options | {name: leaves[name] for name in LEARNED if name in leaves})
     out, lse = call(
         q, k, v, rule,
         backend=backend,
@@ -175,26 +176,49 @@ def run(made: Made, backend: str, dtype: torch.dtype, call: Callable = attend) -
     return {name: t.detach().double() for name, t in result.items()}
 
 
-def check(case: Case, backend: str, dtype: torch.dtype = torch.float32, factor: float = 4.0) -> None:
-    """Raise if the backend is further from the float64 oracle than `factor` times a dense run in its own dtype."""
+def _rule(case: Case, terms: dict) -> Rule:
+    if case.also:
+        skip = max(terms["reach"])
+        terms = terms | {"also": Rule(case.h, causal=case.causal, stride=case.also, skip=skip)}
+    rule = Rule(case.h, **terms)
+    if not case.apart:
+        return rule
+    first, second = (rule.for_heads(range(*ends)) for ends in ((0, case.apart), (case.apart, case.h)))
+    second = dataclasses.replace(second, ramp=2 * rule.ramp)
+    return Rule(case.h, causal=case.causal, original=case.original, apart=(first, second))
+
+
+def check(
+    case: Case, backend: str, dtype: torch.dtype = torch.float32, factor: float = 4.0, floor: float = 1e-3
+) -> None:
+    """Raise if the backend is further from the float64 oracle than `factor` times a dense run in its own dtype.
+    floor: what is smaller may be off by as many units in the last place as this may."""
     made = make(case)
     if dtype != torch.float64:  # inputs as the backend will see them: rounding them is not its error
         made.inputs = {name: t.to(dtype).double() for name, t in made.inputs.items()}
         made.g_out, made.g_lse = made.g_out.to(dtype).double(), made.g_lse.to(dtype).double()
     truth, dense, got = run(made, "reference", torch.float64), run(made, "reference", dtype), run(made, backend, dtype)
-    eps = torch.finfo(dtype).eps
-    wrong = []
+    wrong = differences(truth, dense, got, dtype, factor, floor)
+    assert not wrong, f"{backend} {dtype} on [{case.name}]: " + "; ".join(wrong)
+
+
+def differences(
+    truth: dict[str, Tensor], dense: dict[str, Tensor], got: dict[str, Tensor], dtype: torch.dtype,
+    factor: float = 4.0, floor: float = 1e-3,
+) -> list[str]:  # fmt: skip
+    """What is further from the truth than the tolerance above allows."""
+    eps, wrong = torch.finfo(dtype).eps, []
     for name, true in truth.items():
         if not torch.isfinite(got[name]).all():
             wrong.append(f"{name} is not finite")
             continue
         error, allowed = (
             _worst(got[name] - true),
-            factor * _worst(dense[name] - true) + 16 * eps * max(_worst(true), 1e-3),
+            factor * _worst(dense[name] - true) + 16 * eps * max(_worst(true), floor),
         )
         if error > allowed:
             wrong.append(f"{name}: error {error:.3g}, allowed {allowed:.3g}")
-    assert not wrong, f"{backend} {dtype} on [{case.name}]: " + "; ".join(wrong)
+    return wrong
 
 
 def _worst(t: Tensor) -> float:

@@ -35,8 +35,8 @@ def needs_compiler(build: ModuleType) -> None:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("sanitize", [False, True])
-def test_flags(build: ModuleType, sanitize: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sanitize", ["", "address", "thread"])
+def test_flags(build: ModuleType, sanitize: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
     made = {path.stem: command for path, command in build.commands(["c++"], Path("o"), sanitize).items()}
     assert set(made) == {"dispatch", "kernel_portable", "kernel_avx2", "kernel_avx512"}
@@ -44,12 +44,14 @@ def test_flags(build: ModuleType, sanitize: bool, monkeypatch: pytest.MonkeyPatc
     assert {"-DSPANFORMER_HAVE_AVX2", "-DSPANFORMER_HAVE_AVX512"} < set(made["dispatch"])
     for baseline in ("dispatch", "kernel_portable"):  # they must run on any processor
         assert not [flag for flag in made[baseline] if flag.startswith("-m")]
-    assert ("-fsanitize=address,undefined" in made["kernel_avx2"]) == sanitize
+    for flag, kind in (("-fsanitize=address,undefined", "address"), ("-fsanitize=thread", "thread"), ("-O3", "")):
+        assert (flag in made["kernel_avx2"]) == (sanitize == kind)
+    assert ("-fopenmp" in made["kernel_avx2"]) == (sanitize != "thread")
 
 
 def test_other_processors_get_the_portable_kernel_only(build: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
-    made = build.commands(["c++"], Path("o"), False)
+    made = build.commands(["c++"], Path("o"))
     assert {path.stem for path in made} == {"dispatch", "kernel_portable"}
     assert not [flag for command in made.values() for flag in command if "SPANFORMER_HAVE" in flag]
 
@@ -65,6 +67,15 @@ def test_builds_again_only_when_a_source_or_header_is_newer(build: ModuleType, t
     later = out.stat().st_mtime + 10
     os.utime(tmp_path / "csrc" / "kernel.h", (later, later))
     assert not build.is_fresh(out)
+
+
+def test_library_ends_with_its_digest(build: ModuleType, tmp_path: Path) -> None:
+    from spanformer.ops import library
+
+    needs_compiler(build)
+    assert library.SEAL == build.SEAL
+    build.build(tmp_path / "_kernel.so")
+    assert library.is_whole(tmp_path / "_kernel.so")
 
 
 def test_a_compile_error_is_told_and_leaves_no_old_library(build: ModuleType, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases import Case, check
+from cases import Case, check, make, run
 from spanformer import BlockIndex, Rule, attend, attend_rings, choose_backend
 from spanformer.ops import Rings
 
@@ -131,7 +131,7 @@ def test_dropout_leaves_each_weight_as_often_as_it_should() -> None:
 
 
 def test_what_is_refused() -> None:
-    for words, make in (
+    for words, build in (
         ("stride is 0; expected a whole number from 1 on, or 2 of them", lambda: Rule(2, stride=0)),
         (r"skip is \[1, 2, 3\]; expected a whole number from 0 on, or 2 of them", lambda: Rule(2, skip=[1, 2, 3])),
         ("original=True counts from the previous token; beside stride", lambda: Rule(2, stride=2, original=True)),
@@ -140,7 +140,7 @@ def test_what_is_refused() -> None:
         ("also carries sinks", lambda: Rule(2, also=Rule(2, sinks=torch.ones(2)))),
     ):
         with pytest.raises(ValueError, match=words):
-            make()
+            build()
     q = torch.randn(1, 2, 9, 4)
     with pytest.raises(ValueError, match="also sees pairs that the rule itself sees"):
         attend(q, q, q, Rule(2, reach=3, also=Rule(2, stride=2)), backend="reference")
@@ -192,3 +192,16 @@ class TestBlocks:
         assert rule.blocks is not None and torch.equal(rule.blocks.visible(at, at), a)
         with pytest.raises(ValueError, match="cannot be stacked; expected one size"):
             BlockIndex.stack([x, BlockIndex.from_dense(a, 16)])
+
+
+@pytest.mark.parametrize("term", ["span", "dynamic", "key_span"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", ["native", "banded"])
+def test_ramp_that_ends_at_a_distance_that_is_seen(backend: str, dtype: torch.dtype, term: str) -> None:
+    """Spans of 16 tokens and a ramp of 8: distance 24 has no weight and its key gives no gradient, in thirds either."""
+    made = make(Case(b=2, tq=60, tk=60, d=64, logits=4.0, terms=(term,), spans=(16.0,), stride=(3,)))
+    name = "key_span" if term == "key_span" else "span"
+    made.inputs[name] = made.inputs[name].round()
+    truth, got = run(made, "reference", torch.float64), run(made, backend, dtype)
+    worst = truth[f"d{name}"].abs().max()
+    torch.testing.assert_close(got[f"d{name}"], truth[f"d{name}"], rtol=0.05, atol=0.05 * float(worst))

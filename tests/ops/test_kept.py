@@ -66,7 +66,7 @@ def test_addition_keeps_the_longer() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"kept is -1; expected a number of tokens"):
+    with pytest.raises(ValueError, match=r"kept is -1; expected a whole number of tokens"):
         Rule(2, kept=-1)
     with pytest.raises(ValueError, match=r"kept is 2 beside distance_bias, .* drop one of them"):
         Rule(2, kept=2, distance_bias=torch.zeros(2, 9))

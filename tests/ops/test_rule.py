@@ -186,7 +186,7 @@ class TestBadRules:
     @pytest.mark.parametrize(
         ("options", "words"),
         [
-            ({"heads": 0}, ["heads is 0", "expected at least 1"]),
+            ({"heads": 0}, ["heads is 0", "expected a whole number of heads, 1 or more"]),
             ({"reach": [1, 2, 3]}, ["reach has shape [3]", "expected [4]"]),
             ({"reach": 2.5}, ["reach is 2.5", "expected a whole number"]),
             ({"blocks": torch.ones(4, 4)}, ["blocks is a Tensor", "expected a BlockIndex"]),

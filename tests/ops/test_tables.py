@@ -216,7 +216,7 @@ def test_tables_hold_for_both_parts_of_a_union(causal: bool) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Rule(2, ahead=-1), "ahead is -1; expected a number of distances, 0 or more"),
+        (lambda: Rule(2, ahead=-1), "ahead is -1; expected a whole number of distances, 0 or more"),
         (lambda: Rule(2, ahead=3), "ahead is 3 with causal=True, which sees nothing ahead"),
         (
             lambda: Rule(2, causal=False, ahead=3, distance_bias=torch.zeros(2, 3)),

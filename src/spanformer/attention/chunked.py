@@ -69,14 +69,12 @@ class Chunked(Around):
     def _queries(self, call: Call, start: int, content: Content) -> Attended:
         """One chunk of queries over all chunks of keys."""
         stop, found = min(start + self.queries, call.q.shape[2]), None
-        for number, first in enumerate(range(0, max(call.k.shape[2], 1), self.keys)):
+        for first in range(0, max(call.k.shape[2], 1), self.keys):
             part = piece(call, slice(start, stop), slice(first, first + self.keys))
             if found is not None:
                 if not _near(part):
                     continue
                 part = replace(part, rule=replace(part.rule, sinks=None))  # one of the chunks has the learned sink
-            if part.seed is not None:  # which weights are dropped depends on their numbers within a chunk
-                part = replace(part, seed=part.seed + (start << 20) + 2 * number)
             # nothing is drawn in it: dropout has a seed
             more = checkpoint(attend_reference, part, content, use_reentrant=False, preserve_rng_state=False)
             assert isinstance(more, Attended)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import NoReturn
 
 import torch
+from torch.autograd import forward_ad
 
 from spanformer.ops.call import Attended, Call
 from spanformer.ops.rule import Rule
+from spanformer.ops.rule_checks import KEY_TERMS
+from spanformer.ops.tables import TABLES
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ PLAIN_TERMS = (
     "blocks", "penalty", "original",
 )  # fmt: skip
 """what every backend serves"""
+LEARNED = ("span", *TABLES, *KEY_TERMS, "sinks")
 
 
 def unserved_terms(name: str, *more: str) -> Callable[[Rule], list[str]]:
@@ -40,9 +45,30 @@ def unserved_terms(name: str, *more: str) -> Callable[[Rule], list[str]]:
     return reasons
 
 
+def unserved_derivatives(name: str, call: Call) -> list[str]:
+    """Why a backend with a hand-written backward pass, and nothing but that, cannot serve what torch is about to do
+    with a call."""
+    if forward_ad._current_level < 0:
+        return unserved_transforms(name)
+    tensors = (call.q, call.k, call.v, *(getattr(call.rule, term) for term in LEARNED))
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        return [f"{name} has no forward-mode derivatives; backend='reference' has, at dense cost"]
+    return unserved_transforms(name)
+
+
+def unserved_transforms(name: str) -> list[str]:
+    if torch._C._functorch.maybe_current_level() is None:  # pyright: ignore[reportAttributeAccessIssue]
+        return []
+    return [f"{name} does not support torch.func (grad, vmap, jvp …); use torch.autograd, or backend='reference'"]
+
+
 def refuse_second_derivative(name: str) -> None:
     """For a hand-written backward: under create_graph=True its result would pass for a constant, silently wrong."""
     if torch.is_grad_enabled():
-        raise RuntimeError(
-            f"backend {name!r} has no second derivative (create_graph=True); backend='reference' has, at dense cost"
-        )
+        no_second_derivative(name)
+
+
+def no_second_derivative(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"backend {name!r} has no second derivative (create_graph=True); backend='reference' has, at dense cost"
+    )

@@ -25,7 +25,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from spanformer.ops.backend import Backend, refuse_second_derivative, unserved_terms
+from spanformer.ops.backend import Backend, refuse_second_derivative, unserved_derivatives, unserved_terms
 from spanformer.ops.banded_plan import Plan, Step, make_plan
 from spanformer.ops.banded_tiles import Learned, Sight, accumulate, add_k, kept, look, pick, put_q, take_k, take_q
 from spanformer.ops.call import Attended, Call
@@ -38,33 +38,40 @@ def attend_banded(call: Call) -> Attended:
         rule.key_span,
         rule.sinks,
     )  # fmt: skip
-    if not x.k.shape[2]:  # no keys at all
-        lse = x.q.new_full(x.q.shape[:3], -math.inf, dtype=_work(x))
-        return Attended(
-            x.q.new_zeros(*x.q.shape[:3], x.v.shape[3]), lse if x.sinks is None else lse.logaddexp(x.sinks[:, None])
-        )
-    return Attended(*_Banded.apply(make_plan(call), *x))
+    if not x.k.shape[2]:
+        return _no_keys(x)
+    return Attended(*_Banded.apply(make_plan(call), call.ids(), *x))
+
+
+def _no_keys(x: Learned) -> Attended:
+    out, lse = x.q.new_zeros(*x.q.shape[:3], x.v.shape[3]), x.q.new_full(x.q.shape[:3], -math.inf, dtype=_work(x))
+    if x.sinks is not None:
+        lse = torch.where(x.sinks[:, None] == -math.inf, lse, x.sinks[:, None].to(lse.dtype))
+    nothing = sum(t.flatten()[:0].sum() for t in x if t is not None)  # 0: every term has a gradient, of zeros
+    return Attended(out + nothing, lse + nothing)
 
 
 class _Banded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, plan: Plan, *tensors) -> tuple[Tensor, Tensor]:
+    def forward(ctx, plan: Plan, ids: list[Tensor], *tensors) -> tuple[Tensor, Tensor]:
         x = Learned(*tensors)
         with _full_precision(x.q):
             out, lse = _forward(plan, x)
         ctx.plan = plan
-        ctx.save_for_backward(*x, lse)
+        ctx.save_for_backward(*x, lse, *ids)  # ids, which the plan has: if they change, autograd refuses to go back
         return out, lse
 
     @staticmethod
     def backward(ctx, g_out: Tensor, g_lse: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("banded")
-        *tensors, lse = ctx.saved_tensors
+        *tensors, lse = ctx.saved_tensors[: len(Learned._fields) + 1]
         x = Learned(*tensors)
         with _full_precision(x.q):
-            grads = _backward(ctx.plan, x, lse, g_out, g_lse, Learned(*ctx.needs_input_grad[1:]))
-        return None, *(
-            None if grad is None or t is None else grad.to(t.dtype) for t, grad in zip(x, grads, strict=True)
+            grads = _backward(ctx.plan, x, lse, g_out, g_lse, Learned(*ctx.needs_input_grad[2:]))
+        return (
+            None,
+            None,
+            *(None if grad is None or t is None else grad.to(t.dtype) for t, grad in zip(x, grads, strict=True)),
         )
 
 
@@ -86,7 +93,7 @@ def _forward(plan: Plan, x: Learned) -> tuple[Tensor, Tensor]:
         if sink is not None:
             total = total + (sink - peak).exp()
         if plan.dropout:
-            p.mul_(kept(plan, step, len(x.q), x.q.device)).div_(1 - plan.dropout)
+            p.mul_(kept(plan, step)).div_(1 - plan.dropout)
         if not clean:
             p = seen.hide(p.add_(_nan_rows(v).transpose(-1, -2)), 0)
             v = _zeroed(v)
@@ -128,7 +135,7 @@ def _backward(
         positive = None if seen.factor is None else raw.clamp(min=0)
         p = seen.hide(_scores(seen, raw).sub_(row_lse), -math.inf).exp_()
         ds = g @ v.transpose(-1, -2)
-        keep = kept(plan, step, len(x.q), x.q.device).to(work).div_(1 - plan.dropout) if plan.dropout else None
+        keep = kept(plan, step).to(work).div_(1 - plan.dropout) if plan.dropout else None
         if keep is not None:
             ds.mul_(keep)
         if nan_g is not None and nan_v is not None:
@@ -284,4 +291,10 @@ def _full_precision(t: Tensor) -> contextlib.AbstractContextManager:
 # The plan is made of numbers read from the spans: nothing to trace.
 _untraced = cast(Callable[[Call], Attended], torch.compiler.disable(attend_banded))
 _unserved = unserved_terms("banded", "ahead", "distance_scale", "key_span")
-BACKEND = Backend("banded", unusable=lambda: [], refuses=lambda call: _unserved(call.rule), run=_untraced)
+
+
+def _refuses(call: Call) -> list[str]:
+    return [*_unserved(call.rule), *unserved_derivatives("banded", call)]
+
+
+BACKEND = Backend("banded", unusable=lambda: [], refuses=_refuses, run=_untraced)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spanformer.ops.blocks import FULL, HIDDEN, BlockIndex
-from spanformer.ops.call import Call
+from spanformer.ops.call import Call, Numbers
 from spanformer.ops.rule import UNLIMITED
 
 ROOM = {"cpu": 1 << 20}  # how many scores a step may hold: on a CPU about what a cache does
@@ -63,6 +63,8 @@ class Plan:
     scale: float
     dropout: float
     seed: Tensor | None
+    numbers: Numbers | None
+    """with dropout"""
     q_positions: Tensor
     k_positions: Tensor
     q_documents: Tensor | None
@@ -99,7 +101,8 @@ def make_plan(call: Call) -> Plan:
         least = (z.amin((0, 2)) if rule.dynamic else z).tolist()
     return Plan(
         steps, offset, rule.reach_list(), least, least_key, rule.causal, rule.ahead, call.shift, rule.ramp, call.scale,
-        call.dropout, call.seed, *call.positions(), call.q_documents, call.k_documents, blocks,
+        call.dropout, call.seed, call.numbered() if call.dropout else None, *call.positions(), call.q_documents,
+        call.k_documents, blocks,
     )  # fmt: skip
 
 
@@ -211,7 +214,7 @@ def _alive(step: Step, key_span: Tensor, call: Call) -> Step:
     spans = key_span[..., numbers]
     if spans.shape[1] > 1:
         spans = spans[:, list(step.heads)]
-    seen = spans.amax(1) + call.rule.ramp > nearest
+    seen = spans.amax(1) - nearest + call.rule.ramp > 0
     if call.rule.causal:
         seen = seen & (keys <= last)
     wanted = numbers[seen.any(0)]

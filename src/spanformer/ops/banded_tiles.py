@@ -259,13 +259,13 @@ def _read(table: Tensor, distances: Diagonals | Pairs, heads: tuple[int, ...], w
     return own[:, distances.entry[:, 0].clamp(0, own.shape[1] - 1)].movedim(0, 1)
 
 
-def kept(plan: Plan, step: Step, batch: int, device: torch.device) -> Tensor:
+def kept(plan: Plan, step: Step) -> Tensor:
     """True where dropout leaves a weight."""
-    assert plan.seed is not None
-    heads = torch.arange(batch, device=device)[:, None] * len(plan.reach) + torch.tensor(step.heads, device=device)
-    queries = step.start + torch.arange(step.chunks * step.size, device=device).view(step.chunks, step.size, 1)
-    keys = key_numbers(step, device)[:, None, :]
-    return dropping.keep(plan.seed, plan.dropout, heads[:, :, None, None, None], queries, keys)
+    assert plan.seed is not None and plan.numbers is not None
+    heads = pick(plan.numbers.heads, step.heads)[:, :, None, None, None]
+    queries = take_q(plan.numbers.queries[:, None, :, None], step)
+    keys = take_k(plan.numbers.keys[:, None, :, None], step, (0,)).transpose(-1, -2)
+    return dropping.keep(plan.seed, plan.dropout, heads, queries, keys)
 
 
 def _ends(near: int, far: int, causal: bool) -> tuple[int, int]:

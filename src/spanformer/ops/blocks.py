@@ -78,10 +78,12 @@ class BlockIndex:
         """How many block rows are described: positions 0 … rows·S − 1."""
         return self.offsets.shape[1] - 1
 
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.offsets, self.columns, self.mask_ids, self.masks
+
     def to(self, device: torch.device | str) -> BlockIndex:
         """The same pattern on a device; attend wants it where q is."""
-        parts = (t.to(device) for t in (self.offsets, self.columns, self.mask_ids, self.masks))
-        return BlockIndex(self.size, *parts)
+        return BlockIndex(self.size, *(t.to(device) for t in self.tensors()))
 
     @staticmethod
     def side_by_side(each: Sequence[tuple[BlockIndex, int]]) -> BlockIndex:

@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from spanformer.ops.blocks import BlockIndex
-from spanformer.ops.rule import KEY_TERMS, Rule
+from spanformer.ops.rule import KEY_TERMS, UNLIMITED, Rule
 from spanformer.ops.tables import ENDING, TABLES
+
+FARTHEST = UNLIMITED // 2 - 1
+"""the position that is farthest from 0: the distance of any two is below UNLIMITED"""
 
 
 class Attended(NamedTuple):
@@ -23,6 +26,18 @@ class Attended(NamedTuple):
 
     out: Tensor
     lse: Tensor
+
+
+class Numbers(NamedTuple):
+    """What dropout knows heads, queries and keys by. A call that was made of another one carries the other's numbers,
+    and so drops the same weights."""
+
+    heads: Tensor
+    """[B, H] int64: b·H + h unless given"""
+    queries: Tensor
+    """[1 or B, Tq] int64"""
+    keys: Tensor
+    """[1 or B, Tk] int64"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +62,8 @@ class Call:
     """[1 or B, Tq] int64, with k_documents"""
     k_documents: Tensor | None = None
     """[1 or B, Tk] int64"""
+    numbers: Numbers | None = None
+    """None: all count from 0"""
 
     @property
     def offset(self) -> int:
@@ -64,6 +81,20 @@ class Call:
             return self.q_positions, self.k_positions
         keys = torch.arange(self.k.shape[2], device=self.k.device)[None]
         return torch.arange(self.q.shape[2], device=self.q.device)[None] + self.offset, keys
+
+    def ids(self) -> list[Tensor]:
+        """The tensors it was given that have no gradient."""
+        given = (self.q_positions, self.k_positions, self.q_documents, self.k_documents)
+        pattern = () if self.rule.blocks is None else self.rule.blocks.tensors()
+        return [t for t in (*given, *pattern) if t is not None]
+
+    def numbered(self) -> Numbers:
+        """The numbers for dropout, made explicit."""
+        if self.numbers is not None:
+            return self.numbers
+        (b, h, tq, _), tk, at = self.q.shape, self.k.shape[2], self.q.device
+        heads = torch.arange(b * h, device=at).view(b, h)
+        return Numbers(heads, torch.arange(tq, device=at)[None], torch.arange(tk, device=at)[None])
 
 
 def make_call(
@@ -87,8 +118,8 @@ def make_call(
         raise ValueError(f"{given} was given without {missing}; distances need both, or neither")
     if q_positions is not None and k_positions is not None:
         q_positions, k_positions = (
-            _ids("q_positions", q_positions, b, tq, q),
-            _ids("k_positions", k_positions, b, tk, q),
+            _positions("q_positions", q_positions, b, tq, q),
+            _positions("k_positions", k_positions, b, tk, q),
         )
     elif rule.causal and tk < tq:
         raise ValueError(
@@ -141,6 +172,8 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> None:
 
 def _ids(name: str, ids: Tensor, batch: int, length: int, q: Tensor) -> Tensor:
     """Integer ids as [1 or B, length] int64."""
+    if not isinstance(ids, Tensor):
+        raise ValueError(f"{name} is a {type(ids).__name__}; expected a tensor of integers")
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"{name} has dtype {ids.dtype}; expected integers")
     if ids.device != q.device:
@@ -149,6 +182,19 @@ def _ids(name: str, ids: Tensor, batch: int, length: int, q: Tensor) -> Tensor:
     if rows.ndim != 2 or rows.shape[0] not in (1, batch) or rows.shape[1] != length:
         raise ValueError(f"{name} has shape {list(ids.shape)}; expected [{length}] or [{batch}, {length}]")
     return rows.to(torch.int64)
+
+
+def _positions(name: str, ids: Tensor, batch: int, length: int, q: Tensor) -> Tensor:
+    rows = _ids(name, ids, batch, length, q)
+    # only on the CPU: elsewhere reading them would make the host wait
+    if rows.numel() and rows.device.type == "cpu" and not torch.compiler.is_compiling():
+        least, most = (int(t) for t in rows.aminmax())
+        if max(-least, most) > FARTHEST:
+            raise ValueError(
+                f"{name} holds {most if most > FARTHEST else least}; expected positions between −2^39 and 2^39, all "
+                "distances of which are below an unlimited reach"
+            )
+    return rows
 
 
 def _documents(rule: Rule, q: Tensor, b: int, tq: int, tk: int) -> tuple[Tensor | None, Tensor | None]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from spanformer.ops.call import Attended, Call, longest_distance
+from spanformer.ops.call import Attended, Call, Numbers, longest_distance
 from spanformer.ops.rule import Rule
 from spanformer.ops.tables import ENDING
 
@@ -43,7 +43,21 @@ def _some_heads(call: Call, heads: list[int]) -> Call:
         kv_heads = list(dict.fromkeys(kv_heads))
     index, kv_index = (torch.tensor(some, device=call.q.device) for some in (heads, kv_heads))
     k, v = (t.index_select(1, kv_index) for t in (call.k, call.v))
-    return replace(call, q=call.q.index_select(1, index), k=k, v=v, rule=call.rule.for_heads(heads, kv_heads))
+    numbers = None
+    if call.dropout:
+        numbers = call.numbered()
+        numbers = numbers._replace(heads=numbers.heads.index_select(1, index))
+    rule = call.rule.for_heads(heads, kv_heads)
+    return replace(call, q=call.q.index_select(1, index), k=k, v=v, rule=rule, numbers=numbers)
+
+
+def _renumbered(call: Call, queries: Callable, keys: Callable, classes: int) -> Numbers | None:
+    """The numbers of a folded call; queries and keys fold a tensor over an axis, the batch `classes` times as long."""
+    if not call.dropout:
+        return None
+    numbers = call.numbered()
+    heads = numbers.heads.repeat_interleave(classes, 0)
+    return Numbers(heads, queries(numbers.queries, 1), keys(numbers.keys, 1))
 
 
 def _alike(call: Call, stride: int, skip: int, run: Run) -> Attended:
@@ -76,8 +90,17 @@ def _apart(call: Call, stride: int) -> Call:
     """The same pairs by document ids; the cost is that of the band."""
     q, k = (positions % stride for positions in call.positions())
     if call.q_documents is not None and call.k_documents is not None:
-        q, k = q + call.q_documents * stride, k + call.k_documents * stride
+        of_q, of_k = _small(call.q_documents, call.k_documents)
+        q, k = q + of_q * stride, k + of_k * stride
     return replace(call, q_documents=q, k_documents=k)
+
+
+def _small(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids by which the same are the same, small enough to be multiplied: they may have been hashes."""
+    if torch.compiler.is_compiling():  # how many there are is not known then
+        return q, k
+    ids = torch.cat([q.flatten(), k.flatten()]).unique(return_inverse=True)[1]
+    return ids[: q.numel()].view(q.shape), ids[q.numel() :].view(k.shape)
 
 
 def _skipping(call: Call, skip: int) -> Call:
@@ -121,6 +144,7 @@ class _many:
             k_positions=torch.arange(n_k, device=at)[None] if placed else None,
             q_documents=None if call.q_documents is None else q(call.q_documents, 1),
             k_documents=None if call.k_documents is None else k(call.k_documents, 1),
+            numbers=_renumbered(call, q, k, stride),
         )  # fmt: skip
 
     def _fold(self, t: Tensor, axis: int, front: int, n: int, value: float = 0.0) -> Tensor:
@@ -167,6 +191,7 @@ class _few:
             k_positions=torch.arange(n, device=at)[None],
             q_documents=None if call.q_documents is None else queries(call.q_documents, 1),
             k_documents=None if call.k_documents is None else keys(call.k_documents, 1),
+            numbers=_renumbered(call, queries, keys, tq),
         )  # fmt: skip
 
     def undo(self, t: Tensor) -> Tensor:
@@ -178,15 +203,28 @@ def _shorter(rule: Rule, stride: int, queries: Callable, keys: Callable) -> Rule
     """The rule over distances d / stride."""
     span = rule.span
     if span is not None:
-        span = (queries(span, 2) if rule.dynamic else span) / stride
+        span = _shorter_span(queries(span, 2) if rule.dynamic else span, rule.ramp, stride)
     return replace(
         rule,
         reach=None if rule.reach is None else [-(-r // stride) for r in rule.reach_list()],
         span=span,
         ramp=rule.ramp / stride,
         key_bias=None if rule.key_bias is None else keys(rule.key_bias, 2, -math.inf),
-        key_span=None if rule.key_span is None else keys(rule.key_span, 2) / stride,
+        key_span=None if rule.key_span is None else _shorter_span(keys(rule.key_span, 2), rule.ramp, stride),
         documents=None,  # the call has them
         ahead=rule.ahead // stride,
         **{name: t[:, rule.ahead % stride :: stride] for name in ENDING if (t := getattr(rule, name)) is not None},
     )
+
+
+def _shorter_span(z: Tensor, ramp: float, stride: int) -> Tensor:
+    """z / stride, in no less than 32 bits. Where a ramp ends at a distance n that is there, m = 0 exactly, and the span
+    has no gradient. Thirds would be rounded to a small m above 0: such spans are shorter by what cannot be rounded."""
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    short = z / stride
+    if not stride & (stride - 1) or ramp % stride == 0:  # exact
+        return short
+    end = z.detach().double() + ramp
+    least = end / stride * (1 - 2 * torch.finfo(z.dtype).eps) - ramp / stride
+    excess = torch.where(end % stride == 0, short.detach() - least.clamp(min=0), 0)
+    return short - excess.to(z.dtype)

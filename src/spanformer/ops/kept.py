@@ -34,7 +34,10 @@ def split(call: Call) -> tuple[Call, Call]:
         most = int(kept.sum(1).max())
     index = kept.int().topk(min(most, kept.shape[1]), 1).indices  # [1 or B, N]
     others = replace(call, rule=hide(rule, kept))
-    there = kept.gather(1, index)
+    there, numbers = kept.gather(1, index), None
+    if call.dropout:
+        numbers = call.numbered()
+        numbers = numbers._replace(keys=_rows(numbers.keys, index))
     few = replace(
         call,
         k=_take(call.k, index),
@@ -42,7 +45,7 @@ def split(call: Call) -> tuple[Call, Call]:
         rule=hide(_take_bias(free, index), ~there),
         k_positions=call.k_positions.expand(len(index), -1).gather(1, index),
         k_documents=None if call.k_documents is None else _rows(call.k_documents, index),
-        seed=None if call.seed is None else call.seed + 1,  # index n is another key here
+        numbers=numbers,
     )
     return others, few
 
@@ -52,9 +55,6 @@ def _first_keys(call: Call, rule: Rule, free: Rule) -> tuple[Call, Call]:
     n = min(call.rule.kept, call.k.shape[2])
     every = slice(None)
     few = piece(replace(call, rule=free), every, slice(0, n))
-    if call.dropout:  # which weights are dropped depends on the number of a key, so the keys stay where they are
-        hidden = torch.arange(call.k.shape[2], device=call.k.device)[None] < n
-        return replace(call, rule=hide(rule, hidden)), few
     return piece(replace(call, rule=rule), every, slice(n, None)), few
 
 

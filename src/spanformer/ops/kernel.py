@@ -1,4 +1,4 @@
-"""Loading the compiled CPU kernel (a plain C library, no torch in it) and packing its arguments.
+"""The compiled CPU kernel, loaded once, and its arguments packed.
 
 The fields below stand in the order of `Call` and `Decode` in csrc/call.h, each 8 bytes.
 """
@@ -6,50 +6,46 @@ The fields below stand in the order of `Call` and `Decode` in csrc/call.h, each 
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import os
 import struct
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from spanformer.ops.library import Library, find, load
 from spanformer.ops.rule import Rule
 
-ABI = 5
+log = logging.getLogger("spanformer")
+
+ABI = 6
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 MAX_HEAD_SIZE = 256
-CALL = struct.Struct("=12q3d72q")
+CALL = struct.Struct("=12q3d77q")
 DECODE = struct.Struct("=28q2d23q")
 STEP = struct.Struct("=19q")  # the fields of a `Decode` that change from token to token, its first
-
-
-@dataclass(frozen=True)
-class Library:
-    """The kernel's entry points; each takes one packed argument."""
-
-    forward: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
-    backward: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
-    kinks: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
-    decode: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
-    isa: str
-    """the instruction set chosen at run time"""
-
 
 _library: Library | None = None
 _problem: str | None = None
 
 
 def problem() -> str | None:
-    """Why the kernel cannot be loaded here, or None."""
+    """Why the kernel cannot be loaded here, or None. An environment variable that asks for what is not there is a
+    ValueError: who set it does not want another backend instead."""
     global _library, _problem
     if _library is None and _problem is None:
+        path = find()
         try:
-            _library = _load(Path(os.environ.get("SPANFORMER_KERNEL") or Path(__file__).with_name("_kernel.so")))
+            _library = load(path, ABI, (CALL.size, DECODE.size))
         except (OSError, AttributeError, RuntimeError) as error:
+            if os.environ.get("SPANFORMER_KERNEL"):
+                raise ValueError(f"SPANFORMER_KERNEL is '{path}', which cannot be used: {error}") from error
             _problem = str(error)
+            if path.exists():  # it was built once; that a kernel was never built is said at installation
+                log.warning(f"backend 'native' is not usable: {_problem}")
     return _problem
 
 
@@ -59,23 +55,6 @@ def library() -> Library:
         raise RuntimeError(f"the native kernel is not usable: {_problem}")
     assert _library is not None
     return _library
-
-
-def _load(path: Path) -> Library:
-    if not path.exists():
-        raise RuntimeError(
-            "the compiled kernel is missing: it was not built when spanformer was installed; install a C++ compiler "
-            "and reinstall spanformer"
-        )
-    lib = ctypes.CDLL(str(path))
-    found = (lib.spanformer_abi_version(), lib.spanformer_sizeof_call(), lib.spanformer_sizeof_decode())
-    if found != (ABI, CALL.size, DECODE.size):
-        raise RuntimeError(f"the compiled kernel is of another version {found}; reinstall spanformer to rebuild it")
-    entries = (lib.spanformer_forward, lib.spanformer_backward, lib.spanformer_kinks, lib.spanformer_decode)
-    for entry in entries:
-        entry.argtypes, entry.restype = [ctypes.c_void_p], None  # bytes, or a buffer
-    lib.spanformer_isa.restype = ctypes.c_char_p
-    return Library(*entries, isa=lib.spanformer_isa().decode())
 
 
 class Fixed(NamedTuple):
@@ -98,6 +77,16 @@ class Fixed(NamedTuple):
     block_columns: Tensor | None
     block_mask_ids: Tensor | None
     block_masks: Tensor | None
+    drop_heads: Tensor | None  # as `Numbers` of ops/call.py, with dropout only
+    drop_queries: Tensor | None
+    drop_keys: Tensor | None
+
+    def ids(self) -> tuple[Tensor | None, ...]:
+        """From q_positions on, block_size aside: tensors as whoever gave them laid them out."""
+        return (*self[8:12], *self[13:])
+
+    def with_ids(self, ids: Sequence[Tensor | None]) -> Fixed:
+        return Fixed(*self[:8], *ids[:4], self.block_size, *ids[4:])  # pyright: ignore[reportCallIssue]
 
 
 class Terms(NamedTuple):
@@ -142,6 +131,7 @@ def _rule(h: int, terms: Terms, fixed: Fixed) -> tuple[int, ...]:
         _ptr(sinks),
         *_blocks(fixed),
         _ptr(fixed.seed),
+        _ptr(fixed.drop_heads), *_pair(fixed.drop_queries, fixed.drop_keys),
     )  # fmt: skip
 
 
@@ -173,9 +163,14 @@ def rows(t: Tensor) -> tuple[int, int, int, int]:
 
 def as_float(t: Tensor | None) -> Tensor | None:
     """A learned term in the kernel's form: float32, contiguous."""
-    if t is None or (t.dtype == torch.float32 and t.is_contiguous()):
+    if t is None or (t.dtype == torch.float32 and t.is_contiguous() and not t.is_neg()):
         return t
-    return t.detach().to(torch.float32).contiguous()
+    return as_laid(t.detach().to(torch.float32))
+
+
+def as_laid(t: Tensor) -> Tensor:
+    """Contiguous, and no view whose numbers have the other sign in memory (`x.conj().imag`)."""
+    return t.resolve_neg().contiguous()
 
 
 def _ptr(t: Tensor | None) -> int:
@@ -230,7 +225,7 @@ def run_kinks(
 ) -> Tensor:  # fmt: skip
     """[H] float32: what whole spans [H] gain at their kinks, by the original's conventions (attention/kinks.py)."""
     none = (None, None, None, None)
-    fixed = Fixed(1 / math.sqrt(q.shape[3]), ramp, 0.0, True, 1, 0, reach, None, *none, 0, *none)
+    fixed = Fixed(1 / math.sqrt(q.shape[3]), ramp, 0.0, True, 1, 0, reach, None, *none, 0, *none, None, None, None)
     terms = Terms(as_float(span), as_float(bias), as_float(vec), None, None)
     found = torch.empty(q.shape[1], dtype=torch.float32)
     gradients = (*rows(g_out), *_NO_ROWS, *_NO_ROWS, *_NO_ROWS, _ptr(g_lse), _ptr(found), 0, 0, 0, 0, 0)

@@ -10,9 +10,19 @@ import torch
 from torch import Tensor
 
 from spanformer.ops import kernel
-from spanformer.ops.backend import Backend, refuse_second_derivative, unserved_terms
+from spanformer.ops.backend import (
+    Backend,
+    no_second_derivative,
+    refuse_second_derivative,
+    unserved_derivatives,
+    unserved_terms,
+)
 from spanformer.ops.call import Attended, Call
-from spanformer.ops.kernel import Fixed, Terms, as_float, run_backward, run_forward
+from spanformer.ops.kernel import Fixed, Terms, as_float, as_laid, run_backward, run_forward
+
+# Loads the library now: torch.compile could not trace that. Before an operator is registered: if an environment variable
+# asks for a library that is not there, this raises, and the next import begins anew.
+kernel.problem()
 
 
 def attend_native(call: Call) -> Attended:
@@ -45,11 +55,11 @@ def _fixed(call: Call) -> Fixed:
     rule, blocks = call.rule, call.rule.blocks
     reach = rule.reach
     assert reach is None or isinstance(reach, Tensor)
-    parts = (None,) * 4 if blocks is None else (blocks.offsets, blocks.columns, blocks.mask_ids, blocks.masks)
+    pattern = (None, None, None, None) if blocks is None else blocks.tensors()
     return Fixed(
         call.scale, rule.ramp, call.dropout, rule.causal, call.shift, rule.ahead, reach, call.seed,
         call.q_positions, call.k_positions, call.q_documents, call.k_documents,
-        0 if blocks is None else blocks.size, *(None if t is None else t.contiguous() for t in parts),
+        0 if blocks is None else blocks.size, *pattern, *(call.numbers or (None, None, None)),
     )  # fmt: skip
 
 
@@ -57,7 +67,7 @@ def _forward(inputs, fixed: Fixed) -> tuple[Tensor, Tensor]:
     """inputs: q, k, v and the six learned terms, in the order of `Terms`."""
     q, k, v, *learned = inputs
     terms = Terms(*map(as_float, learned))
-    return run_forward(_dense(q), _dense(k), _dense(v), terms, _rows(fixed))
+    return run_forward(_dense(q), _dense(k), _dense(v), terms, _laid(fixed))
 
 
 def _backward(g_out, g_lse, out, lse, inputs, fixed: Fixed, wanted) -> list[Tensor | None]:
@@ -65,8 +75,8 @@ def _backward(g_out, g_lse, out, lse, inputs, fixed: Fixed, wanted) -> list[Tens
     q, k, v, *learned = inputs
     terms = Terms(*map(as_float, learned))
     g_out = torch.zeros_like(out) if g_out is None else _dense(g_out)
-    g_lse = None if g_lse is None else g_lse.contiguous()
-    grads = list(run_backward(_dense(q), _dense(k), _dense(v), out, lse, g_out, g_lse, terms, _rows(fixed), wanted[3:]))
+    g_lse = None if g_lse is None else as_laid(g_lse)
+    grads = list(run_backward(_dense(q), _dense(k), _dense(v), out, lse, g_out, g_lse, terms, _laid(fixed), wanted[3:]))
     for n in (3, 5):  # key_bias and key_span
         if (grad := grads[3 + n]) is not None:
             grads[3 + n] = _fold_by_key(grad, learned[n])
@@ -79,7 +89,8 @@ class _Attend(torch.autograd.Function):
     def forward(ctx, *arguments):
         *inputs, fixed = arguments
         out, lse = _forward(inputs, fixed)
-        ctx.save_for_backward(*inputs, out, lse)
+        # `fixed` too: autograd then refuses a backward pass after one of its tensors was changed in place
+        ctx.save_for_backward(*inputs, out, lse, fixed.reach, *fixed.ids())
         ctx.fixed = fixed
         ctx.set_materialize_grads(False)
         return out, lse
@@ -87,7 +98,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g_out, g_lse):
         refuse_second_derivative("native")
-        *inputs, out, lse = ctx.saved_tensors
+        *inputs, out, lse = ctx.saved_tensors[: COUNT + 2]
         return *_backward(g_out, g_lse, out, lse, inputs, ctx.fixed, ctx.needs_input_grad[:COUNT]), None
 
 
@@ -99,7 +110,8 @@ _INPUTS = (
 _FIXED = (
     "float scale, float ramp, float dropout, bool causal, int shift, int ahead, Tensor? reach, Tensor? seed, "
     "Tensor? q_positions, Tensor? k_positions, Tensor? q_documents, Tensor? k_documents, "
-    "int block_size, Tensor? block_offsets, Tensor? block_columns, Tensor? block_mask_ids, Tensor? block_masks"
+    "int block_size, Tensor? block_offsets, Tensor? block_columns, Tensor? block_mask_ids, Tensor? block_masks, "
+    "Tensor? drop_heads, Tensor? drop_queries, Tensor? drop_keys"
 )
 torch.library.define("spanformer::attend", f"({_INPUTS}, {_FIXED}) -> (Tensor, Tensor)")
 torch.library.define(
@@ -154,6 +166,7 @@ def _operator_backward(ctx, g_out, g_lse):
 
 
 torch.library.register_autograd("spanformer::attend", _operator_backward, setup_context=_setup_context)
+torch.library.register_autograd("spanformer::attend_backward", lambda ctx, grads: no_second_derivative("native"))
 
 
 # ---- forms the kernel takes
@@ -162,14 +175,16 @@ torch.library.register_autograd("spanformer::attend", _operator_backward, setup_
 def _dense(t: Tensor) -> Tensor:
     """Rows of a head must be contiguous; anything else is served in place. Not rows that overlap (unfold): what is
     made like them may have another axis last."""
-    return t if t.stride(3) == 1 and 1 not in t.stride()[:3] else t.contiguous()
+    return t if t.stride(3) == 1 and 1 not in t.stride()[:3] and not t.is_neg() else as_laid(t)
 
 
-def _rows(fixed: Fixed) -> Fixed:
-    if fixed.q_positions is None and fixed.q_documents is None:
-        return fixed
-    ids = ("q_positions", "k_positions", "q_documents", "k_documents")
-    return fixed._replace(**{n: t.contiguous() for n in ids if (t := getattr(fixed, n)) is not None})
+def _laid(fixed: Fixed) -> Fixed:
+    """Its tensors laid out as the kernel reads them; most often there are none."""
+    ids = fixed.ids()
+    for t in ids:
+        if t is not None:
+            return fixed.with_ids([None if t is None else as_laid(t) for t in ids])
+    return fixed
 
 
 def _fold_by_key(grad: Tensor, term: Tensor) -> Tensor:
@@ -183,7 +198,7 @@ _unserved = unserved_terms("the native kernel", "ahead", "key_span")
 
 
 def _refuses(call: Call) -> list[str]:
-    reasons = _unserved(call.rule)
+    reasons = [*_unserved(call.rule), *unserved_derivatives("the native kernel", call)]
     if call.q.device.type != "cpu":
         reasons.append(f"q is on {call.q.device}; the native kernel runs on the CPU")
     if call.q.dtype not in kernel.DTYPES:
@@ -199,5 +214,4 @@ def _unusable() -> list[str]:
     return [problem] if problem else []
 
 
-kernel.problem()  # loads the library now: torch.compile could not trace that
 BACKEND = Backend("native", _unusable, _refuses, attend_native)

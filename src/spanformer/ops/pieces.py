@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from spanformer.ops.call import Call
+from spanformer.ops.call import Call, Numbers
 from spanformer.ops.rule import KEY_TERMS
 
 
 def piece(call: Call, queries: slice, keys: slice) -> Call:
-    """Queries and keys keep their positions. Forget gates and dropout go by numbers within the piece: they are not to
-    be cut this way."""
+    """Queries and keys keep their positions, and their numbers for dropout. Forget gates go by numbers within the
+    piece: they are not to be cut this way."""
     q_positions, k_positions = call.positions()
-    rule = call.rule
+    rule, numbers = call.rule, None
+    if call.dropout:
+        whole = call.numbered()
+        numbers = Numbers(whole.heads, whole.queries[:, queries], whole.keys[:, keys])
     cut = {name: t[..., keys] for name in KEY_TERMS if (t := getattr(rule, name)) is not None}
     if rule.dynamic and rule.span is not None:
         cut["span"] = rule.span[..., queries]
@@ -29,4 +32,5 @@ def piece(call: Call, queries: slice, keys: slice) -> Call:
         k_positions=k_positions[:, keys],
         q_documents=None if call.q_documents is None else call.q_documents[:, queries],
         k_documents=None if call.k_documents is None else call.k_documents[:, keys],
+        numbers=numbers,
     )

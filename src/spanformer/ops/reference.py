@@ -168,10 +168,10 @@ def kept_keys(call: Call) -> Tensor:
 def kept_weights(call: Call) -> Tensor:
     """[B, H, Tq, Tk], True where dropout leaves a weight."""
     assert call.seed is not None
-    (b, h, tq, _), tk, at = call.q.shape, call.k.shape[2], call.q.device
-    heads = torch.arange(b * h, device=at).view(b, h, 1, 1)
-    queries, keys = torch.arange(tq, device=at)[:, None], torch.arange(tk, device=at)
-    return dropping.keep(call.seed, call.dropout, heads, queries, keys)
+    heads, queries, keys = call.numbered()
+    return dropping.keep(
+        call.seed, call.dropout, heads[..., None, None], queries[:, None, :, None], keys[:, None, None]
+    )
 
 
 def _index(call: Call, table: Tensor, ahead: int | None = None) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spanformer.ops import kernel
-from spanformer.ops.backend import unserved_terms
+from spanformer.ops.backend import unserved_terms, unserved_transforms
 from spanformer.ops.call import Attended
 from spanformer.ops.rings_banded import BandedDecode
 from spanformer.ops.rule import UNLIMITED, Rule
@@ -217,6 +217,10 @@ _native_unserved = unserved_terms("the native kernel", "kept")
 
 def _native_refuses(q: Tensor, rings: Rings, rule: Rule) -> list[str]:
     reasons = [*([problem] if (problem := kernel.problem()) else []), *_native_unserved(rule)]
+    reasons += unserved_transforms("the native kernel")
+    for name, t in (("keys", rings.keys), ("values", rings.values)):  # a copy would not see what is written
+        if t.stride(2) != 1 or t.is_neg():
+            reasons.append(f"{name} is a view of strides {list(t.stride())}; the native kernel takes whole rows")
     if q.device.type != "cpu":
         reasons.append(f"q is on {q.device}; the native kernel runs on the CPU")
     if q.dtype not in kernel.DTYPES:
@@ -241,7 +245,7 @@ class _Native:
     def __init__(self, q: Tensor, rings: Rings, rule: Rule, scale: float) -> None:
         learned = (rule.span, rule.distance_bias, rule.distance_vec, None, rule.sinks)
         terms = kernel.Terms(*(None if t is None else kernel.as_float(t.detach()) for t in learned))
-        keys, values = (t if t.stride(2) == 1 else t.contiguous() for t in (rings.keys, rings.values))
+        keys, values = rings.keys, rings.values
         assert isinstance(rings.capacity, Tensor)  # __post_init__ made it one
         oldest = None if rings.oldest is None else rings.oldest.contiguous()
         where = (rings.first, rings.capacity, rings.newest.contiguous(), oldest)
@@ -252,5 +256,5 @@ class _Native:
         self._alive = (rule, terms, keys, values, where, rings)  # what the packed addresses point to
 
     def attend(self, q: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Attended:
-        q, *fresh = (t if t.stride(3) == 1 else t.contiguous() for t in (q, *(new or ())))
+        q, *fresh = (t if t.stride(3) == 1 and not t.is_neg() else kernel.as_laid(t) for t in (q, *(new or ())))
         return Attended(*kernel.run_decode(self._packed, q, tuple(fresh), self._span, self._dv))

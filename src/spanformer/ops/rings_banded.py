@@ -44,7 +44,7 @@ class BandedDecode:
         visible, soft = position >= oldest, torch.zeros((b, len(d)), dtype=exact, device=q.device)
         if rule.span is not None:
             z = rule.span[:, head] if rule.dynamic else rule.span[head].expand(b, 1)  # [B, 1]
-            m = ((rule.ramp + z.to(exact) - d) / rule.ramp).clamp(0, 1)
+            m = ((z.to(exact) - d + rule.ramp) / rule.ramp).clamp(0, 1)
             visible = visible & (m > 0)
             soft = torch.where(visible, m, 1).log()
         if rule.distance_bias is not None:
@@ -59,6 +59,7 @@ class BandedDecode:
         if rule.sinks is not None:
             score = torch.cat([score, rule.sinks[head].to(exact).expand(b, 1)], 1)
         lse = score.logsumexp(1) if score.shape[1] else score.new_full((b,), -math.inf)
+        lse = lse.masked_fill(lse == math.inf, math.nan)  # as inf − inf is, in a softmax
         weight = torch.where(lse[:, None] == -math.inf, 0, (score - lse[:, None]).exp())[:, : slot.shape[1]]
         values = torch.where(visible[..., None], values, 0)  # an unwritten slot may hold anything
         out = (weight[:, None] @ values)[:, 0]

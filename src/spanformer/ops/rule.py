@@ -15,14 +15,13 @@ from torch import Tensor
 
 from spanformer.ops.apart import add_apart, check_apart, pick_apart
 from spanformer.ops.blocks import BlockIndex
+from spanformer.ops.rule_checks import KEY_TERMS, as_reach, check_numbers, check_shapes, per_head
 from spanformer.ops.tables import TABLES, add_tables, add_values, check_ahead, counted, multiply_tables, shared_ahead
 
 UNLIMITED = 1 << 40  # a reach beyond any sequence
 ONCE = {"kept": 0, "sinks": None, "penalty": None, "distance_value": None}  # of a rule and its `also` together
-HEAD_AXIS = {name: 0 for name in (*TABLES, "sinks")} | {"key_bias": 1, "key_span": 1, "forget": 1}
+HEAD_AXIS = {name: 0 for name in (*TABLES, "sinks")} | {name: 1 for name in KEY_TERMS}
 """which axis of a term counts heads; its size may be 1 there, for all of them. (A span has [H] or [B, H, Tq].)"""
-KEY_TERMS = ("key_bias", "key_span", "forget")
-"""terms with a number for each key, on their last axis"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +38,7 @@ class Rule:
     causal: bool = True
     """Never see the future (d < 0)."""
     reach: Tensor | Sequence[int] | int | None = None
-    """[H] (or one number for all): a head of reach r sees d = 0 … r − 1. Kept as int64 on the CPU."""
+    """[H] (or one number for all): a head of reach r sees d = 0 … r − 1. Copied, as int64 on the CPU."""
     span: Tensor | None = None
     """[H] static or [B, H, Tq] dynamic: z in m = clip((ramp + z − d) / ramp, 0, 1), which multiplies the
     weights before they are renormalised. Its gradient lives strictly inside the ramp, 0 < m < 1."""
@@ -93,14 +92,9 @@ class Rule:
     one sees. What is added with `+` is added to both."""
 
     def __post_init__(self) -> None:
-        if self.heads < 1:
-            raise ValueError(f"heads is {self.heads}; expected at least 1")
+        check_numbers(self)
         if self.reach is not None:
-            object.__setattr__(self, "reach", _as_reach(self.reach, self.heads))
-        if not self.ramp > 0 or math.isinf(self.ramp):
-            raise ValueError(f"ramp is {self.ramp}; expected a positive, finite number of tokens")
-        if self.kept < 0:
-            raise ValueError(f"kept is {self.kept}; expected a number of tokens, 0 or more")
+            object.__setattr__(self, "reach", as_reach(self.reach, self.heads))
         unfit = [name for name in (*TABLES, "blocks") if getattr(self, name) is not None]
         if self.kept and unfit:
             raise ValueError(
@@ -110,13 +104,13 @@ class Rule:
         if self.original and not self.causal:
             raise ValueError("original=True excludes a token itself by looking back, so it needs causal=True")
         for name, least in (("stride", 1), ("skip", 0)):
-            object.__setattr__(self, name, _per_head(name, getattr(self, name), self.heads, least))
+            object.__setattr__(self, name, per_head(name, getattr(self, name), self.heads, least))
             if self.original and getattr(self, name) != least:
                 raise ValueError(f"original=True counts from the previous token; beside {name} that says two things")
         self._check_also()
         if self.apart:
             check_apart(self)
-        self._check_shapes()
+        check_shapes(self)
         check_ahead(self)
         for name, span in (("span", self.span), ("key_span", self.key_span)):
             if span is not None and span.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -140,53 +134,6 @@ class Rule:
         for name, there in carried.items():
             if there:
                 raise ValueError(f"also carries {name}, which there is only one of; give it to the rule itself")
-
-    def _check_shapes(self) -> None:
-        h = self.heads
-        for name in ("span", *TABLES, *KEY_TERMS, "sinks", "penalty"):
-            t = getattr(self, name)
-            if t is not None and not isinstance(t, Tensor):
-                raise ValueError(f"{name} is a {type(t).__name__}; expected a tensor")
-        if self.span is not None:
-            static, dynamic = self.span.shape == (h,), self.span.ndim == 3 and self.span.shape[1] == h
-            _expect(static or dynamic, "span", self.span, f"[{h}] (static) or [B, {h}, Tq] (dynamic)")
-            _expect(self.span.is_floating_point(), "span", self.span, "a floating-point dtype")
-        for name in ("distance_bias", "distance_scale"):
-            if (t := getattr(self, name)) is not None:
-                _expect(t.ndim == 2 and t.shape[0] == h and t.shape[1] > 0, name, t, f"[{h}, L], L at least 1")
-                _expect(t.is_floating_point(), name, t, "a floating-point dtype")
-        for name, size in (("distance_vec", "D"), ("distance_value", "Dv")):
-            if (t := getattr(self, name)) is not None:
-                fits = t.ndim == 3 and t.shape[0] in (1, h) and t.shape[1] > 0
-                _expect(fits, name, t, f"[1 or {h}, L, {size}], L at least 1")
-                _expect(t.is_floating_point(), name, t, "a floating-point dtype")
-        if self.key_bias is not None:
-            t = self.key_bias
-            fits = t.ndim == 3 and t.shape[1] > 0 and h % t.shape[1] == 0
-            _expect(fits, "key_bias", t, "[1 or B, 1 or Hkv or H, Tk]")
-            _expect(t.is_floating_point(), "key_bias", t, "a floating-point dtype (−inf hides a key)")
-        for name, t in (("key_span", self.key_span), ("forget", self.forget)):
-            if t is not None:
-                _expect(t.ndim == 3 and t.shape[1] in (1, h), name, t, f"[1 or B, 1 or {h}, Tk]")
-                _expect(t.is_floating_point(), name, t, "a floating-point dtype")
-        if self.sinks is not None:
-            _expect(self.sinks.shape == (h,), "sinks", self.sinks, f"[{h}]")
-            _expect(self.sinks.is_floating_point(), "sinks", self.sinks, "a floating-point dtype")
-        if self.documents is not None:
-            pair = self.documents if isinstance(self.documents, tuple) else (self.documents,) * 2
-            if len(pair) != 2 or not all(isinstance(ids, Tensor) for ids in pair):
-                raise ValueError("documents is neither a tensor of ids nor a pair of them, (of queries, of keys)")
-            for ids in pair:
-                _expect(ids.ndim in (1, 2), "documents", ids, "[T] or [B, T]")
-                _expect(not ids.is_floating_point() and ids.dtype != torch.bool, "documents", ids, "integer ids")
-        if self.blocks is not None:
-            if not isinstance(self.blocks, BlockIndex):
-                raise ValueError(f"blocks is a {type(self.blocks).__name__}; expected a BlockIndex")
-            _expect(
-                self.blocks.offsets.shape[0] in (1, h), "blocks.offsets", self.blocks.offsets, f"[1 or {h}, rows + 1]"
-            )
-        if self.penalty is not None:
-            _expect(self.penalty.ndim == 0, "penalty", self.penalty, "a scalar")
 
     @property
     def dynamic(self) -> bool:
@@ -316,38 +263,10 @@ class Rule:
 
 def _seen(span: float, ramp: float) -> int:
     """How many distances 0, 1, … have m > 0, that is d < span + ramp."""
-    total = span + ramp
-    return UNLIMITED if total >= UNLIMITED else math.ceil(total)
-
-
-def _as_reach(reach: Tensor | Sequence[int] | int, heads: int) -> Tensor:
-    if isinstance(reach, int):
-        reach = [reach] * heads
-    if isinstance(reach, float | str):
-        raise ValueError(f"reach is {reach!r}; expected a whole number of tokens, or [{heads}] of them")
-    given = reach if isinstance(reach, Tensor) else torch.tensor(list(reach))
-    _expect(given.shape == (heads,), "reach", given, f"[{heads}]")
-    if given.is_floating_point() or given.dtype == torch.bool:
-        raise ValueError(f"reach has dtype {given.dtype}; expected whole numbers of tokens")
-    if given.is_meta:
-        raise ValueError("reach is on meta, which holds no numbers; expected a device that does")
-    tensor = given.detach().to("cpu", torch.int64).contiguous()
-    if not torch.compiler.is_compiling() and int(tensor.min()) < 0:
-        raise ValueError(f"reach holds {int(tensor.min())}; expected numbers of tokens, 0 or more")
-    return tensor
-
-
-def _per_head(name: str, given: Sequence[int] | int, heads: int, least: int) -> tuple[int, ...] | int:
-    """One number where all heads have the same."""
-    numbers = (given,) * heads if isinstance(given, int) else tuple(given)
-    if len(numbers) != heads or not all(isinstance(n, int) and n >= least for n in numbers):
-        raise ValueError(f"{name} is {given}; expected a whole number from {least} on, or {heads} of them")
-    return numbers[0] if len(set(numbers)) == 1 else numbers
-
-
-def _expect(ok: bool, name: str, tensor: Tensor, expected: str) -> None:
-    if not ok:
-        raise ValueError(f"{name} has shape {list(tensor.shape)} and dtype {tensor.dtype}; expected {expected}")
+    if span + ramp >= UNLIMITED:
+        return UNLIMITED
+    whole = math.floor(span)  # beside all of the span, a short ramp would be rounded away
+    return whole + math.ceil(span - whole + ramp)
 
 
 def _either(a, b, both):

@@ -33,8 +33,6 @@ def ahead_of(rule: Rule, name: str) -> int:
 
 
 def check_ahead(rule: Rule) -> None:
-    if rule.ahead < 0:
-        raise ValueError(f"ahead is {rule.ahead}; expected a number of distances, 0 or more")
     if rule.ahead and rule.causal:
         raise ValueError(
             f"ahead is {rule.ahead} with causal=True, which sees nothing ahead; tables of a causal rule begin at "

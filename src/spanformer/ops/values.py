@@ -20,9 +20,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from spanformer.ops.call import Attended, Call
+from spanformer.ops.call import Attended, Call, longest_distance
 from spanformer.ops.rule import Rule
 from spanformer.ops.tables import ahead_of, entry
+
+WIDEST = 256  # the largest head size that every backend takes
 
 
 def without_values(call: Call) -> Call:
@@ -37,25 +39,39 @@ def attend_values(call: Call, run: Callable[[Call], Attended]) -> Attended:
     counting = bool(call.dropout) or rule.sinks is not None  # weights do not add up to 1: count them
     if counting:
         ones = torch.ones_like(call.v[..., :1])
-        found = run(replace(bare, v=torch.cat([call.v, ones], -1)))
+        found = _run_wide(replace(bare, v=torch.cat([call.v, ones], -1)), run)
         out, total = found.out[..., :-1], found.out[..., -1:]
     else:
         found = run(bare)
         out, total = found.out, (found.lse > -math.inf).to(found.out.dtype)[..., None]
     table = table.to(out.dtype)
     ahead = ahead_of(rule, "distance_value")
-    near = table.shape[1] - 1 - ahead  # |d| < near: what differs from the ends
+    near, far = _near(call, table.shape[1] - ahead)
     if near:
         d, weights = _near_weights(bare, near, found.lse, run)  # [N], [B, H, Tq, N]
         out = out + weights.to(out.dtype) @ table.index_select(1, entry(d, rule.causal, ahead))
     else:
         d, weights = call.k.new_zeros(0), total[..., :0]
+    if not far:
+        return Attended(out, found.lse)
     if not rule.ahead:
         return Attended(out + (total - weights.sum(-1, keepdim=True)) * table[:, -1:], found.lse)
     back = _weight_behind(bare, found.lse, run)
     far_back = back - (weights * (d >= 0)).sum(-1, keepdim=True)
     far_ahead = total - back - (weights * (d < 0)).sum(-1, keepdim=True)
     return Attended(out + far_back * table[:, -1:] + far_ahead * table[:, :1], found.lse)
+
+
+def _near(call: Call, entries: int) -> tuple[int, bool]:
+    """How many distances, |d| = 0, 1, …, are weighed one by one, and whether there are any beyond, which read an end.
+    The weight of those is found by subtraction, and is off by rounding; where there are none, nothing is subtracted."""
+    readable = call.q.device.type == "cpu" and not torch.compiler.is_compiling()
+    if readable or call.q_positions is None:
+        seen = longest_distance(call)
+        seen = min(seen, max(call.rule.limits())) if readable else seen
+        if seen <= entries:
+            return seen, False
+    return entries - 1, True
 
 
 def _near_weights(call: Call, near: int, lse: Tensor, run: Callable[[Call], Attended]) -> tuple[Tensor, Tensor]:
@@ -65,10 +81,16 @@ def _near_weights(call: Call, near: int, lse: Tensor, run: Callable[[Call], Atte
     columns = torch.arange(len(d), device=call.q.device)
     coded = (k_pos[..., None] % len(d) == columns).to(call.v.dtype)[:, None]  # [1 or B, 1, Tk, P]
     window = Rule(rule.heads, causal=False, reach=near)
-    found = run(replace(call, v=coded.expand(*call.k.shape[:3], -1), rule=rule + window))
+    found = _run_wide(replace(call, v=coded.expand(*call.k.shape[:3], -1), rule=rule + window), run)
     column = (q_pos[..., None] - call.shift - d) % len(d)  # [1 or B, Tq, N]
     by_distance = found.out.gather(-1, column[:, None].expand(found.out.shape))
     return d, by_distance * _share(found.lse, lse).to(by_distance.dtype)
+
+
+def _run_wide(call: Call, run: Callable[[Call], Attended]) -> Attended:
+    """Values of any size, at most WIDEST of its columns at a time."""
+    found = [run(replace(call, v=some)) for some in call.v.split(WIDEST, -1)]
+    return found[0] if len(found) == 1 else Attended(torch.cat([part.out for part in found], -1), found[0].lse)
 
 
 def _weight_behind(call: Call, lse: Tensor, run: Callable[[Call], Attended]) -> Tensor:

@@ -1,0 +1,70 @@
+"""Finding and loading the compiled CPU kernel: a plain C library, with no Python and no torch in it."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+SEAL = b"spanformer-sha256:"  # as csrc/build.py: the library's last bytes are this and the digest of all before it
+
+
+@dataclass(frozen=True)
+class Library:
+    """The kernel's entry points; each takes one packed argument."""
+
+    forward: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
+    backward: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
+    kinks: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
+    decode: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
+    isa: str
+    """the instruction set chosen at run time"""
+
+
+def find() -> Path:
+    """SPANFORMER_KERNEL, or the library built at installation. A ValueError if the variable names no file."""
+    asked = os.environ.get("SPANFORMER_KERNEL")
+    if not asked:
+        return Path(__file__).with_name("_kernel.so")
+    if not Path(asked).is_file():
+        raise ValueError(
+            f"SPANFORMER_KERNEL is {asked!r}, which is not a file; name a library that csrc/build.py built, or unset it"
+        )
+    return Path(asked)
+
+
+def load(path: Path, abi: int, sizes: tuple[int, int]) -> Library:
+    """abi and sizes: the version and the structs (`Call`, `Decode`) that the caller packs. A RuntimeError says why a
+    library cannot be used, and a ValueError what is wrong with SPANFORMER_ISA."""
+    if not path.exists():
+        raise RuntimeError(
+            "the compiled kernel is missing: it was not built when spanformer was installed; install a C++ compiler "
+            "and reinstall spanformer"
+        )
+    if not is_whole(path):  # the loader maps what the headers promise: a file cut short is a SIGBUS, not an error
+        raise RuntimeError(f"the compiled kernel {path} is damaged or of an older version; reinstall spanformer")
+    lib = ctypes.CDLL(str(path))
+    found = (lib.spanformer_abi_version(), lib.spanformer_sizeof_call(), lib.spanformer_sizeof_decode())
+    if found != (abi, *sizes):
+        raise RuntimeError(f"the compiled kernel is of another version {found}; reinstall spanformer to rebuild it")
+    for name in (lib.spanformer_isa, lib.spanformer_isas):
+        name.restype = ctypes.c_char_p
+    asked, choices = os.environ.get("SPANFORMER_ISA"), lib.spanformer_isas().decode().split(",")
+    if asked and asked not in choices:
+        raise ValueError(
+            f"SPANFORMER_ISA is {asked!r}; expected one that this processor and this build of the kernel have: "
+            f"{', '.join(choices)}"
+        )
+    entries = (lib.spanformer_forward, lib.spanformer_backward, lib.spanformer_kinks, lib.spanformer_decode)
+    for entry in entries:
+        entry.argtypes, entry.restype = [ctypes.c_void_p], None  # bytes, or a buffer
+    return Library(*entries, isa=lib.spanformer_isa().decode())
+
+
+def is_whole(path: Path) -> bool:
+    """Whether the file ends with the digest of what comes before."""
+    content = memoryview(path.read_bytes())
+    end = len(content) - len(SEAL) - hashlib.sha256().digest_size
+    return end > 0 and bytes(content[end:]) == SEAL + hashlib.sha256(content[:end]).digest()
