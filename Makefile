@@ -6,7 +6,7 @@ SOURCES := pyproject.toml constraints.txt setup.py $(wildcard csrc/*.*)
 SANITIZED := build/sanitize/_kernel.so
 TSANNED := build/tsan/_kernel.so
 
-.PHONY: demo test check sanitize tsan fuzz bench clean
+.PHONY: demo test check torture sanitize tsan fuzz bench clean
 
 demo: .venv/installed
 	rm -rf out/demo
@@ -15,6 +15,10 @@ demo: .venv/installed
 # One thread for each of the two processes: tests of threads ask for their own.
 test: .venv/with-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+# Kills, full disks, damaged files, two processes, hostile folders: docs/reliability.md. TORTURE="--kills 15" is less.
+torture: .venv/with-dev
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m torture --out build/torture.json $(TORTURE)
 
 check: .venv/with-dev
 	$(BIN)/ruff check .

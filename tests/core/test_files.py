@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ def test_failed_write_keeps_old_file_and_leaves_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     path.write_text("old")
     with pytest.raises(OSError, match="full"), replace_file(path) as new:
-        assert new.suffix == ".png" and new.parent == tmp_path
+        assert new.suffix == ".png" and new.parent.parent == tmp_path
         new.write_text("half")
         raise OSError("disk full")
     assert path.read_text() == "old"
@@ -40,3 +41,26 @@ def test_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     write_text(tmp_path / "pipe", "text")
     assert os.read(reader, 10) == b"text" and (tmp_path / "pipe").is_fifo()
     os.close(reader)
+
+
+def test_write_removes_what_a_killed_writer_left(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    if not (child := os.fork()):
+        with replace_file(path) as new:
+            new.write_text("half")
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert len(list(tmp_path.iterdir())) == 1 and not path.exists()
+    write_text(tmp_path / "b.json", "of another name")
+    assert len(list(tmp_path.iterdir())) == 2
+    write_text(path, "whole")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "b.json"]
+
+
+def test_write_leaves_the_files_of_a_living_writer(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    with replace_file(path) as first:
+        first.write_text("first")
+        write_text(path, "second")
+        assert first.read_text() == "first" and path.read_text() == "second"
+    assert path.read_text() == "first" and [p.name for p in tmp_path.iterdir()] == ["a.json"]

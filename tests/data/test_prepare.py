@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import warnings
@@ -171,6 +172,18 @@ def test_nothing_is_left_of_what_failed(source: Path, own_cache: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         prepare(DataConfig(str(source)), stop)
     assert not list((own_cache / "tokens").iterdir())
+
+
+def test_what_a_killed_process_left_is_removed(source: Path, own_cache: Path) -> None:
+    if not (child := os.fork()):
+        os.fsync = lambda _descriptor: os.kill(os.getpid(), signal.SIGKILL)
+        prepare(DataConfig(str(source), "char"))
+    os.waitpid(child, 0)
+    tokens = own_cache / "tokens"
+    (left,) = tokens.iterdir()
+    assert left.name.startswith(".")
+    found = prepare(DataConfig(str(source)))  # of another vocabulary: the rest may be large, and goes at once
+    assert list(tokens.iterdir()) == [found.folder]
 
 
 @pytest.mark.parametrize("tokens", ["char", "word", "bpe"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from spanformer.hf.attach import attach
 from spanformer.hf.fit import window_table
 from spanformer.hf.plan import FitPlan, FitRun
 from spanformer.hf.probe import make_task, probe, table
-from spanformer.hf.saved import load_fitted
+from spanformer.hf.saved import load_fitted, save_fitted
 from spanformer.hf.text import check_logits, load_model, make_windows, read_text, window_bits
 from support.byte_llama import save_byte_llama
 
@@ -171,6 +173,20 @@ def test_models_of_other_kinds_are_fitted_and_probed(folder: Path, tmp_path: Pat
         check_logits(model)
 
 
+def test_a_model_that_is_not_saved_whole_is_none(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """config.json comes last, and without it a folder is no model."""
+    model, tokenizer = load_model(str(folder))
+    attach(model, max_span=64)
+    monkeypatch.setattr(os, "fsync", fail_at := Mock(side_effect=[None] * 3 + [OSError(28, "No space left on device")]))
+    with pytest.raises(OSError, match=r"could not be saved in .* \(No space left on device\); make room"):
+        save_fitted(model, tokenizer, tmp_path, {})
+    assert fail_at.call_count == 4 and not (tmp_path / "config.json").exists()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    monkeypatch.undo()
+    save_fitted(model, tokenizer, tmp_path, {})
+    assert load_fitted(str(tmp_path))[2]
+
+
 def _doubled(found):
     found.logits = found.logits * 2
     return found
@@ -195,6 +211,7 @@ def test_lora_is_measured_and_merged_into_plain_weights(
         (["nowhere/at/all", "--data", "x"], "x names no text"),
         (["--data", "{prose}", "./nowhere"], "there is no folder ./nowhere; give a model's folder"),
         (["{empty}", "--data", "{prose}"], "holds no model (0 .gguf files and no config.json)"),
+        (["{model}", "--data", "{prose}", "--out", "{model}"], "already holds a model; choose another folder"),
         (["{model}", "--data", "{prose}", "--context", "256"], "one window takes 256; give more text or a shorter"),
         (["{model}", "--data", "{prose}", "--context", "8192"], "context is 8192, and the model was made for 256"),
         (
@@ -220,7 +237,7 @@ def test_bad_input_gets_a_sentence(
         "{empty}": str(tmp_path / "empty"),
     }
     with pytest.raises(SystemExit) as end:
-        main(["fit-spans", *(places.get(a, a) for a in arguments), "--out", str(tmp_path / "out")])
+        main(["fit-spans", "--out", str(tmp_path / "out"), *(places.get(a, a) for a in arguments)])
     assert end.value.code == 2
     assert message in capsys.readouterr().err
 

@@ -104,6 +104,26 @@ def test_a_ring_that_grew_does_not_see_what_it_forgot(reach: list[int], steps: l
     assert cache.bytes() == 4 * B * (62 + 2 * kept) * (D + DV)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("steps", [[1] * 20, [20]], ids=len)
+@pytest.mark.parametrize("resize_first", [True, False], ids=["resize, crop", "crop, resize"])
+def test_tokens_read_again_after_a_crop_below_the_kept_ones_are_seen(
+    resize_first: bool, steps: list[int], backend: str
+) -> None:
+    """A ring has forgotten positions that the kept slots hold; cropped below them, they are read again and seen."""
+    (q, k, v), kept = qkv(), 5
+    cache = HeadCache(B, [2, 2], D, DV, kept=kept, slack=2)
+    cache.append(k[:, :, :9], v[:, :, :9])
+    for change in ("resize", "crop") if resize_first else ("crop", "resize"):
+        cache.resize([50, 12]) if change == "resize" else cache.crop(torch.tensor([0, 1]))
+    rule = Rule(H, reach=REACH, kept=kept)
+    parts = [torch.stack([t[0, :, :20], t[1, :, 1:21]]).split(steps, 2) for t in (q, k, v)]
+    found = [cache.attend(*some, rule, backend=backend).out for some in zip(*parts, strict=True)]
+    expected = truth(q[:, :, :21], k[:, :, :21], v[:, :, :21], rule)
+    expected = torch.stack([expected[0, :, :20], expected[1, :, 1:]])
+    torch.testing.assert_close(torch.cat(found, 2).double(), expected, atol=2e-5, rtol=2e-5)
+
+
 def test_zeros_before_the_text_come_back_when_a_ring_grows() -> None:
     q, k, v = qkv()
     cache = HeadCache(B, [10, 10], D, DV, zeros=1 << 40)

@@ -74,6 +74,18 @@ def test_where_nothing_can_be_saved(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
+    lm, path = make(SMALL), tmp_path / "cache"
+    cache = lm.cache(1)
+    lm.read(text(1, 60), cache)
+    cache.save(path)
+    whole = path.read_bytes()
+    for at in [*range(0, len(whole), len(whole) // 60), len(whole) - 1]:
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match="cache "):
+            Cache.load(path, lm)
+
+
 CRAFTED = {
     "place holds -5 … 60": {"place": torch.tensor([-5, 60])},
     "place holds 60 … 9223372036854775807": {"place": torch.tensor([60, 2**63 - 1])},
@@ -103,6 +115,7 @@ def test_a_crafted_file_is_refused(tmp_path: Path, said: str) -> None:
         about, tensors = json.loads(file.metadata()["spanformer"]), {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
     for name, value in CRAFTED[said].items():
         (tensors if isinstance(value, torch.Tensor) else about)[name] = value
+    about["sha256"] = module._content(tensors)
     save_file(tensors, path, {"spanformer": json.dumps(about)})
     with pytest.raises(
         ValueError, match=rf"cache does not hold what its model needs \(.*{said}.*\); the file is damaged"

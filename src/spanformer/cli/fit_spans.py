@@ -44,8 +44,9 @@ def fit(options: FitOptions, out: Path) -> None:
     from spanformer.hf.plan import FitRun
     from spanformer.train.events import EventLog
 
-    if (out / "events.jsonl").exists():
-        raise ValueError(f"{out} already holds a run; choose another folder with --out")
+    for name, what in (("events.jsonl", "a run"), ("config.json", "a model")):
+        if (out / name).exists():
+            raise ValueError(f"{out} already holds {what}; choose another folder with --out")
     begun = time.monotonic()
     with Progress() as report:
         report(f"loading {options.model}", 0, 0)

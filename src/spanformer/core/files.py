@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
+
+from spanformer.core.hidden import hidden_folder
 
 
 @contextlib.contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """Yields a path beside `path` to write to. When the block ends well, that file takes the place of `path`; when it
-    fails, `path` stays as it was and nothing is left beside it. A pipe or a device is written to as it is."""
+    """Yields a path to write to, in a hidden folder beside `path`. When the block ends well, that file takes the place
+    of `path`; when it fails, `path` stays as it was and nothing is left beside it. What a killed writer left is removed
+    by the next one. A pipe or a device is written to as it is."""
     if path.exists() and not path.is_file():
         yield path
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # The suffix stays: matplotlib and others choose a format by it.
-    new = path.with_name(f".{path.stem}.{secrets.token_hex(4)}.new{path.suffix}")
-    try:
-        new.touch(exist_ok=False)
+    with hidden_folder(path) as folder:
+        new = folder / path.name  # the name stays: matplotlib and others choose a format by its suffix
+        new.touch()
         mode = new.stat().st_mode & 0o777
         yield new
         new.chmod(mode)  # some writers, safetensors among them, make files for the owner alone
         with open(new, "rb") as file:
             os.fsync(file.fileno())
         new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

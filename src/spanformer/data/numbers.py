@@ -9,9 +9,9 @@ they are the same on every machine.
 from __future__ import annotations
 
 import hashlib
-import os
-import secrets
 from pathlib import Path
+
+from spanformer.core.files import write_text
 
 VERSION = 1  # part of the file names: raise it when other pairs would be made
 DRAWN = {4: 5000, 5: 8000, 6: 10_000}  # digits → how many numbers
@@ -55,11 +55,8 @@ def write(folder: Path) -> dict[str, Path]:
     paths = {split: folder / f"numbers-{VERSION}.{split}.tsv" for split in ("train", "valid", "test")}
     if all(path.exists() for path in paths.values()):
         return paths
-    folder.mkdir(parents=True, exist_ok=True)
     for split, chosen in numbers().items():
-        new = folder / f".{paths[split].name}-{secrets.token_hex(4)}"
-        new.write_text("".join(f"{n}\t{words(n)}\n" for n in chosen), encoding="utf-8")
-        os.replace(new, paths[split])  # whole or not at all
+        write_text(paths[split], "".join(f"{n}\t{words(n)}\n" for n in chosen))
     return paths
 
 

@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
 import warnings
 from collections.abc import Iterator, Sequence
@@ -22,6 +21,8 @@ from typing import IO, Any
 
 import numpy as np
 
+from spanformer.core.files import sync_folder
+from spanformer.core.hidden import hidden_folder, hidden_path, sweep
 from spanformer.core.paths import expand_home
 from spanformer.core.progress import Meter, OnProgress, silent
 from spanformer.data.bpe import BPE, PackageMissing
@@ -80,13 +81,11 @@ def prepare(config: DataConfig, on_progress: OnProgress | None = None, *, vocab:
             warnings.warn(f"{error}; preparing it again", stacklevel=2)
             _remove(folder)
     with _writing(config.cache_folder()):
-        new = folder.with_name(f".{name}-{secrets.token_hex(4)}")
-        new.mkdir(parents=True)
-        try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        sweep(folder.parent)  # all that killed processes left of any corpus: it may be large
+        with hidden_folder(folder) as new:
             _write(new, config, corpus, vocab, on_progress or silent)
             _put_in_place(new, folder)
-        finally:
-            shutil.rmtree(new, ignore_errors=True)
     return load(folder)
 
 
@@ -197,29 +196,19 @@ def _flush(file: IO[Any]) -> None:
 
 
 def _put_in_place(new: Path, folder: Path) -> None:
-    _sync_folder(new)
+    sync_folder(new)
     try:
         new.rename(folder)
     except OSError:
         if not folder.is_dir():
             raise
         return  # another process was first, and its result is the same
-    _sync_folder(folder.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """So that a name survives a power cut, where a folder can be opened at all (not on Windows)."""
-    with contextlib.suppress(PermissionError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    sync_folder(folder.parent)
 
 
 def _remove(folder: Path) -> None:
     """Out of the way at once, by a rename, so that nobody sees half of it."""
-    away = folder.with_name(f".damaged-{secrets.token_hex(4)}")
+    away = hidden_path(folder)
     with _writing(folder), contextlib.suppress(FileNotFoundError):  # or somebody else has just done it
         folder.rename(away)
         shutil.rmtree(away, ignore_errors=True)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME
 
-from spanformer.core.files import write_text
+from spanformer.core.files import sync_folder, write_text
+from spanformer.core.hidden import hidden_folder
 from spanformer.hf.attach import CONFIG
 from spanformer.hf.pretrained import load_tokenizer
 from spanformer.hf.saving import from_pretrained
@@ -20,10 +24,23 @@ FILE = "spans.json"
 
 
 def save_fitted(model: PreTrainedModel, tokenizer: Any, out: Path, figures: dict) -> None:
-    """The model with its spans, its tokenizer and the figures, in one folder."""
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
-    write_text(out / FILE, json.dumps(figures, indent=1) + "\n")
+    """The model with its spans, its tokenizer and the figures, in one folder. config.json comes last: a folder without
+    it is no model, so a process that is killed while it saves leaves none that is taken for whole."""
+    try:
+        with hidden_folder(out / "model") as new:
+            model.save_pretrained(new)
+            tokenizer.save_pretrained(new)
+            write_text(new / FILE, json.dumps(figures, indent=1) + "\n")
+            for file in sorted(new.iterdir(), key=lambda each: each.name == CONFIG_NAME):
+                with file.open("rb") as stream:
+                    os.fsync(stream.fileno())
+                file.replace(out / file.name)
+        sync_folder(out)
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise OSError(
+            f"the model could not be saved in {out} ({why}); make room, and fit into another --out"
+        ) from error
 
 
 def load_fitted(name: str, dtype: torch.dtype | str = "auto") -> tuple[PreTrainedModel, Any, bool]:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -18,10 +16,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from spanformer.core.files import replace_file
 from spanformer.memory.head_cache import HeadCache
 from spanformer.memory.source import Source
 
-KIND, FORMAT = "spanformer cache", 2
+KIND, FORMAT = "spanformer cache", 3
 MOST = 1 << 48  # a position in a text beyond all that was ever read, with the zeros before it
 
 
@@ -85,7 +84,7 @@ class Cache:
         for layer in self.layers:
             layer.check_crop(lengths)
         for layer in self.layers:
-            layer.note_written()
+            layer.note_crop(lengths)
         self.layers[0].crop(lengths)
 
     def reorder(self, rows: Tensor) -> None:
@@ -121,6 +120,7 @@ class Cache:
             tensors |= {f"{n}.reach": torch.tensor(layer.reach), f"{n}.written": layer.written}
             tensors |= {} if layer.oldest is None else {f"{n}.oldest": layer.oldest}
         about = {"kind": KIND, "format": FORMAT, "maker": digest(self.maker), "slack": self.slack, "bits": self.bits}
+        about["sha256"] = _content(tensors)
         # a file's tensors may not share memory, and these do
         _write(Path(path), {name: t.clone() for name, t in tensors.items()}, {"spanformer": json.dumps(about)})
 
@@ -137,6 +137,8 @@ class Cache:
             raise ValueError(f"{path} is not a cache saved by this version of spanformer")
         if about.get("maker") != digest(model):
             raise ValueError(f"{path} was saved by another model, or before this one was trained; read the text anew")
+        if about.get("sha256") != _content(tensors):
+            raise ValueError(f"{path} has another content than was written: the file is damaged; read the text anew")
         try:
             return _fill(model, about, tensors)
         except (KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
@@ -144,20 +146,13 @@ class Cache:
 
 
 def _write(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
-    new = path.with_name(f".{path.name}.{secrets.token_hex(4)}.new")
     try:
-        new.touch(exist_ok=False)
-        mode = new.stat().st_mode & 0o777
-        save_file(tensors, new, header)
-        new.chmod(mode)  # safetensors makes files for the owner alone
-        with open(new, "rb") as file:
-            os.fsync(file.fileno())
-        new.replace(path)
+        path.parent.stat()  # a folder that is not there is a mistake, and is not made
+        with replace_file(path) as new:
+            save_file(tensors, new, header)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise OSError(f"{path} could not be saved ({why}); what was there before is untouched") from error
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def _fill(model: Reader, about: dict, tensors: dict[str, Tensor]) -> Cache:
@@ -205,8 +200,16 @@ def _check_numbers(name: str, t: Tensor, shape: tuple[int, ...], least: int) -> 
 
 def digest(model: Maker) -> str:
     """Of a model's configuration, and of all its names and weights."""
-    found = hashlib.sha256(f"{model.config!r}\n".encode())
-    for name, tensor in sorted(model.state_dict().items()):
+    return _digest(f"{model.config!r}\n", model.state_dict())
+
+
+def _content(tensors: dict[str, Tensor]) -> str:
+    return _digest("", tensors)
+
+
+def _digest(text: str, tensors: dict[str, Tensor]) -> str:
+    found = hashlib.sha256(text.encode())
+    for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
         found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return found.hexdigest()

@@ -285,6 +285,7 @@ class HeadCache:
             raise ValueError(f"reach names {len(new)} key/value heads; expected {len(self.reach)}")
         old, capacity = self.store, self.store.capacities
         lost = torch.maximum(self.written, self.place)[:, None] - torch.tensor(capacity)
+        lost = torch.minimum(lost, self.place[:, None])  # what a cropped row has yet to read again is not lost
         self.reach, self.slack, self.written = new, slack, self.place.clone()
         self.store = self._allocate(self.batch)
         move(old, self.store, self.place, lost)
@@ -319,12 +320,15 @@ class HeadCache:
         """Back to lengths [B] tokens: at most `slack` fewer, once a ring has wrapped."""
         lengths = lengths.to("cpu", torch.int64)
         self.check_crop(lengths)
-        self.note_written()
+        self.note_crop(lengths)
         self.place.copy_(lengths + self.zeros)
 
-    def note_written(self) -> None:
-        """Remember how far rows have been written, before they are moved back."""
+    def note_crop(self, lengths: Tensor) -> None:
+        """Remember how far rows have been written, before they are moved back to lengths [B]. What they read from there
+        on is not lost, though a ring had forgotten it: kept tokens let a row go back further than its rings."""
         torch.maximum(self.written, self.place, out=self.written)
+        if self.oldest is not None and bool((self.oldest > (lengths + self.zeros)[:, None]).any()):
+            self.oldest, self._decoder = torch.minimum(self.oldest, (lengths + self.zeros)[:, None]), None
 
     @torch.inference_mode(False)
     def rows(self, index: Tensor, place: Tensor | None = None) -> HeadCache:

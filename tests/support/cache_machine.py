@@ -1,0 +1,280 @@
+"""A state machine over the KV cache: after any sequence of read, crop, reorder, fork, resize, save and load, it gives
+what attention over the whole history gives, recomputed in float64 from the equations.
+
+Shapes: B batch, H query heads, Hkv key/value heads, T new tokens, N tokens of a row, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+from torch import Tensor
+
+from spanformer.memory import Cache, HeadCache
+from spanformer.ops import Rule, kernel
+from spanformer.ops.rings import quantise
+
+HEADS, KV_HEADS, SIZE, LAYERS = 4, 2, 8, 2
+SHARED = HEADS // KV_HEADS
+LONGEST = 24  # tokens that a ring may hold
+MANY = 1 << 40  # zeros before a text, as language models with `zeros` have them
+BACKENDS = ["auto", "banded"] if kernel.problem() else ["auto", "native", "banded"]
+TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}
+counted = {"examples": 0, "steps": 0}
+"""how much has been tried, for whoever runs the machine by hand"""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What does not change in the life of a cache."""
+
+    kept: int
+    zeros: int
+    bits: Literal[0, 8]
+    spans: bool
+    sinks: bool
+
+    def rule(self, reach: list[int]) -> Rule:
+        """Of one layer whose rings hold `reach` [Hkv]; the second head of a group sees half as far as the first."""
+        limits = [max(1, n // (1 + h)) for n in reach for h in range(SHARED)]
+        span = torch.tensor([0.6 * n for n in limits]) if self.spans else None
+        sinks = torch.linspace(-1, 1, HEADS) if self.sinks else None
+        return Rule(HEADS, reach=limits, span=span, ramp=3.0, kept=self.kept, sinks=sinks)
+
+
+@dataclass
+class Row:
+    """All that one row has read, by layer: keys and values [Hkv, N, D] in float64, as a cache stores them."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    forgotten: list[list[int]]
+    """by layer and key/value head: positions below were lost when a ring was resized"""
+    written: list[int]
+    """by layer: the most tokens its rings were given; what is beyond the row's length was cropped"""
+
+    def __len__(self) -> int:
+        return self.keys[0].shape[1]
+
+    def copy(self) -> Row:
+        return Row(list(self.keys), list(self.values), [list(each) for each in self.forgotten], list(self.written))
+
+
+class Model:
+    """Makes caches, as a language model does; its config and weights are what `load` compares."""
+
+    def __init__(self, setting: Setting, reach: list[list[int]]) -> None:
+        self.config, self.setting, self.reach = setting, setting, reach
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"weight": torch.ones(2)}
+
+    def cache(self, batch: int, *, slack: int = 0, bits: Literal[0, 8] = 0) -> Cache:
+        s, layers = self.setting, []
+        for reach in self.reach:
+            place = layers[0].place if layers else None
+            layers.append(
+                HeadCache(batch, reach, SIZE, kept=s.kept, slack=slack, bits=bits, zeros=s.zeros, place=place)
+            )
+        return Cache(self, layers)
+
+
+@dataclass
+class Pair:
+    """A cache, and what it should be."""
+
+    cache: Cache
+    rows: list[Row]
+    reach: list[list[int]]
+    slack: int
+    setting: Setting
+    rules: list[Rule] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rules = [self.setting.rule(reach) for reach in self.reach]
+
+    def with_rows(self, cache: Cache, rows: list[int]) -> Pair:
+        return Pair(cache, [self.rows[b].copy() for b in rows], self.reach, self.slack, self.setting)
+
+
+def expected(row: Row, layer: int, pair: Pair, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(out [H, T, D], lse [H, T]) of new tokens q [H, T, D] whose keys and values are k and v [Hkv, T, D]."""
+    setting, rule, new = pair.setting, pair.rules[layer], q.shape[1]
+    ahead = min(setting.zeros, 2 * LONGEST)
+    past = len(row)
+    position = torch.arange(-ahead, past + new)
+    distance = (past + torch.arange(new))[:, None] - position  # [T, keys]
+    outs, lses = [], []
+    for head, limit in enumerate(rule.limits()):
+        g = head // SHARED
+        forgotten = row.forgotten[layer][g]
+        held = [torch.cat([old[g], one[g]]) for old, one in ((row.keys[layer], k), (row.values[layer], v))]
+        if setting.zeros:
+            # what a ring forgot is zeros again, as before the text
+            kept = (torch.arange(past + new) >= forgotten)[:, None]
+            held = [torch.cat([torch.zeros(ahead, SIZE).double(), one * kept]) for one in held]
+        keys, values = held
+        weight = torch.ones_like(distance, dtype=torch.float64)
+        if rule.span is not None:
+            weight = ((float(rule.span[head]) + rule.ramp - distance.double()) / rule.ramp).clamp(0, 1)
+        weight = torch.where((distance >= 0) & (distance < limit), weight, 0.0)
+        if not setting.zeros:
+            weight = torch.where(position >= forgotten, weight, 0.0)
+        weight = torch.where((position < setting.kept) & (distance >= 0) & (position >= 0), 1.0, weight)
+        score = q[head] @ keys.T / math.sqrt(SIZE) + weight.log()
+        if rule.sinks is not None:
+            sink = rule.sinks[head].double().expand(new, 1)
+            score, values = torch.cat([score, sink], 1), torch.cat([values, torch.zeros(1, SIZE).double()])
+        lses.append(score.logsumexp(-1))
+        outs.append(score.softmax(-1) @ values)
+    return torch.stack(outs), torch.stack(lses)
+
+
+def rounded(x: Tensor, bits: int) -> Tensor:
+    """As it is stored, in float64."""
+    if not bits:
+        return x.double()
+    codes, scale = quantise(x)
+    return (codes.float() * scale[..., None]).double()
+
+
+reaches = st.lists(
+    st.lists(st.integers(1, LONGEST), min_size=KV_HEADS, max_size=KV_HEADS), min_size=LAYERS, max_size=LAYERS
+)
+seeds = st.integers(0, 1 << 20)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    pairs = Bundle("pairs")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="spanformer-cache-"))
+        self.all: list[Pair] = []
+        counted["examples"] += 1
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _add(self, pair: Pair) -> Pair:
+        self.all.append(pair)
+        return pair
+
+    @initialize(
+        target=pairs, batch=st.integers(1, 3), reach=reaches, slack=st.integers(0, 4), kept=st.sampled_from([0, 3]),
+        zeros=st.sampled_from([0, 0, 6, MANY]), bits=st.sampled_from([0, 8]), spans=st.booleans(), sinks=st.booleans(),
+    )  # fmt: skip
+    def begin(self, batch, reach, slack, kept, zeros, bits, spans, sinks) -> Pair:
+        self.setting = Setting(0 if zeros else kept, zeros, bits, spans, sinks)
+        self.model = Model(self.setting, reach)
+        none = [torch.zeros(KV_HEADS, 0, SIZE, dtype=torch.float64)] * LAYERS
+        rows = [
+            Row(list(none), list(none), [[0] * KV_HEADS for _ in range(LAYERS)], [0] * LAYERS) for _ in range(batch)
+        ]
+        return self._add(Pair(self.model.cache(batch, slack=slack, bits=bits), rows, reach, slack, self.setting))
+
+    @rule(pair=pairs, tokens=st.integers(1, 12), seed=seeds, backend=st.sampled_from(BACKENDS), data=st.data())
+    def read(self, pair: Pair, tokens: int, seed: int, backend: str, data: st.DataObject) -> None:
+        """Several tokens at once, all rows alike or each so many."""
+        batch, some = len(pair.rows), st.integers(0, tokens)
+        lengths = data.draw(st.none() | st.lists(some, min_size=batch, max_size=batch), label="lengths")
+        self._read(pair, tokens, lengths, seed, backend)
+
+    @rule(pair=pairs, steps=st.integers(1, 8), seed=seeds, backend=st.sampled_from(BACKENDS))
+    def decode(self, pair: Pair, steps: int, seed: int, backend: str) -> None:
+        for n in range(steps):
+            self._read(pair, 1, None, seed + n, backend)
+
+    def _read(self, pair: Pair, tokens: int, lengths: list[int] | None, seed: int, backend: str) -> None:
+        counted["steps"] += 1
+        make, batch = torch.Generator().manual_seed(seed), len(pair.rows)
+        real = lengths or [tokens] * batch
+        # one token alone is stored first and then attended to; of several, each sees the others as they came
+        own = self.setting.bits if tokens == 1 and lengths is None else 0
+        stored: list[tuple[Tensor, Tensor]] = []
+        for n, layer in enumerate(pair.cache.layers):
+            q, k, v = (torch.randn(batch, h, tokens, SIZE, generator=make) for h in (HEADS, KV_HEADS, KV_HEADS))
+            given = None if lengths is None else torch.tensor(lengths)
+            found = layer.read(q, k, v, pair.rules[n], lengths=given, backend=backend)
+            for b, row in enumerate(pair.rows):
+                new = (q[b].double(), rounded(k[b], own), rounded(v[b], own))
+                out, lse = expected(row, n, pair, *(t[:, : real[b]] for t in new))
+                torch.testing.assert_close(found.out[b, :, : real[b]].double(), out, **TOLERANCE)
+                torch.testing.assert_close(found.lse[b, :, : real[b]].double(), lse, **TOLERANCE)
+            stored.append((rounded(k, self.setting.bits), rounded(v, self.setting.bits)))
+        pair.cache.advance(tokens, None if lengths is None else torch.tensor(lengths))
+        for b, row in enumerate(pair.rows):
+            for n, (k, v) in enumerate(stored):
+                row.keys[n] = torch.cat([row.keys[n], k[b, :, : real[b]]], 1)
+                row.values[n] = torch.cat([row.values[n], v[b, :, : real[b]]], 1)
+            row.written = [max(n, len(row)) for n in row.written]
+
+    @rule(pair=pairs, data=st.data())
+    def crop(self, pair: Pair, data: st.DataObject) -> None:
+        """What is accepted is as if the rest had not been read; what fits the slack is accepted; a refusal changes
+        nothing, which later reads show."""
+        back = [data.draw(st.integers(0, min(len(row), pair.slack + 2)), label="back") for row in pair.rows]
+        lengths = torch.tensor([len(row) - n for row, n in zip(pair.rows, back, strict=True)])
+        intact = all([len(row)] * LAYERS == row.written and not any(map(any, row.forgotten)) for row in pair.rows)
+        try:
+            pair.cache.crop(lengths)
+        except ValueError as error:
+            assert "overwritten" in str(error) and not (intact and max(back) <= pair.slack), (back, str(error))
+            return
+        for row, n in zip(pair.rows, back, strict=True):
+            left = len(row) - n
+            row.keys, row.values = ([t[:, :left] for t in held] for held in (row.keys, row.values))
+
+    @rule(pair=pairs, data=st.data())
+    def reorder(self, pair: Pair, data: st.DataObject) -> None:
+        rows = data.draw(st.lists(st.integers(0, len(pair.rows) - 1), min_size=1, max_size=4), label="rows")
+        pair.cache.reorder(torch.tensor(rows))
+        pair.rows = [pair.rows[b].copy() for b in rows]
+
+    @rule(target=pairs, pair=pairs, copies=st.integers(1, 2))
+    def fork(self, pair: Pair, copies: int) -> Pair:
+        """Both go on; what one reads the other does not see."""
+        rows = [b for b in range(len(pair.rows)) for _ in range(copies)][:4]
+        other = pair.cache.fork(copies)
+        if len(rows) < other.batch:
+            other.reorder(torch.arange(len(rows)))
+        return self._add(pair.with_rows(other, rows))
+
+    @rule(pair=pairs, reach=reaches, slack=st.integers(0, 4))
+    def resize(self, pair: Pair, reach: list[list[int]], slack: int) -> None:
+        """Rings for other spans: what the old ring no longer held stays forgotten."""
+        for n, layer in enumerate(pair.cache.layers):
+            if reach[n] == pair.reach[n] and slack == pair.slack:
+                continue
+            layer.resize(reach[n], slack)
+            for row in pair.rows:
+                for g, was in enumerate(pair.reach[n]):
+                    row.forgotten[n][g] = max(row.forgotten[n][g], row.written[n] - (was + pair.slack))
+                row.written[n] = len(row)
+        pair.reach, pair.slack = reach, slack
+        pair.rules = [self.setting.rule(each) for each in reach]
+
+    @rule(target=pairs, pair=pairs)
+    def save_and_load(self, pair: Pair) -> Pair:
+        path = self.folder / "cache.safetensors"
+        pair.cache.save(path)
+        assert [p.name for p in self.folder.iterdir()] == [path.name], "nothing else is left in the folder"
+        loaded = Cache.load(path, self.model)
+        return self._add(pair.with_rows(loaded, list(range(len(pair.rows)))))
+
+    @invariant()
+    def counts_agree(self) -> None:
+        for pair in self.all:
+            assert pair.cache.seen.tolist() == [len(row) for row in pair.rows]
+            assert pair.cache.slack == pair.slack
+            slots = sum(n + pair.slack + self.setting.kept for reach in pair.reach for n in reach)
+            each = SIZE + 4 if self.setting.bits else 4 * SIZE  # bytes of one key or value
+            assert pair.cache.bytes() == len(pair.rows) * slots * 2 * each
