@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from spanformer.cli.leaf import Leaf
+from spanformer.cli.progress import Progress
 from spanformer.core.text import printable
 from spanformer.model.original_settings import Settings
 
@@ -37,7 +38,10 @@ def run(options: ImportOptions) -> None:
     from spanformer.model.original import import_original
 
     vocabulary = functools.partial(read_vocabulary, Path(options.text)) if options.text else None
-    print(import_original(Path(options.checkpoint), Path(options.out), options, vocabulary))
+    with Progress(transient=True) as report:
+        report(f"converting {options.checkpoint}", 0, 0)
+        told = import_original(Path(options.checkpoint), Path(options.out), options, vocabulary)
+    print(told)
     out = printable(options.out)
     print(f"written to {out}; try  spanformer spans {out}")
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from spanformer.cli.leaf import Leaf
+from spanformer.cli.progress import Progress
 from spanformer.core.text import printable
 from spanformer.report import attention as report
 from spanformer.report import attention_pictures as pictures
@@ -50,7 +51,10 @@ def show_runs(options: RunsReport) -> None:
         out = runs[0].path.parent / "report"
     else:
         out = Path("out") / f"report-{'-'.join(file_name(each.name) for each in runs)}"[:80]
-    print(f"report: {printable(write_report(paths, out))}")
+    with Progress(transient=True) as progress:
+        progress("drawing the report", 0, 0)
+        page = write_report(paths, out)
+    print(f"report: {printable(page)}")
 
 
 def show_attention(path: Path) -> None:
