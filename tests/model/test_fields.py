@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a section": ({"optm": {}}, "unknown key optm in runs/x.toml; did you mean optim? ("),
     "another section": ({"warm_up": 1}, "unknown key warm_up in runs/x.toml; did you mean optim.schedule.warm_up? ("),
     "the attribute": ({"source": "x"}, "unknown key source in runs/x.toml (known: steps, from, out, splits,"),
-    "not settable": ({"derived": 1}, "unknown key derived in runs/x.toml (known: "),
+    "not settable": ({"derived": 1}, "unknown key derived in runs/x.toml ("),
     "text for a number": ({"optim": {"lr": "fast"}}, "optim.lr in runs/x.toml is 'fast'; expected a number"),
     "true for a number": ({"optim": {"lr": True}}, "optim.lr in runs/x.toml is True; expected a number"),
     "true for an int": ({"steps": True}, "steps in runs/x.toml is True; expected a whole number"),

@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from spanformer.core.text import printable
 from spanformer.train.config import RunConfig
 
 PROMPTS = {"stdlib": "def main("}
@@ -21,7 +22,7 @@ def next_commands(out: Path, config: RunConfig, program: str) -> str:
     if report.is_file():
         page = shlex.quote(str(report))
         lines.append(f"{opener} {page}" if shutil.which(opener) else f"open {page} in a browser")
-    return "\n".join(["", "Next:", *(f"  {line}" for line in lines)])
+    return "\n".join(["", "Next:", *(f"  {printable(line)}" for line in lines)])
 
 
 def as_typed(program: str) -> str:

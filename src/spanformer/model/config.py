@@ -9,14 +9,12 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from spanformer.model.kinds import HeadKind, parse_layer
+from spanformer.model.kinds import MOST, HeadKind, parse_layer
 
 SPECIAL = {"lm": 0, "seq2seq": 2, "encoder": 1}
 """kinds of models, with how many tokens each needs beside the data's, the last ids of its vocabulary: seq2seq begin and
 end, encoder mask"""
 
-MOST = 1 << 31
-"""of any size: the product of two is then still one that tensors hold"""
 MOST_PARTS = 4096
 """of layers, heads and experts, which are built one by one"""
 

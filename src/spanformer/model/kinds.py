@@ -64,7 +64,7 @@ KINDS: dict[str, Kind] = {
     ),
 }
 MOST = 1 << 31
-"""of a kind's numbers: tensors hold the product of two"""
+"""of any size: the product of two is then still one that tensors hold"""
 PATTERN = "pattern"
 """the kind of heads that are written as an expression"""
 
