@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from spanformer import Rule, attend, backends
 from spanformer.ops import kernel, library
@@ -57,8 +59,6 @@ def test_damaged_library_is_warned_of_and_backends_say_why(
 @pytest.mark.usefixtures("unloaded")
 @pytest.mark.parametrize("backend", ["native", "auto"])
 def test_kernel_variable_names_no_file(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    import torch
-
     monkeypatch.setenv("SPANFORMER_KERNEL", "/nonexistent.so")
     q = torch.randn(1, 1, 4, 8)
     with pytest.raises(ValueError, match=r"SPANFORMER_KERNEL is '/nonexistent\.so', which is not a file"):
@@ -80,6 +80,27 @@ def test_isa_variable_names_none_of_the_choices(monkeypatch: pytest.MonkeyPatch,
         pytest.skip("this processor has it")
     with pytest.raises(ValueError, match=rf"SPANFORMER_ISA is '{isa}'; expected one that .* have: .*portable"):
         library.load(LIBRARY, kernel.ABI, SIZES)
+
+
+COLD = """
+import torch
+from spanformer import Rule, attend
+q = torch.randn(1, 1, 4, 8)
+for _ in range(2):
+    try:
+        attend(q, q, q, Rule(1))
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_isa_variable_is_refused_by_every_call_of_a_process() -> None:
+    environment = os.environ | {"SPANFORMER_ISA": "bogus", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "-c", COLD], env=environment, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 and all(line.startswith("SPANFORMER_ISA is 'bogus'; expected") for line in lines), (
+        done.stderr
+    )
 
 
 def test_sealing_again_replaces_the_digest(tmp_path: Path) -> None:

@@ -48,12 +48,13 @@ def unserved_terms(name: str, *more: str) -> Callable[[Rule], list[str]]:
 def unserved_derivatives(name: str, call: Call) -> list[str]:
     """Why a backend with a hand-written backward pass, and nothing but that, cannot serve what torch is about to do
     with a call."""
-    if forward_ad._current_level < 0:
-        return unserved_transforms(name)
+    reasons = unserved_transforms(name)
+    if reasons or forward_ad._current_level < 0:
+        return reasons
     tensors = (call.q, call.k, call.v, *(getattr(call.rule, term) for term in LEARNED))
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         return [f"{name} has no forward-mode derivatives; backend='reference' has, at dense cost"]
-    return unserved_transforms(name)
+    return []
 
 
 def unserved_transforms(name: str) -> list[str]:

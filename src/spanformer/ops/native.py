@@ -20,8 +20,8 @@ from spanformer.ops.backend import (
 from spanformer.ops.call import Attended, Call
 from spanformer.ops.kernel import Fixed, Terms, as_float, as_laid, run_backward, run_forward
 
-# Loads the library now: torch.compile could not trace that. Before an operator is registered: if an environment
-# variable asks for a library that is not there, this raises, and the next import begins anew.
+# Loads the library now: torch.compile could not trace that. Before an operator is registered: this raises where an
+# environment variable asks for a library that is not there, and the next import begins anew.
 kernel.problem()
 
 
