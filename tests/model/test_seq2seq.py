@@ -379,10 +379,12 @@ def test_bad_input_gets_a_sentence() -> None:
     model, (source, hidden, x) = make(SMALL), texts()
     cases = {
         r"^source has 2 rows and x 3; expected one answer for each source$": lambda: model(source[:2], x),
-        r"^source has shape \[3, 11\] and dtype torch.float32; expected token ids \[B, T\]$": (
+        r"^source has shape \[3, 11\] and dtype torch.float32; expected token ids \[B, T\], B and T at least 1$": (
             lambda: model(source.float(), x)
         ),
-        r"^x has shape \[9\] and dtype torch.int64; expected token ids \[B, T\]$": lambda: model(source, x[0]),
+        r"^x has shape \[9\] and dtype torch.int64; expected token ids \[B, T\], B and T at least 1$": lambda: model(
+            source, x[0]
+        ),
         r"^targets has shape \[3, 8\]; expected that of x, \[3, 9\]$": lambda: model(source, x, targets=x[:, 1:]),
         r"^source_padding has shape \[3, 10\] and dtype torch.bool; expected \[3, 11\] of torch.bool, True where": (
             lambda: model(source, x, source_padding=hidden[:, 1:])
