@@ -15,7 +15,7 @@ def replace_file(path: Path) -> Iterator[Path]:
     """Yields a path to write to, in a hidden folder beside `path`. When the block ends well, that file takes the place
     of `path`; when it fails, `path` stays as it was and nothing is left beside it. What a killed writer left is removed
     by the next one. A pipe or a device is written to as it is."""
-    if path.exists() and not path.is_file():
+    if path.exists() and not (path.is_file() or path.is_dir()):
         yield path
         return
     with hidden_folder(path) as folder:
