@@ -20,7 +20,7 @@ from torch import Tensor
 
 from spanformer.memory import Cache, HeadCache
 from spanformer.ops import Rule, kernel
-from spanformer.ops.rings import quantise
+from spanformer.ops.rings_banded import quantise
 
 HEADS, KV_HEADS, SIZE, LAYERS = 4, 2, 8, 2
 SHARED = HEADS // KV_HEADS
