@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -171,6 +172,12 @@ def test_other_files_are_refused(tmp_path, begun, content, said):
     with pytest.raises(ValueError, match=said) as caught:
         read_run(tmp_path)
     assert str(caught.value).count("\n") == 0
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "events.jsonl")
+    with pytest.raises(ValueError, match=r"the file of events '.*events\.jsonl' is not a regular file"):
+        read_run(tmp_path)
 
 
 def test_what_is_not_there_is_said(tmp_path):

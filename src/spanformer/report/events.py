@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from spanformer.core.paths import check_regular
 from spanformer.core.text import printable
 from spanformer.report.rows import (
     Checkpoint,
@@ -123,6 +124,7 @@ def _of(kind: type[Kind], rows: list) -> list[Kind]:
 
 def _lines(file: Path) -> Iterator[Line]:
     """Every whole line of the file as an object."""
+    check_regular(file, "the file of events")
     try:
         content = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
