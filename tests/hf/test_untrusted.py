@@ -146,6 +146,7 @@ HOSTILE: dict[str, Callable[[Path], str]] = {
     "hidden_size a little off": with_config(hidden_size=64),
     "layers": with_config(num_hidden_layers=10**7),
     "layers a few more": with_config(num_hidden_layers=3000),
+    "one layer more": with_config(num_hidden_layers=3),
     "vocabulary": with_config(vocab_size=10**12),
     "heads as text": with_config(num_attention_heads="many"),
     "no heads": with_config(num_attention_heads=0),

@@ -39,10 +39,17 @@ def load_causal_lm(
     where: str | Path, *, dtype: torch.dtype | str = "auto", gguf: str = "", config: PreTrainedConfig | None = None
 ) -> PreTrainedModel:
     """gguf: the name of a file in the folder that holds the model. config: instead of the folder's own."""
-    options = {"gguf_file": gguf} if gguf else {}
+    options: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
     chosen: PreTrainedConfig = _load(AutoConfig, where, "configuration", options) if config is None else config
     _check_size(chosen, where, gguf)
-    return _load(AutoModelForCausalLM, where, "causal language model", options | {"config": chosen, "dtype": dtype})
+    options |= {"config": chosen, "dtype": dtype, "output_loading_info": True}
+    model, found = _load(AutoModelForCausalLM, where, "causal language model", options)
+    if missing := sorted(found["missing_keys"]):  # transformers draws them at random and goes on
+        raise ValueError(
+            f"{where} could not be loaded as a causal language model: its weights lack {missing[0]} "
+            f"({len(missing)} in all); they do not fit its configuration"
+        )
+    return model
 
 
 def make_causal_lm(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
