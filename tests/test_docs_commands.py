@@ -7,6 +7,7 @@ NOT_RUN with the reason; what stands in a table here and in no page fails.
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
 import subprocess
@@ -75,8 +76,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A workspace after `make demo`, whose lines are those that make would run."""
     folder = tmp_path_factory.mktemp("workspace")
     make_workspace(folder)
-    dry = ["make", "--dry-run", "--assume-old=.venv/installed", "demo"]
-    removed, trained = subprocess.run(dry, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    dry = ["make", "--no-print-directory", "--dry-run", "--assume-old=.venv/installed", "demo"]
+    # as typed in a shell: the make that runs the tests would pass its own flags on
+    outside = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    done = subprocess.run(dry, cwd=ROOT, env=outside, capture_output=True, text=True, check=True)
+    removed, trained = done.stdout.splitlines()
     assert removed == "rm -rf out/demo"
     with pytest.MonkeyPatch.context() as patch:
         enter(folder, patch)

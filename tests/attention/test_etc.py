@@ -137,7 +137,7 @@ def test_dropout_drops_weights_of_all_parts_while_training():
     ("arguments", "options", "message"),
     [
         ((0, 4, 2), {}, "heads is 0 and head_dim 4; expected at least 1 each"),
-        ((2, 4, -1), {}, "radius is -1 and clip 12; expected numbers of tokens, 0 or more"),
+        ((2, 4, -1), {}, "radius is -1 and clip 12; expected numbers of tokens, 0 …"),
         ((2, 4, 2), {"segment": 0}, "segment is 0; expected at least 1 token for each global one"),
     ],
 )

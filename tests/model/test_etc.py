@@ -216,7 +216,7 @@ class TestEncoder:
                 make()(x, segments=wrong)
         with pytest.raises(ValueError, match="chosen is given, and no layer has tokens to choose"):
             make("window:4")(x, chosen=torch.zeros(2, 12, dtype=torch.bool))
-        with pytest.raises(ValueError, match="the text has no token; expected at least 1"):
+        with pytest.raises(ValueError, match="expected token ids \\[B, T\\], B and T at least 1"):
             make()(x[:, :0])
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from original_model import CURRENT, Dense, Shape, random_state
 from spanformer.model.lm import LM
 from spanformer.model.original import convert
+from spanformer.model.original_settings import Settings
 
 TOLERANCE = 1e-5  # their renormalisation adds 1e-8 to a sum that may be small
 SEGMENTS = 4
@@ -101,7 +102,7 @@ class Ours:
     def __init__(self, shape: Shape, state: dict[str, Tensor]) -> None:
         oracle = Oracle(shape, state)
         self.leaves = oracle.leaves
-        config, self.converted = convert(oracle.state, ramp=shape.ramp)
+        config, self.converted = convert(oracle.state, Settings(ramp=shape.ramp))
         config = replace(config, attention=replace(config.attention, penalty=shape.penalty))
         self.lm = LM(config).to(state["key_pe"].dtype)
         self.lm.load_state_dict(self.converted)

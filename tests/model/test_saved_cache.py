@@ -69,7 +69,7 @@ def test_where_nothing_can_be_saved(tmp_path: Path) -> None:
     cache = make(SMALL).cache(1)
     with pytest.raises(OSError, match=r"none/cache could not be saved \(No such file or directory\)"):
         cache.save(tmp_path / "none" / "cache")
-    with pytest.raises(OSError, match=r"could not be saved \(Is a directory\)"):
+    with pytest.raises(OSError, match=r"could not be saved \(.*Is a directory"):
         cache.save(tmp_path)
     assert os.listdir(tmp_path) == []
 
