@@ -52,7 +52,7 @@ class Case:
     dropout: float = 0.0
     positions: str = "implicit"  # "implicit", "shuffled" (keys in any order), "rows" (each batch row elsewhere)
     layout: str = "bhtd"  # "bthd": heads and tokens transposed views, rows not contiguous
-    also: int = 0  # beyond the longest reach, every so many-th key is seen too
+    also: int = 0  # beyond the longest reach, every n-th key is seen too
     apart: int = 0  # heads from this one on have a rule of their own, with twice the ramp
     seed: int = 0
 

@@ -45,7 +45,7 @@ class Shown:
         self.screen = Screen(RunConfig(train=TrainConfig(steps=200, minutes=minutes)))
 
     def show(self, *rows: dict, seconds: float = 0.0) -> str:
-        """What is shown by these rows, and in so many seconds after them."""
+        """What these rows show, and what the seconds after them show."""
         with self.screen as screen:
             for row in rows:
                 screen.show(row)

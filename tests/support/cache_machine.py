@@ -183,7 +183,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(pair=pairs, tokens=st.integers(1, 12), seed=seeds, backend=st.sampled_from(BACKENDS), data=st.data())
     def read(self, pair: Pair, tokens: int, seed: int, backend: str, data: st.DataObject) -> None:
-        """Several tokens at once, all rows alike or each so many."""
+        """Several tokens at once, all rows alike, or a number for each."""
         batch, some = len(pair.rows), st.integers(0, tokens)
         lengths = data.draw(st.none() | st.lists(some, min_size=batch, max_size=batch), label="lengths")
         self._read(pair, tokens, lengths, seed, backend)

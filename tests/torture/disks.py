@@ -61,7 +61,7 @@ def _short_files(stage: Stage, name: str, size: int) -> None:
 
 
 def _small_disk(stage: Stage, size: str) -> None:
-    """A run on a file system of so many bytes, which then grows."""
+    """A run on a file system of limited size, which then grows."""
     case = stage.case()
     with mounted(case / "disk", size) as disk:
         ended = run(stage.train_only(disk / "run"), case / "screen")

@@ -24,7 +24,7 @@ SHARES = {
 
 
 def torture(stage: Stage, kills: int) -> None:
-    """About so many kills, spread over commands and phases by their shares."""
+    """About `kills` kills, spread over commands and phases by their shares."""
     for name in [name for name in SHARES if name not in stage.seconds]:
         stage.tally.skip(PART, f"{name}: transformers is not installed", 1)
     shares = {name: SHARES[name] for name in stage.seconds}

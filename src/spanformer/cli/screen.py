@@ -41,7 +41,7 @@ class Screen:
         self.progress(row["title"], row["done"], row["total"])
 
     def _steps(self, row: dict) -> None:
-        """So many steps are done, in so many seconds of training; `latest` is what the last row of them said."""
+        """`done` steps are done, in `seconds` of training; `latest` is what the last row of them said."""
         train, step, seconds = self.config.train, row["step"], row["seconds"]
         done = min(1.0, max(step / train.steps, seconds / (train.minutes * 60) if train.minutes else 0.0))
         self.progress(f"step {step:,}{self.latest}", done, 1.0, seconds=seconds)
