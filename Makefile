@@ -6,7 +6,7 @@ SOURCES := pyproject.toml constraints.txt setup.py $(wildcard csrc/*.*)
 SANITIZED := build/sanitize/_kernel.so
 TSANNED := build/tsan/_kernel.so
 
-.PHONY: demo test check torture sanitize tsan fuzz bench clean
+.PHONY: demo test test-all check docs torture sanitize tsan fuzz bench clean
 
 demo: .venv/installed
 	rm -rf out/demo
@@ -14,7 +14,12 @@ demo: .venv/installed
 
 # One thread for each of the two processes: tests of threads ask for their own.
 test: .venv/with-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not product and not slow"
+
+# What `test` leaves out: the slow tests, and every mechanism with every position in every use, of which `test` takes a
+# covering array.
+test-all: .venv/with-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "product or slow"
 
 # Kills, full disks, damaged files, two processes, hostile folders: docs/reliability.md. TORTURE="--kills 15" is less.
 torture: .venv/with-dev
@@ -24,6 +29,11 @@ check: .venv/with-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+# The pages of docs/ and the API reference, strictly: a warning fails.
+docs: .venv/with-docs
+	$(BIN)/python -m sphinx -q -W --keep-going -b html -d build/docs/doctrees docs build/docs/html
+	@echo build/docs/html/index.html
 
 # libstdc++ is preloaded too: ASan looks for the real throw when it starts, and python itself does not link to it.
 # --capture=sys leaves file descriptor 2 alone, where ASan writes its report before it ends the process.
@@ -49,7 +59,7 @@ fuzz: .venv/with-dev
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --seed $(SEED) --cases $(CASES)
 
 bench: .venv/with-bench
-	$(BIN)/spanformer bench attention --out results/bench
+	$(BIN)/spanformer bench attention --out docs/results/bench
 
 clean:
 	rm -rf .venv build dist out/demo .pytest_cache .ruff_cache .hypothesis src/*.egg-info
@@ -77,4 +87,8 @@ endef
 
 .venv/with-bench: .venv/with-dev
 	$(PIP) -e '.[bench]'
+	@touch $@
+
+.venv/with-docs: .venv/with-dev
+	$(PIP) -e '.[docs]'
 	@touch $@

@@ -168,7 +168,7 @@ class SegmentBackward {
   bool exact_ = false;
   long h_ = 0, g_ = 0;
   float* d_key_ = nullptr;   // d_key_bias of this head
-  float* d_life_ = nullptr;  // d_key_span of this head
+  float* d_key_span_ = nullptr;  // d_key_span of this head
 
   bool seen() const {  // by any query of any head
     for (long h = x_.kv * plan_.group; h < (x_.kv + 1) * plan_.group; h++) {
@@ -199,7 +199,7 @@ class SegmentBackward {
 
   void head(long g) {
     g_ = g, h_ = x_.kv * plan_.group + g;
-    d_key_ = cleared(c.d_key_bias, h_), d_life_ = cleared(c.d_key_span, h_);
+    d_key_ = cleared(c.d_key_bias, h_), d_key_span_ = cleared(c.d_key_span, h_);
     if (s.sparse()) {
       for (const Visit& v : plan_.of(x_.b, h_, x_.index)) visit(v.block, v.turn);
       return;
@@ -313,7 +313,7 @@ class SegmentBackward {
     if (d_key_)
       for (long r = 0; r < n; r++)
         for (int v = 0; v < VECS; v++) d_key_[ja + r] += sum(load(dS + r * ld + v * W));
-    if (d_life_) key_span_sums(gradient);
+    if (d_key_span_) key_span_sums(gradient);
     if (c.distance_vec) vector_sums(gradient, index);
     if (drop.on()) drop_gradients(drop, p, ja, n, P);
     product<BY_COLUMN, true, VECS, true>(c.D, n, K.data, K.ld, dS, ld, w.dQT + index * PANEL * c.D, PANEL, halves(s, tile));
@@ -388,12 +388,12 @@ class SegmentBackward {
       if (s.positioned) {
         for (long lane = 0; lane < t.p.n; lane++) {
           const double m = ramp_at(e, c.ramp, s.length(s.pair_distance(x_.b, t.p.i + lane, t.ja + r)));
-          if (m > 0 && m < 1) d_life_[t.ja + r] += (float)(t.S[r * t.ld + lane] / (m * c.ramp));
+          if (m > 0 && m < 1) d_key_span_[t.ja + r] += (float)(t.S[r * t.ld + lane] / (m * c.ramp));
         }
         continue;
       }
       for (int v = 0; v < VECS && softened(t, r, e); v++)
-        d_life_[t.ja + r] += sum(on_ramp(s, t, r, v, ramp_of(s, t, r, v, set1(e))));
+        d_key_span_[t.ja + r] += sum(on_ramp(s, t, r, v, ramp_of(s, t, r, v, set1(e))));
     }
   }
 
@@ -477,7 +477,7 @@ class SegmentBackward {
         if (d_span_) d_span_[g_] += ds * pair.slope;
         if (c.d_span && c.dynamic) w.dz[i - i0] += ds * pair.slope;
         if (d_key_) d_key_[j] += ds;
-        if (d_life_) d_life_[j] += ds * pair.key_slope;
+        if (d_key_span_) d_key_span_[j] += ds * pair.key_slope;
         if (bias_) add_bias(i, j, ds);
         if (pair.row < 0) continue;
         const float* r = s.vectors(h_) + pair.row * c.D;

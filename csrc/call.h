@@ -1,4 +1,5 @@
-// The C ABI: one attention call as plain numbers, every field 8 bytes wide, in the order ops/kernel.py packs them.
+// The C ABI: one attention call as plain numbers, every field 8 bytes wide, as the table in ops/c_layout.py. A field that
+// is added or moved here takes its place there and in layout.h.
 // Strides count elements; the last axis of q, k, v, out and their gradients is contiguous.
 #pragma once
 #include <cstdint>
@@ -16,7 +17,7 @@ struct Call {
   int64_t dtype, threads;
   int64_t B, H, Hkv, Tq, Tk, D, Dv;
   int64_t causal, shift;  // shift: every distance is shortened by this (1 with the original's conventions)
-  int64_t ahead;  // tables begin at distance −ahead; 0: without causality they are read at |d|
+  int64_t max_future;  // tables begin at distance −max_future; 0: without causality they are read at |d|
   double scale, ramp, dropout;
   Rows q, k, v, out;
   float* lse;            // [B, H, Tq] contiguous, natural log
@@ -27,15 +28,15 @@ struct Call {
   int64_t bias_length;
   const float* distance_vec;  // [1 or H, vec_length, D] contiguous or null; vec_head is 0 when heads share it
   int64_t vec_length, vec_head;
-  const float* key_bias;  // [1 or B, H / key_group, Tk] or null
-  int64_t key_batch, key_head, key_group;
+  const float* key_bias;  // [1 or B, H / key_bias_group, Tk] or null
+  int64_t key_bias_batch, key_bias_head, key_bias_group;
   const float* key_span;  // [1 or B, 1 or H, Tk] or null; a stride is 0 where rows or heads share them
   int64_t key_span_batch, key_span_head;
   const int64_t *q_positions, *k_positions;  // [1 or B, T] or null; the batch stride is 0 when rows share them
   int64_t q_positions_batch, k_positions_batch;
   const int64_t *q_documents, *k_documents;
   int64_t q_documents_batch, k_documents_batch;
-  const float* sinks;  // [H] or null
+  const float* sink_logits;  // [H] or null
   const int64_t *block_offsets, *block_columns, *block_mask_ids;
   const uint8_t* block_masks;  // [M, size, size]
   int64_t block_size, block_rows, block_head;
@@ -50,14 +51,14 @@ struct Call {
   float* d_distance_bias; // like distance_bias
   float* d_distance_vec;  // like distance_vec
   float* d_key_bias;      // [B, H, Tk] contiguous
-  float* d_sinks;         // [H]
+  float* d_sink_logits;         // [H]
   float* d_key_span;      // [B, H, Tk] contiguous
 };
 
 // One query per batch row against a ring of keys and values per key/value head.
 // Head g of row b keeps `capacity[g]` slots from slot `first[g]` of that row on; the key at position p lies in slot
-// first[g] + p mod capacity[g]. The newest position of row b is newest[b] (−1: the row is empty). The first `kept`
-// positions lie in the `kept` slots before first[g] instead: every query sees them, whatever reach and span say.
+// first[g] + p mod capacity[g]. The newest position of row b is newest[b] (−1: the row is empty). The first `sink_tokens`
+// positions lie in as many slots before first[g] instead: every query sees them, whatever reach and span say.
 // What changes from token to token stands first, so that ops/kernel.py writes only that anew.
 struct Decode {
   int64_t threads;
@@ -67,7 +68,7 @@ struct Decode {
   const float* span;
   int64_t dtype, bits;  // bits: of keys and values, 8 with a scale for each slot, or 0 for those of the dtype
   int64_t B, H, Hkv, D, Dv;
-  int64_t shift, kept;
+  int64_t shift, sink_tokens;
   double scale, ramp;
   Rows k, v;                   // [B, slots, ·]: batch and row strides count, head is unused
   float *k_scale, *v_scale;    // [B, slots] with batch stride scale_batch, or null
@@ -80,13 +81,13 @@ struct Decode {
   int64_t bias_length;
   const float* distance_vec;
   int64_t vec_length, vec_head;
-  const float* sinks;
+  const float* sink_logits;
 };
 
 struct Kernel {  // one instruction set's code
   void (*forward)(const Call&);
   void (*backward)(const Call&);
-  void (*kinks)(const Call&);  // of the gradients, d_span alone
+  void (*span_edge_gradient)(const Call&);  // of the gradients, d_span alone
   void (*decode)(const Decode&);
 };
 

@@ -24,7 +24,7 @@ SPANFORMER_INLINE vf load_row(const int8_t* p) {
   return __builtin_convertvector(__builtin_convertvector(x, vi), vf);
 }
 
-// A row into its slot. In 8 bits: the nearest multiples of max |x| / 127, as ops/rings_banded.py `quantise` rounds them.
+// A row into its slot. In 8 bits: the nearest multiples of max |x| / 127, as ops/decode/banded.py `quantise` rounds them.
 template <class T>
 static void put_row(const T* from, T* to, float*, long n) {
   std::memcpy(to, from, n * sizeof(T));
@@ -46,7 +46,7 @@ template <class T, class S>
 static void write_newest(const Decode& c) {
   for (long b = 0; b < c.B; b++)
     for (long g = 0; g < c.Hkv; g++) {
-      const long p = c.newest[b], slot = c.first[g] + (p < c.kept ? p - c.kept : p % c.capacity[g]);
+      const long p = c.newest[b], slot = c.first[g] + (p < c.sink_tokens ? p - c.sink_tokens : p % c.capacity[g]);
       if (p < 0) continue;
       float* scales[2] = {c.k_scale ? c.k_scale + b * c.scale_batch + slot : nullptr,
                           c.v_scale ? c.v_scale + b * c.scale_batch + slot : nullptr};
@@ -99,8 +99,8 @@ SPANFORMER_INLINE void add_rows(const float* p, const T* rows, long stride, long
 }
 
 struct DecodePart {
-  long b, h, from, to;  // distances [from, to), or with `kept` the kept positions [from, to)
-  bool kept;
+  long b, h, from, to;  // distances [from, to), or with `early` the sink tokens [from, to)
+  bool early;
   float top, total;
   float* sum;  // [Dv]
 };
@@ -111,8 +111,8 @@ class PartDecode {
   PartDecode(const Decode& call, DecodePart& part) : c(call), x(part), n(part.to - part.from) {
     const long kv = x.h / (c.H / c.Hkv), capacity = c.capacity[kv];
     // Oldest first: slots ascend, and wrap at most once.
-    const long slot = x.kept ? x.from - c.kept : (c.newest[x.b] - c.shift - (x.to - 1)) % capacity;
-    const long before = x.kept ? n : std::min(n, capacity - slot);
+    const long slot = x.early ? x.from - c.sink_tokens : (c.newest[x.b] - c.shift - (x.to - 1)) % capacity;
+    const long before = x.early ? n : std::min(n, capacity - slot);
     stretches_[0] = {0, before, slot}, stretches_[1] = {before, n, 0};
     K_ = static_cast<const S*>(c.k.data) + x.b * c.k.batch + c.first[kv] * c.k.row;
     V_ = static_cast<const S*>(c.v.data) + x.b * c.v.batch + c.first[kv] * c.v.row;
@@ -122,7 +122,7 @@ class PartDecode {
 
   void run() {
     scores();
-    if (!x.kept) add_distances(), soften();
+    if (!x.early) add_distances(), soften();
     float top = -std::numeric_limits<float>::infinity();
     bool bad = false;
     for (long r = 0; r < n; r++) top = std::max(top, score_[r]), bad = bad || score_[r] != score_[r];
@@ -220,15 +220,15 @@ static void decode_all(const Decode& c) {
   double cost = 0;
   for (long b = 0; b < c.B; b++)
     for (long h = 0; h < c.H; h++) {
-      const long kv = h / (c.H / c.Hkv), seen = c.newest[b] + 1 - c.shift, few = std::min(seen, (long)c.kept);
-      const long oldest = std::max((long)c.kept, c.oldest ? (long)c.oldest[b * c.Hkv + kv] : 0L);
+      const long kv = h / (c.H / c.Hkv), seen = c.newest[b] + 1 - c.shift, few = std::min(seen, (long)c.sink_tokens);
+      const long oldest = std::max((long)c.sink_tokens, c.oldest ? (long)c.oldest[b * c.Hkv + kv] : 0L);
       long n = std::min(seen - oldest, (long)c.capacity[kv] - c.shift);
       if (c.reach) n = std::min(n, (long)c.reach[h]);
       if (c.span) n = std::min(n, reach_of_span(c.span[c.dynamic ? b * c.H + h : h], c.ramp));
       first.push_back((long)parts.size());
-      const auto cut = [&](long end, bool kept) {
+      const auto cut = [&](long end, bool early) {
         for (long d = 0; d < end; d += DECODE_KEYS)
-          parts.push_back({b, h, d, std::min(end, d + DECODE_KEYS), kept, 0, 0, nullptr});
+          parts.push_back({b, h, d, std::min(end, d + DECODE_KEYS), early, 0, 0, nullptr});
       };
       cut(n, false), cut(few, true);
       cost += MEMORY * (double)(std::max(0L, n) + std::max(0L, few)) * (c.D + c.Dv);
@@ -240,11 +240,11 @@ static void decode_all(const Decode& c) {
   for (long b = 0; b < c.B; b++)
     for (long h = 0; h < c.H; h++) {
       const long a = first[b * c.H + h], z = first[b * c.H + h + 1];
-      const float none = -std::numeric_limits<float>::infinity(), sink = c.sinks ? c.sinks[h] * LOG2E : none;
+      const float none = -std::numeric_limits<float>::infinity(), sink = c.sink_logits ? c.sink_logits[h] * LOG2E : none;
       float top = sink;
       for (long t = a; t < z; t++) top = parts[t].top > top || parts[t].top != parts[t].top ? parts[t].top : top;
       const float lifted = top == none ? 0.f : top;
-      float total = c.sinks ? std::exp2(sink - lifted) : 0.f;
+      float total = c.sink_logits ? std::exp2(sink - lifted) : 0.f;
       T* out = row_of<T>(c.out, b, h, 0);
       for (long t = a; t < z; t++) total += std::exp2(parts[t].top - lifted) * parts[t].total;
       for (long d = 0; d < c.Dv; d++) {

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "call.h"
+#include "layout.h"
 
 namespace spanformer {
 namespace portable {
@@ -71,10 +72,13 @@ std::string names() {
 
 #define SPANFORMER_EXPORT extern "C" __attribute__((visibility("default")))
 
-// Raised whenever Call, Decode or the functions change: ops/kernel.py refuses a library of another version.
-SPANFORMER_EXPORT int spanformer_abi_version() { return 6; }
-SPANFORMER_EXPORT int spanformer_sizeof_call() { return sizeof(spanformer::Call); }
-SPANFORMER_EXPORT int spanformer_sizeof_decode() { return sizeof(spanformer::Decode); }
+// Raised whenever the functions, or what fields mean, change: ops/library.py refuses a library of another version.
+SPANFORMER_EXPORT int spanformer_abi_version() { return 7; }
+// Where the fields of Call and Decode are: ops/c_layout.py compares it with its own table.
+SPANFORMER_EXPORT const char* spanformer_layout() {
+  static const std::string text = spanformer::layout();
+  return text.c_str();
+}
 SPANFORMER_EXPORT const char* spanformer_isa() { return spanformer::chosen().name; }
 // The names that SPANFORMER_ISA may have here, with commas between them.
 SPANFORMER_EXPORT const char* spanformer_isas() {
@@ -92,10 +96,10 @@ SPANFORMER_EXPORT void spanformer_backward(const void* bytes) {
   std::memcpy(&call, bytes, sizeof call);
   spanformer::chosen().kernel->backward(call);
 }
-SPANFORMER_EXPORT void spanformer_kinks(const void* bytes) {
+SPANFORMER_EXPORT void spanformer_span_edge_gradient(const void* bytes) {
   spanformer::Call call;
   std::memcpy(&call, bytes, sizeof call);
-  spanformer::chosen().kernel->kinks(call);
+  spanformer::chosen().kernel->span_edge_gradient(call);
 }
 SPANFORMER_EXPORT void spanformer_decode(const void* bytes) {
   spanformer::Decode call;

@@ -77,7 +77,7 @@ static void exact_forward(const Scene& s, const Panel& p) {
   s.hull(p, ja, jb);
   std::vector<float> score(jb - ja), acc(c.Dv);
   for (long i = p.i; i < p.i + p.n; i++) {
-    float top = c.sinks ? c.sinks[p.h] * LOG2E : -std::numeric_limits<float>::infinity();
+    float top = c.sink_logits ? c.sink_logits[p.h] * LOG2E : -std::numeric_limits<float>::infinity();
     bool bad = top != top;
     for (long j = ja; j < jb; j++) {
       const Pair pair = exact_pair<T>(s, p.b, p.h, i, j);
@@ -88,7 +88,7 @@ static void exact_forward(const Scene& s, const Panel& p) {
     }
     const bool nothing = top == -std::numeric_limits<float>::infinity() && !bad;
     if (nothing) top = 0.f;
-    float total = c.sinks ? std::exp2(c.sinks[p.h] * LOG2E - top) : 0.f;
+    float total = c.sink_logits ? std::exp2(c.sink_logits[p.h] * LOG2E - top) : 0.f;
     std::fill(acc.begin(), acc.end(), 0.f);
     for (long j = ja; j < jb; j++) {
       if (score[j - ja] == HIDDEN) continue;

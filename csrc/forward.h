@@ -105,8 +105,8 @@ static void forward_finish(const Scene& s, const Panel& p, float* OT, const floa
   float by[PANEL], log_sum[PANEL];
   for (int v = 0; v < VECS; v++) {
     vf l = load(total + v * W), m = l > vf{} ? load(top + v * W) : set1(HIDDEN), share = set1(1.f);
-    if (c.sinks) {
-      const vf sink = set1(c.sinks[p.h] * LOG2E), joint = vmax(m, sink);
+    if (c.sink_logits) {
+      const vf sink = set1(c.sink_logits[p.h] * LOG2E), joint = vmax(m, sink);
       share = vexp2(m - joint), m = joint;
       l = l * share + vexp2(sink - joint);
     }
@@ -131,7 +131,7 @@ class BlockForward {
       : s(scene), c(s.c), w(c), drop(c, b, h), b_(b), h_(h), kv_(h / (c.H / c.Hkv)), i0_(i0), i1_(i1) {}
 
   void run() {
-    if (c.sinks && !(c.sinks[h_] * LOG2E < std::numeric_limits<float>::infinity())) return spoil();
+    if (c.sink_logits && !(c.sink_logits[h_] * LOG2E < std::numeric_limits<float>::infinity())) return spoil();
     const long panels = (i1_ - i0_ + PANEL - 1) / PANEL;
     long from = c.Tk, to = 0, longest = 0;
     for (long p = 0; p < panels; p++) {

@@ -42,7 +42,7 @@ class SegmentSums {
       for (const DistanceSums& p : parts_) {
         if (!shared && p.h != h) continue;
         add(p, from, to, 1, sums, size);
-        if (p.first < 0 && !plan_.s.c.causal && !plan_.s.c.ahead) add(p, from, to, -1, sums, size);
+        if (p.first < 0 && !plan_.s.c.causal && !plan_.s.c.max_future) add(p, from, to, -1, sums, size);
       }
       for (long e = from * size; e < to * size; e++) sums[e] *= scale;
     });
@@ -59,7 +59,7 @@ class SegmentSums {
   std::unique_ptr<float, Free> store_;
 
   void add(const DistanceSums& p, long from, long to, long sign, float* sums, long size) const {
-    const long ahead = plan_.s.positioned ? 0 : plan_.s.c.ahead;
+    const long ahead = plan_.s.positioned ? 0 : plan_.s.c.max_future;
     for (long a = sign < 0 ? std::max(from, 1L) : from; a < to; a++) {
       const long at = sign * a - ahead - p.first;
       if (at < 0 || at >= p.count) continue;
@@ -78,9 +78,9 @@ static void sink_gradients(const Call& c) {
         const long at = (b * c.H + h) * c.Tq + i;
         if (c.lse[at] == -std::numeric_limits<float>::infinity()) continue;  // saw nothing, and its sink is −inf too
         const float delta = exact_dot(row<T>(c.out, b, h, i), row<T>(c.g, b, h, i), c.Dv);
-        total += std::exp(c.sinks[h] - c.lse[at]) * ((c.g_lse ? c.g_lse[at] : 0.f) - delta);
+        total += std::exp(c.sink_logits[h] - c.lse[at]) * ((c.g_lse ? c.g_lse[at] : 0.f) - delta);
       }
-    c.d_sinks[h] = (float)total;
+    c.d_sink_logits[h] = (float)total;
   });
 }
 
@@ -117,7 +117,7 @@ static void backward_all(const Call& c) {
   }
   if (bias) bias->reduce(c.d_distance_bias, c.bias_length, 1, false, 1.f, c.threads);
   if (vec) vec->reduce(c.d_distance_vec, c.vec_length, c.D, c.vec_head == 0, (float)c.scale, c.threads);
-  if (c.d_sinks) sink_gradients<T>(c);
+  if (c.d_sink_logits) sink_gradients<T>(c);
 }
 
 }  // namespace SPANFORMER_ISA

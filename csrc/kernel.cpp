@@ -2,7 +2,7 @@
 #include "decode.h"
 #include "forward.h"
 #include "gradients.h"
-#include "kinks.h"
+#include "span_edge_gradient.h"
 
 namespace spanformer {
 namespace SPANFORMER_ISA {
@@ -11,7 +11,7 @@ extern const Kernel kernel;
 const Kernel kernel = {
     [](const Call& c) { c.dtype == kFloat32 ? forward_all<float>(c) : forward_all<bf16>(c); },
     [](const Call& c) { c.dtype == kFloat32 ? backward_all<float>(c) : backward_all<bf16>(c); },
-    [](const Call& c) { c.dtype == kFloat32 ? kinks_all<float>(c) : kinks_all<bf16>(c); },
+    [](const Call& c) { c.dtype == kFloat32 ? span_edge_all<float>(c) : span_edge_all<bf16>(c); },
     [](const Decode& c) {
       if (c.bits == 8)
         c.dtype == kFloat32 ? decode_all<float, int8_t>(c) : decode_all<bf16, int8_t>(c);

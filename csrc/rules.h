@@ -52,7 +52,7 @@ static inline long limit_of(const Call& c, long h) {
 }
 
 // Which row of distance_bias and distance_vec a signed distance reads; it may be none of theirs.
-static inline long row_of_table(const Call& c, long d) { return c.ahead ? d + c.ahead : c.causal ? d : std::labs(d); }
+static inline long row_of_table(const Call& c, long d) { return c.max_future ? d + c.max_future : c.causal ? d : std::labs(d); }
 
 // `folded` heads know only |d| (positions are given one by one, and no table tells −d from d); otherwise the table runs
 // over signed distances. `positioned` heads' tables are never read past their ends, so they need none of the padding.
@@ -71,8 +71,8 @@ static void make_head(const Call& c, long h, bool folded, bool positioned, long 
   if (c.distance_bias) {
     head.plain_first = 1, head.plain_last = 0;
     if (positioned) {
-      head.table_last = std::min(head.last, (long)(c.bias_length - 1 - c.ahead));
-      head.table_first = folded ? head.table_first : std::max(head.first, (long)-c.ahead);
+      head.table_last = std::min(head.last, (long)(c.bias_length - 1 - c.max_future));
+      head.table_first = folded ? head.table_first : std::max(head.first, (long)-c.max_future);
     }
   } else if (folded && !soft) {
     head.table_first = 0, head.table_last = -1;
@@ -150,7 +150,7 @@ class Scene {
     // Queries and keys far apart would make a table as long as the way between them.
     const long table = std::min(most, widest) - (c.causal ? 0 : std::max(least, -widest));
     if (table > std::max(LONG_TABLE, 4 * (c.Tq + c.Tk))) positioned = true;
-    folded = positioned && !(c.ahead && c.distance_bias);
+    folded = positioned && !(c.max_future && c.distance_bias);
     heads.resize(c.H);
     for (long h = 0; h < c.H; h++) make_head(c, h, folded, positioned, least, most, heads[h]);
     if (c.dynamic)
@@ -160,7 +160,7 @@ class Scene {
         for (long i = 0; i < c.Tq; i++) most = std::max(most, z[i]);
         longest_.push_back(reach_of_span(most, c.ramp));
       }
-    if (c.key_span) make_lives();
+    if (c.key_span) make_key_spans();
     general = positioned || c.q_documents || c.block_offsets || c.key_span;
     if (c.block_offsets && !positioned) tile = c.block_size;
     if (general) make_tiles();
@@ -174,7 +174,7 @@ class Scene {
   long q_document(long b, long i) const { return c.q_documents[b * c.q_documents_batch + i]; }
   long k_document(long b, long j) const { return c.k_documents[b * c.k_documents_batch + j]; }
   const float* key_bias(long b, long h) const {
-    return c.key_bias ? c.key_bias + b * c.key_batch + h / c.key_group * c.key_head : nullptr;
+    return c.key_bias ? c.key_bias + b * c.key_bias_batch + h / c.key_bias_group * c.key_bias_head : nullptr;
   }
   const float* vectors(long h) const { return c.distance_vec + h * c.vec_head; }
   float dynamic_span(long b, long h, long i) const { return c.span[(b * c.H + h) * c.Tq + i]; }
@@ -368,10 +368,10 @@ class Scene {
   std::vector<Range> positions_, documents_;  // by batch row and tile of keys
   std::vector<long> longest_;                 // by batch row and head
   std::vector<long> lasting_;                 // the same for the spans of keys
-  struct Life {
+  struct Interval {
     double from, until;  // a query outside of this sees none of the tile's keys
   };
-  std::vector<Life> lives_;  // by batch row, head and tile of keys
+  std::vector<Interval> tile_spans_;  // by batch row, head and tile of keys
   std::vector<uint8_t> by_key_;               // the blocks' masks with keys first, [M, key, query]
   struct Line {
     int32_t lo, hi, count;  // keys [lo, hi) hold the `count` that are seen
@@ -404,10 +404,10 @@ class Scene {
     };
     if (positioned) ranges(positions_, [&](long b, long j) { return k_position(b, j); });
     if (c.q_documents) ranges(documents_, [&](long b, long j) { return k_document(b, j); });
-    if (c.key_span) make_tile_lives();
+    if (c.key_span) make_tile_key_spans();
   }
 
-  void make_lives() {
+  void make_key_spans() {
     lasting_.assign((size_t)(c.B * c.H), 0);
     for (long row = 0; row < c.B * c.H; row++) {
       const float* e = key_span(row / c.H, row % c.H);
@@ -418,26 +418,26 @@ class Scene {
   }
 
   // To be called when the tiles are known.
-  void make_tile_lives() {
-    lives_.resize((size_t)(c.B * c.H * tiles));
+  void make_tile_key_spans() {
+    tile_spans_.resize((size_t)(c.B * c.H * tiles));
     for (long row = 0; row < c.B * c.H; row++) {
       const float* e = key_span(row / c.H, row % c.H);
       for (long t = 0; t < tiles; t++) {
-        Life life{std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity()};
+        Interval interval{std::numeric_limits<double>::infinity(), -std::numeric_limits<double>::infinity()};
         for (long j = t * tile; j < std::min((long)c.Tk, (t + 1) * tile); j++) {
           const double at = positioned ? k_position(row / c.H, j) : j, lasts = reach_of_span(e[j], c.ramp);
-          life.from = std::min(life.from, at - lasts), life.until = std::max(life.until, at + lasts);
+          interval.from = std::min(interval.from, at - lasts), interval.until = std::max(interval.until, at + lasts);
         }
-        lives_[row * tiles + t] = life;
+        tile_spans_[row * tiles + t] = interval;
       }
     }
   }
 
   bool expired(const Panel& p, long t) const {
-    const Life& life = lives_[(p.b * c.H + p.h) * tiles + t];
+    const Interval& interval = tile_spans_[(p.b * c.H + p.h) * tiles + t];
     const long first = positioned ? p.position_lo - c.shift : p.at;
     const long last = positioned ? p.position_hi - c.shift : p.at + p.n - 1;
-    return !(first < life.until && last > life.from);
+    return !(first < interval.until && last > interval.from);
   }
 
   void make_masks() {

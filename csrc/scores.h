@@ -18,8 +18,8 @@ template <class Part>
 static inline void vector_parts(const Scene& s, long h, const Distances& ds, Part part) {
   const long D = s.c.D, length = s.c.vec_length, end = ds.least + ds.rows;
   const float* table = s.vectors(h);
-  if (s.c.ahead) {
-    const long ahead = s.c.ahead, a = std::max(ds.least, -ahead), b = std::min(end, length - ahead);
+  if (s.c.max_future) {
+    const long ahead = s.c.max_future, a = std::max(ds.least, -ahead), b = std::min(end, length - ahead);
     if (b > a) part(a - ds.least, b - a, table + (a + ahead) * D, D);
     return;
   }
@@ -97,8 +97,10 @@ static inline void add_key_bias(const float* bias, const Tile& t) {
 SPANFORMER_INLINE vf ramp_of(const Scene& s, const Tile& t, long r, int v, vf z) {
   vf d = lanes() + set1((float)(t.p.at + v * W - (t.ja + r)));
   d = vmax(d, -d);
+  // The longer of z and ramp first: near m = 0 both differences are then exact, however short the other one is.
   // Exactly 0 and 1 at the ends of the ramp, which times 1/ramp would not be: a gradient lives strictly between.
-  return (z - d + set1((float)s.c.ramp)) / set1((float)s.c.ramp);
+  const vf ramp = set1((float)s.c.ramp);
+  return ((z > ramp ? z : ramp) - d + (z > ramp ? ramp : z)) / ramp;  // NaN stays NaN
 }
 SPANFORMER_INLINE vf dynamic_ramp(const Scene& s, const Tile& t, long r, int v) {
   return ramp_of(s, t, r, v, load(t.p.z + v * W));

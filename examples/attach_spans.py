@@ -46,7 +46,7 @@ def main() -> None:
             print(f"step {step + 1:3}  loss {loss.item():.3f}  cache {kept / full:.0%} of full")
 
     for name, spans in hf.head_spans(model).items():
-        print(f"{name}: key/value heads keep {spans.keeps()} tokens and {spans.sinks} sinks")
+        print(f"{name}: key/value heads keep {spans.keeps()} tokens and {spans.sink_tokens} sink tokens")
 
     model.eval()
     cache = hf.SpanCache(model, context=240)

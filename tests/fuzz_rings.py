@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cases import differences
 from spanformer import Rings, Rule, attend
-from spanformer.ops.rings import Decoder
-from spanformer.ops.rings_banded import quantise
+from spanformer.ops.decode.banded import quantise
+from spanformer.ops.decode.rings import Decoder
+from support.cases import differences
 
 POSITIONS = 310
 
@@ -26,11 +26,11 @@ class RingCase:
     dv: int = 16
     reach: tuple[int, ...] = (7,)  # by key/value head
     spare: int = 0  # slots beyond what the reach needs
-    kept: int = 0
+    sink_tokens: int = 0
     newest: tuple[int, ...] = (40,)  # by row, before the first step
     terms: tuple[str, ...] = ()
     bits: int = 0  # 8: keys and values have scales
-    original: bool = False
+    paper_compat: bool = False
     ramp: float = 8.0
     steps: int = 1
     seed: int = 0
@@ -45,8 +45,8 @@ def check_rings(case: RingCase, backend: str, dtype: torch.dtype) -> None:
     rings = _rings(c, dtype)
     for position in range(max(rings.newest.tolist()) + 1):
         _write(rings, rows, position)
-    fixed = {"reach": [r for r in c.reach for _ in range(c.group)], "kept": c.kept}
-    fixed |= {"original": c.original, "ramp": c.ramp}
+    fixed = {"reach": [r for r in c.reach for _ in range(c.group)], "sink_tokens": c.sink_tokens}
+    fixed |= {"paper_compat": c.paper_compat, "ramp": c.ramp}
     decoder = None
     for _ in range(c.steps):
         q = rand(c.b, h, 1, c.d)
@@ -58,7 +58,9 @@ def check_rings(case: RingCase, backend: str, dtype: torch.dtype) -> None:
         with torch.no_grad():
             got = decoder.attend(q.to(dtype), (new[0], new[1]))
         truth, dense = (_dense(c, q, rows, rings, fixed, learned, kind) for kind in (torch.float64, dtype))
-        wrong = differences(truth, dense, _result(got), dtype)
+        # a row may see one key, and lse is its score: a sum of d products of about 1 / √d each, rounded as such even
+        # where they cancel
+        wrong = differences(truth, dense, _result(got), dtype, floors={"lse": c.d**0.5})
         assert not wrong, f"{backend} {dtype}: " + "; ".join(wrong)
 
 
@@ -72,8 +74,8 @@ def _terms(c: RingCase, rand) -> dict[str, Tensor]:
         found["distance_bias"] = rand(h, most)
     if "vec" in c.terms or "head_vec" in c.terms:
         found["distance_vec"] = rand(1 if "vec" in c.terms else h, most, c.d)
-    if "sinks" in c.terms:
-        found["sinks"] = rand(h)
+    if "sink_logits" in c.terms:
+        found["sink_logits"] = rand(h)
     return found
 
 
@@ -83,13 +85,13 @@ def _rule(h: int, fixed: dict, learned: dict[str, Tensor], dtype: torch.dtype) -
 
 def _rings(c: RingCase, dtype: torch.dtype) -> Rings:
     """Full of NaN, or of the largest code: what was never written must not be read."""
-    capacity = torch.tensor([r + c.original + c.spare for r in c.reach])
-    slots = int(capacity.sum()) + c.kept * c.hkv
+    capacity = torch.tensor([r + c.paper_compat + c.spare for r in c.reach])
+    slots = int(capacity.sum()) + c.sink_tokens * c.hkv
     newest = torch.tensor([c.newest[row % len(c.newest)] for row in range(c.b)])
     scales = (torch.full((c.b, slots), torch.nan), torch.full((c.b, slots), torch.nan)) if c.bits else None
     full = (127, torch.int8) if c.bits else (torch.nan, dtype)
     keys, values = (torch.full((c.b, slots, size), full[0], dtype=full[1]) for size in (c.d, c.dv))
-    return Rings(keys, values, capacity, newest, c.kept, scales=scales)
+    return Rings(keys, values, capacity, newest, c.sink_tokens, scales=scales)
 
 
 def _write(rings: Rings, rows: tuple[Tensor, Tensor], p: int) -> None:
@@ -98,7 +100,7 @@ def _write(rings: Rings, rows: tuple[Tensor, Tensor], p: int) -> None:
         if p > newest:
             continue
         for g, capacity in enumerate(rings.capacities):
-            slot = int(rings.first[g]) + (p - rings.kept if p < rings.kept else p % capacity)
+            slot = int(rings.first[g]) + (p - rings.sink_tokens if p < rings.sink_tokens else p % capacity)
             for kind, (held, given) in enumerate(zip((rings.keys, rings.values), rows, strict=True)):
                 if rings.scales is None:
                     held[b, slot] = given[b, g, p]

@@ -7,25 +7,23 @@ from pathlib import Path
 
 import pytest
 
-from spanformer.attention import ATTENTIONS
-from spanformer.bench.gallery_page import draw_attention, draw_position, page, told
+from spanformer.bench.gallery import entries
+from spanformer.bench.gallery_page import about, draw_attention, draw_position, page
 from spanformer.bench.results import PartsFile
-from spanformer.cost.positions import POSITION_COSTS
-from spanformer.position import POSITIONS
+from spanformer.kinds import POSITIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
-RESULTS = ROOT / "results" / "gallery.json"
-AGAIN = "; run spanformer bench gallery --parts page --out results/gallery.json"
+RESULTS = ROOT / "docs" / "results" / "gallery.json"
+AGAIN = "; run spanformer bench gallery --parts page --out docs/results/gallery.json"
 PLAIN = {"none"}
 """which need no equation"""
 
 
 def test_it_lists_what_there_is():
     before, after = PAGE.split("\n## Positions\n")
-    assert re.findall(r"^### (.+)$", before, re.MULTILINE) == list(ATTENTIONS), AGAIN
+    assert re.findall(r"^### (.+)$", before, re.MULTILINE) == list(entries()), AGAIN
     assert re.findall(r"^### (.+)$", after, re.MULTILINE) == list(POSITIONS), AGAIN
-    assert set(POSITION_COSTS) >= set(POSITIONS)
 
 
 def test_it_is_what_the_command_writes():
@@ -38,9 +36,12 @@ def test_every_picture_is_there_and_no_other():
     assert all(1000 < path.stat().st_size < 60_000 for path in shown)
 
 
-@pytest.mark.parametrize("name", [*ATTENTIONS, *POSITIONS])
+PATHS = {name: shown.about for name, shown in entries().items()} | {name: p.build for name, p in POSITIONS.items()}
+
+
+@pytest.mark.parametrize("name", PATHS)
 def test_files_open_with_their_equation(name):
-    title, equation = told((ATTENTIONS | POSITIONS)[name])
+    title, equation = about(PATHS[name])
     assert len(title) > 20 and (len(equation) > 10 or name in PLAIN)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import spanformer
 
-HEAVY = ("transformers", "matplotlib", "torch.nn.attention.flex_attention", "spanformer.ops.native")
+HEAVY = ("transformers", "matplotlib", "torch.nn.attention.flex_attention", "spanformer.ops.backends.native")
 
 # Runs in a fresh interpreter. What plain `import torch` has already imported is no fault of ours. Every way python has
 # of loading a shared library by path (ctypes, torch.ops.load_library) raises the audit event ctypes.dlopen.
@@ -47,6 +47,31 @@ def test_importing_spanformer_loads_no_torch() -> None:
     probe = "import sys, spanformer; print({'torch', 'numpy', 'spanformer.ops'} & set(sys.modules), dir(spanformer))"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
     assert done.stdout.startswith("set()") and "'attend'" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"], ["--version"]], ids=" ".join)
+def test_help_loads_neither_torch_nor_numpy(arguments: list[str]) -> None:
+    probe = (
+        "import sys\nfrom spanformer.cli.main import main\n"
+        f"try: main({arguments!r})\nexcept SystemExit: print({{'torch', 'numpy', 'tyro'}} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["set()"], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("room", ["kinds", "cost"])
+def test_arithmetic_needs_no_torch(room: str) -> None:
+    """Specs and costs are computed without it, in every module of these rooms."""
+    folder = Path(spanformer.__file__).parent
+    modules = [
+        "spanformer." + ".".join(path.relative_to(folder).with_suffix("").parts)
+        for path in (folder / room).rglob("*.py")
+    ]
+    probe = f"import importlib, sys\nfor m in {modules!r}: importlib.import_module(m.removesuffix('.__init__'))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", probe + "print({'torch', 'numpy'} & set(sys.modules))"], capture_output=True, text=True
+    )
+    assert done.stdout == "set()\n", done.stdout + done.stderr
 
 
 def test_using_spanformer_loads_nothing_heavy() -> None:
@@ -91,6 +116,7 @@ def test_no_public_name_is_also_a_modules() -> None:
     assert not inside & set(spanformer._HOME)
 
 
+@pytest.mark.slow
 def test_the_probe_would_notice(tmp_path: Path) -> None:
     for name in ("transformers", "matplotlib"):  # stand-ins, so that neither needs to be installed
         (tmp_path / f"{name}.py").touch()

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from products import Bfloat16Products
 from spanformer.cli.runfile import read_run
 from spanformer.core import processor
 from spanformer.report.events import read_run as read_events
 from spanformer.train.config import RunConfig
 from spanformer.train.run import train
-from tiny_runs import write_text
+from support.products import Bfloat16Products
+from support.tiny_runs import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted(path for path in ROOT.glob("runs/**/*.toml") if path.parent.name != "compare")
@@ -63,7 +63,7 @@ def test_the_papers_settings(name: str) -> None:
     )  # fmt: skip
     names = PAPER[0].split()
     assert dict(zip(names, found, strict=True)) == dict(zip(names, PAPER[1][name], strict=True))
-    assert m.original and m.order == "post" and m.norm == "layer" and m.position.kind == "table" and m.kv_heads == 0
+    assert m.paper_compat and m.order == "post" and m.norm == "layer" and m.position.kind == "table" and m.kv_heads == 0
     assert (a.kind, a.ramp, a.init, a.stack) == ("adaptive_span", 32.0, 0.0, ())
     assert c.optim.schedule == "constant" and c.optim.span_lr == 0.0
     assert f.kind == "none" or (f.kind, f.bias, f.dropout) == ("relu", True, a.dropout)
@@ -94,7 +94,7 @@ def test_a_smaller_run_is_the_same_recipe(name: str) -> None:
         "norm",
         "order",
         "position",
-        "original",
+        "paper_compat",
         "feedforward.kind",
         "attention.kind",
         "attention.stack",
@@ -117,7 +117,7 @@ def shrink(config: RunConfig, folder: Path) -> RunConfig:
     m = config.model
     heads = min(m.heads, 4)
     pairs = m.kind == "seq2seq"  # these keep their own text, which is made in a moment
-    block = config.train.block if pairs else 48 if config.train.sentences else 16
+    block = config.train.block if pairs else 48 if config.train.cpc_mask_ratio else 16
     source = config.data.source if pairs else str(write_text(folder / "text.txt"))
     return RunConfig(
         out=str(folder / "run"),

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from same_runs import final
 from spanformer.train.run import train
-from tiny_runs import tiny
+from support.same_runs import final
+from support.tiny_runs import tiny
 from torture.checks import PNG_END, differences, half_written, leftovers, other_files
 from torture.damage import harm
 from torture.phases import STARTING, Page

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from spanformer.model.seq2seq import Seq2Seq as Seq2Seq
     from spanformer.ops import Attended as Attended
     from spanformer.ops import BlockIndex as BlockIndex
+    from spanformer.ops import HeadGroups as HeadGroups
     from spanformer.ops import Rings as Rings
     from spanformer.ops import Rule as Rule
+    from spanformer.ops import Union as Union
     from spanformer.ops import attend as attend
     from spanformer.ops import attend_rings as attend_rings
     from spanformer.ops import backends as backends
@@ -39,12 +41,14 @@ _HOME = {
     "DynamicSpan": "spanformer.attention",
     "Encoder": "spanformer.model.encoder",
     "HeadCache": "spanformer.memory",
+    "HeadGroups": "spanformer.ops",
     "LM": "spanformer.model.lm",
     "ModelConfig": "spanformer.model.config",
     "Rings": "spanformer.ops",
     "Rule": "spanformer.ops",
     "Sampling": "spanformer.infer",
     "Seq2Seq": "spanformer.model.seq2seq",
+    "Union": "spanformer.ops",
     "attend": "spanformer.ops",
     "attend_rings": "spanformer.ops",
     "backends": "spanformer.ops",

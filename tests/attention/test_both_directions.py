@@ -46,9 +46,9 @@ def test_the_equation(name: str) -> None:
     view = View(x=x, padding=padding)
     weights = m * (q @ k.mT / D**0.5).exp() * ~padding[:, None, None]
     expected = weights / weights.sum(-1, keepdim=True).clamp(min=1e-300) @ v
-    torch.testing.assert_close(mechanism.mix(q, k, v, mechanism.rule(view), view).out, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(mechanism(q, k, v, mechanism.rule(view), view).out, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_the_original_does_not_look_ahead() -> None:
-    with pytest.raises(ValueError, match="original=True excludes a token itself by looking back"):
-        Window(H, 5, original=True, causal=False).rule()
+    with pytest.raises(ValueError, match="paper_compat=True excludes a token itself by looking back"):
+        Window(H, 5, paper_compat=True, causal=False).rule()

@@ -28,7 +28,7 @@ def test_it_equals_torchs_attention_with_a_mask(hkv, tq) -> None:
         t.requires_grad_() for t in (rand(2, 4, tq, 6), rand(2, hkv, 11, 6, seed=1), rand(2, hkv, 11, 3, seed=2))
     )
     mechanism = Cross(4)
-    out = mechanism.mix(q, k, v, mechanism.rule(), View(padding=PADDING)).out
+    out = mechanism(q, k, v, mechanism.rule(), View(padding=PADDING)).out
     true = F.scaled_dot_product_attention(q, k, v, attn_mask=~PADDING[:, None, None], enable_gqa=True)
     torch.testing.assert_close(out, true)
     g = rand(*out.shape, seed=3)
@@ -46,12 +46,12 @@ def test_what_goes_by_distance_is_refused() -> None:
         (Rule(2, causal=False, stride=2), "stride"),
         (Rule(2), "causal=True"),
     ):
-        with pytest.raises(ValueError, match=f"{name} goes by distances, and a decoder's and an encoder's tokens have"):
-            mechanism.mix(q, k, k, rule, View())
-    with pytest.raises(ValueError, match="positions goes by distances"):
-        mechanism.mix(q, k, k, mechanism.rule(), View(q_positions=torch.arange(3), k_positions=torch.arange(5)))
-    with pytest.raises(ValueError, match="cross-attention looks at another text, not back"):
-        mechanism.lookback()
+        with pytest.raises(ValueError, match=f"{name} depends on distances, which cross-attention does not have"):
+            mechanism(q, k, k, rule, View())
+    with pytest.raises(ValueError, match="positions depends on distances"):
+        mechanism(q, k, k, mechanism.rule(), View(q_positions=torch.arange(3), k_positions=torch.arange(5)))
+    with pytest.raises(ValueError, match="cross-attention has no context length"):
+        mechanism.context_length()
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -64,7 +64,7 @@ def test_masks_combine(causal, padded) -> None:
     padding = torch.zeros(2, t, dtype=torch.bool)
     padding[1, hidden] = True
     mechanism = Window(2, 100)
-    out = mechanism.mix(q, k, k, Rule(2, causal=causal), View(padding=padding)).out
+    out = mechanism(q, k, k, Rule(2, causal=causal), View(padding=padding)).out
     seen = torch.tensor(
         [[[not padding[b, j] and (j <= i or not causal) for j in range(t)] for i in range(t)] for b in (0, 1)]
     )
@@ -79,11 +79,11 @@ def test_attention_dropout() -> None:
     v = torch.ones(1, 2, 50, 4)
     mechanism.dropout = 0.3
     torch.manual_seed(0)
-    out = mechanism.mix(q, q[:, :, :50], v, mechanism.rule(), View()).out
+    out = mechanism(q, q[:, :, :50], v, mechanism.rule(), View()).out
     totals = out[..., 0]
     assert float(totals.mean()) == pytest.approx(1, abs=0.01)
     assert float(totals.std()) == pytest.approx(math.sqrt(0.3 / 0.7 / 50), rel=0.15)
     torch.manual_seed(0)
-    assert torch.equal(out, mechanism.mix(q, q[:, :, :50], v, mechanism.rule(), View()).out)
+    assert torch.equal(out, mechanism(q, q[:, :, :50], v, mechanism.rule(), View()).out)
     mechanism.eval()
-    assert torch.allclose(mechanism.mix(q, q[:, :, :50], v, mechanism.rule(), View()).out, torch.ones(()))
+    assert torch.allclose(mechanism(q, q[:, :, :50], v, mechanism.rule(), View()).out, torch.ones(()))

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from etc_oracle import PARTS, oracle
-from largest import largest_tensor
 from spanformer.attention import View
 from spanformer.attention.etc import GlobalLocal, Projected, Structure
 from spanformer.ops import Rule
+from support.etc_oracle import PARTS, oracle
+from support.largest import largest_tensor
 
 H, D = 2, 4
 TABLES = PARTS
@@ -30,9 +30,22 @@ def made(b: int, n: int, m: int, clip: int) -> dict[str, Tensor]:
     return tensors
 
 
+class TwoStreams(torch.nn.Module):
+    """`functional_call` calls forward, and this is what it is to run."""
+
+    def __init__(self, of: GlobalLocal) -> None:
+        super().__init__()
+        self.of = of
+
+    def forward(self, given: Projected, structure: Structure):
+        return self.of.two_streams(given, structure)
+
+
 def module_run(t: dict[str, Tensor], structure: Structure, module: GlobalLocal) -> list[Tensor]:
     given = Projected(t["q_long"], t["q_global"], *((t[f"k_{part}"], t[f"v_{part}"]) for part in PARTS))
-    long, top = torch.func.functional_call(module, {name: t[name] for name in TABLES}, (given, structure))
+    long, top = torch.func.functional_call(
+        TwoStreams(module), {f"of.{name}": t[name] for name in TABLES}, (given, structure)
+    )
     return [*long, *top]
 
 
@@ -114,7 +127,7 @@ def test_shared_projections_may_be_given_once_for_two_parts():
     given = Projected(t["q_long"], t["q_global"], l2l=long, l2g=top, g2g=top, g2l=long)
     module = GlobalLocal(H, D, 2, clip=1).double()
     module.backend = "banded"
-    a, c = module(given, Structure(segments_of(1, 6, 2)))
+    a, c = module.two_streams(given, Structure(segments_of(1, 6, 2)))
     assert a.out.shape == (1, H, 6, D) and c.out.shape == (1, H, 2, D)
     assert torch.isfinite(a.out).all() and torch.isfinite(c.lse).all()
 
@@ -170,16 +183,19 @@ def test_bad_structures_are_refused(structure, message):
 def test_a_layer_that_cannot_serve_it_is_told():
     module, q = GlobalLocal(H, D, 2), torch.randn(1, H, 6, D)
     with pytest.raises(ValueError, match=r"view.segments is missing; expected the number \[B, n\]"):
-        module.mix(q, q, q, module.rule(), View())
+        module(q, q, q, module.rule(), View())
     slopes = module.rule() + Rule(H, causal=False, distance_bias=torch.zeros(H, 3))
     view = View(segments=torch.zeros(1, 4, dtype=torch.long))
-    sinks, documents = module.rule() + Rule(H, causal=False, sinks=torch.zeros(H)), torch.zeros(1, 6, dtype=torch.long)
+    sinks, documents = (
+        module.rule() + Rule(H, causal=False, sink_logits=torch.zeros(H)),
+        torch.zeros(1, 6, dtype=torch.long),
+    )
     for rule, given, name in (
         (slopes, view, "distance_bias"),
-        (sinks, view, "sinks"),
+        (sinks, view, "sink_logits"),
         (module.rule(), replace(view, documents=documents), "documents"),
     ):
-        with pytest.raises(ValueError, match=f"{name} was given; ETC tells distances by labels of its own"):
-            module.mix(q, q, q, rule, given)
+        with pytest.raises(ValueError, match=f"{name} was given; ETC encodes distances by its own labels"):
+            module(q, q, q, rule, given)
     with pytest.raises(ValueError, match="k has 1 heads; ETC adds labels to the keys of every head, expected 2"):
-        module.mix(q, q[:, :1], q[:, :1], module.rule(), view)
+        module(q, q[:, :1], q[:, :1], module.rule(), view)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from small_models import SMALL, make, text
 from spanformer import attend
 from spanformer.attention import AdaptiveSpan, Attention, ExpireSpan, Mixed, View, Window
 from spanformer.model.lm import LM
+from support.small_models import SMALL, make, text
 
 F64 = torch.float64
 DIM, H, D = 12, 3, 4
@@ -52,13 +52,13 @@ def test_equations_and_gradients(sizes, causal) -> None:
     weight = rand(2, H, tq, D, seed=4)
     view = View(x=keys[:, tk - tq :], keys=keys)
     rule = mechanism.rule(view)
-    assert rule.penalty is not None
-    out = mechanism.mix(q, k, v, rule, view).out
+    added = mechanism.penalty(rule, view)
+    out = mechanism(q, k, v, rule, view).out
     true, penalty = by_loops(mechanism, q, k, v, keys)
     torch.testing.assert_close(out, true)
-    torch.testing.assert_close(rule.penalty, penalty)
+    torch.testing.assert_close(added, penalty)
     wrt = [q, k, v, keys, mechanism.weight, mechanism.bias]
-    got = torch.autograd.grad((out * weight).sum() + rule.penalty, wrt)
+    got = torch.autograd.grad((out * weight).sum() + added, wrt)
     for mine, theirs in zip(got, torch.autograd.grad((true * weight).sum() + penalty, wrt), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
 
@@ -66,10 +66,10 @@ def test_equations_and_gradients(sizes, causal) -> None:
 def test_the_future_is_not_seen_and_its_spans_do_not_matter() -> None:
     mechanism, x = expiring(), rand(2, 50, DIM)
     q, k = rand(2, H, 50, D), rand(2, H, 50, D, seed=1)
-    before = mechanism.mix(q, k, k, mechanism.rule(View(x=x)), View()).out
+    before = mechanism(q, k, k, mechanism.rule(View(x=x)), View()).out
     x[:, 30:] += 3
     k[:, :, 30:] += 3
-    after = mechanism.mix(q, k, k, mechanism.rule(View(x=x)), View()).out
+    after = mechanism(q, k, k, mechanism.rule(View(x=x)), View()).out
     assert torch.equal(before[:, :, :30], after[:, :, :30])
     assert not torch.allclose(before[:, :, 31:], after[:, :, 31:])
 
@@ -84,14 +84,14 @@ def test_shortening_while_training_only() -> None:
 
 def test_what_can_be_read_off() -> None:
     mechanism = expiring()
-    assert mechanism.learned() == [None] * H and mechanism.alive() is None
+    assert mechanism.spans() == [None] * H and mechanism.alive() is None
     keys = rand(2, 40, DIM)
     rule = mechanism.rule(View(x=keys[:, 35:], keys=keys))
     assert rule.key_span is not None
     e = rule.key_span[:, 0].detach()
-    assert mechanism.learned()[0] == pytest.approx(float(e.mean()), rel=1e-6)
+    assert mechanism.spans()[0] == pytest.approx(float(e.mean()), rel=1e-6)
     assert mechanism.alive() == pytest.approx(float((e + 6 > 39 - torch.arange(40)).sum(1).float().mean()))
-    assert mechanism.lookback() == [45] * H
+    assert mechanism.context_length() == [45] * H
 
 
 def test_refusals() -> None:
@@ -138,7 +138,7 @@ def test_whole_by_segments_and_with_a_cache(kv_heads, mechanism) -> None:
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-9, atol=1e-9)
     for sizes in ([211], [100, *[1] * 50, 61]):
         cache = lm.cache(2)
-        read = torch.cat([lm.read(piece, cache) for piece in x.split(sizes, 1)], 1)  # pyright: ignore
+        read = torch.cat([lm.decode(piece, cache) for piece in x.split(sizes, 1)], 1)  # pyright: ignore
         torch.testing.assert_close(read, whole, rtol=1e-9, atol=1e-9)
 
 
@@ -146,12 +146,12 @@ def test_rows_at_different_places_cropping_and_saving(tmp_path) -> None:
     lm, x = model(2, alone), text(2, 120)
     whole = lm(x).logits
     cache = lm.cache(2, slack=4)
-    lm.read(x[:, :100], cache, lengths=torch.tensor([100, 70]), logits="none")
+    lm.decode(x[:, :100], cache, lengths=torch.tensor([100, 70]), logits="none")
     cache.crop(torch.tensor([97, 70]))
     cache.save(tmp_path / "cache")
     again = type(cache).load(tmp_path / "cache", lm)
     rest = torch.stack([x[0, 97:117], x[1, 70:90]])
-    read = lm.read(rest, again)
+    read = lm.decode(rest, again)
     assert read is not None
     for row, start in ((0, 97), (1, 70)):
         torch.testing.assert_close(read[row], whole[row, start : start + 20], rtol=1e-9, atol=1e-9)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from small_models import SMALL, make, text
 from spanformer.attention import AdaptiveSpan, Attention, Forgetting, Mixed, Sinks, View
 from spanformer.model.lm import LM
+from support.small_models import SMALL, make, text
 
 F64 = torch.float64
 DIM, H, D = 12, 3, 4
@@ -48,7 +48,7 @@ def test_equation_and_gradients(sizes) -> None:
     q, k, v = (rand(2, H, n, D, seed=s).requires_grad_() for s, n in ((1, tq), (2, tk), (3, tk)))
     view = View(x=keys[:, tk - tq :], keys=keys)
     weights = rand(2, H, tq, D, seed=4), rand(2, H, tq, seed=6)
-    got, true = mechanism.mix(q, k, v, mechanism.rule(view), view), by_loops(mechanism, q, k, v, keys)
+    got, true = mechanism(q, k, v, mechanism.rule(view), view), by_loops(mechanism, q, k, v, keys)
     wrt = [q, k, v, keys, mechanism.weight, mechanism.bias]
     grads = []
     for found in (got, true):
@@ -62,10 +62,10 @@ def test_equation_and_gradients(sizes) -> None:
 def test_the_future_is_not_seen_and_its_gates_do_not_matter() -> None:
     mechanism, x = forgetting(), rand(2, 50, DIM)
     q, k = rand(2, H, 50, D), rand(2, H, 50, D, seed=1)
-    before = mechanism.mix(q, k, k, mechanism.rule(View(x=x)), View()).out
+    before = mechanism(q, k, k, mechanism.rule(View(x=x)), View()).out
     x[:, 30:] += 3
     k[:, :, 30:] += 3
-    after = mechanism.mix(q, k, k, mechanism.rule(View(x=x)), View()).out
+    after = mechanism(q, k, k, mechanism.rule(View(x=x)), View()).out
     torch.testing.assert_close(before[:, :, :30], after[:, :, :30], rtol=1e-12, atol=1e-12)
     assert not torch.allclose(before[:, :, 31:], after[:, :, 31:])
 
@@ -79,8 +79,8 @@ def test_a_long_text_in_float32() -> None:
     with torch.no_grad():
         rule = mechanism.rule(View(x=x))
         assert rule.forget is not None and float(rule.forget.min()) < -2000
-        got = mechanism.mix(q, q, q, rule, View()).out
-        true = mechanism.mix(q.double(), q.double(), q.double(), rule, View()).out
+        got = mechanism(q, q, q, rule, View()).out
+        true = mechanism(q.double(), q.double(), q.double(), rule, View()).out
     assert float((got - true)[:, :, -500:].abs().max()) < 2e-4
     assert float((got - true).abs().max()) < 2e-3
 
@@ -120,5 +120,5 @@ def test_whole_by_segments_and_with_a_cache(mechanism, options) -> None:
         state, pieces = out.state, [*pieces, out.logits]
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-9, atol=1e-9)
     cache = lm.cache(2)
-    read = torch.cat([lm.read(piece, cache) for piece in x.split([70, *[1] * 30, 50], 1)], 1)  # pyright: ignore
+    read = torch.cat([lm.decode(piece, cache) for piece in x.split([70, *[1] * 30, 50], 1)], 1)  # pyright: ignore
     torch.testing.assert_close(read, whole, rtol=1e-9, atol=1e-9)

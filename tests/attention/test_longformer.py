@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from largest import largest_tensor
 from spanformer import Rule
 from spanformer.attention import View
 from spanformer.attention import pattern as pattern_language
 from spanformer.attention.longformer import Longformer, growing_windows
 from spanformer.attention.patterned import Patterned
+from spanformer.memory import HiddenStates
 from spanformer.model.config import AttentionConfig, ModelConfig
 from spanformer.model.encoder import Encoder
 from spanformer.model.layer import SelfAttention
 from spanformer.model.lm import LM
 from spanformer.position import T5, Alibi, DATransformer, Position, Rotary, Shaw, Table, TransformerXL
+from support.largest import largest_tensor
 
 DIM, HEADS = 16, 2
 
@@ -39,10 +40,10 @@ def inputs(b: int, t: int, kv_heads: int = HEADS, seed: int = 0) -> dict[str, Te
 def choose(b: int, t: int, most: int, seed: int = 3) -> Tensor:
     """[B, T]: each example its own global tokens, one of them none."""
     g = torch.Generator().manual_seed(seed)
-    chosen = torch.zeros(b, t, dtype=torch.bool)
+    global_attention_mask = torch.zeros(b, t, dtype=torch.bool)
     for row in range(b - 1 if b > 1 else b):
-        chosen[row, torch.randperm(t, generator=g)[:most]] = True
-    return chosen
+        global_attention_mask[row, torch.randperm(t, generator=g)[:most]] = True
+    return global_attention_mask
 
 
 def seen(i: int, j: int, window: int, causal: bool, dilation: int) -> bool:
@@ -53,7 +54,9 @@ def seen(i: int, j: int, window: int, causal: bool, dilation: int) -> bool:
     return 0 <= step < window if causal else abs(step) <= window // 2
 
 
-def oracle(made: dict[str, Tensor], weights: dict[str, Tensor], chosen: Tensor, module: Longformer, **options):
+def oracle(
+    made: dict[str, Tensor], weights: dict[str, Tensor], global_attention_mask: Tensor, module: Longformer, **options
+):
     """out and lse by the definition, dense and pair by pair. padding and documents [B, T]; bias [H, T distances]."""
     b, h, t, d = made["q"].shape
     group = h // made["k"].shape[1]
@@ -66,7 +69,7 @@ def oracle(made: dict[str, Tensor], weights: dict[str, Tensor], chosen: Tensor, 
     def shown(n: int, head: int, i: int, j: int) -> bool:
         near = seen(i, j, module.window, module.causal, options["dilation"][head])
         return (
-            (near or bool(chosen[n, i]) or bool(chosen[n, j]))
+            (near or bool(global_attention_mask[n, i]) or bool(global_attention_mask[n, j]))
             and (not module.causal or j <= i)
             and (options["padding"] is None or not options["padding"][n, j])
             and (options["documents"] is None or bool(options["documents"][n, i] == options["documents"][n, j]))
@@ -75,7 +78,7 @@ def oracle(made: dict[str, Tensor], weights: dict[str, Tensor], chosen: Tensor, 
     pairs = [
         [[[shown(n, head, i, j) for j in range(t)] for i in range(t)] for head in range(h)] for n in range(b)
     ]  # fmt: skip
-    is_global = chosen[:, None, :, None]
+    is_global = global_attention_mask[:, None, :, None]
     score = torch.where(is_global, own_q @ own_k.mT, made["q"] @ k.mT) / math.sqrt(d)
     if (bias := options.get("bias")) is not None:
         score = score + bias.to(score.dtype)[:, (torch.arange(t)[:, None] - torch.arange(t)).abs()]
@@ -99,7 +102,15 @@ def results(run, made: dict[str, Tensor], weights: dict[str, Tensor]) -> dict[st
     return {name: t.detach().double() for name, t in found.items()}
 
 
-def check(module: Longformer, made: dict[str, Tensor], chosen: Tensor, view: View, backend: str, dtype, **options):
+def check(
+    module: Longformer,
+    made: dict[str, Tensor],
+    global_attention_mask: Tensor,
+    view: View,
+    backend: str,
+    dtype,
+    **options,
+):
     """The module is as near to the float64 oracle as the same oracle is in the module's dtype, up to a small factor."""
     module = module.to(dtype)
     module.backend = backend
@@ -120,7 +131,7 @@ def check(module: Longformer, made: dict[str, Tensor], chosen: Tensor, view: Vie
 
     def dense(made: dict[str, Tensor], weights: dict[str, Tensor]):
         weights = weights or {n: made["x"].new_zeros(DIM, DIM) for n in names}
-        return oracle(made, weights, chosen, module, **{n: o for n, o in options.items() if n != "rule"})
+        return oracle(made, weights, global_attention_mask, module, **{n: o for n, o in options.items() if n != "rule"})
 
     got = results(run, leaves(made, dtype), leaves(weights, dtype))
     truth = results(dense, leaves(made, torch.float64), leaves(weights, torch.float64))
@@ -138,7 +149,7 @@ class _Mix(nn.Module):
         self.module = module
 
     def forward(self, *arguments):
-        return self.module.mix(*arguments)
+        return self.module(*arguments)
 
 
 BACKENDS = [("native", torch.float32), ("banded", torch.float64)]
@@ -149,9 +160,9 @@ BACKENDS = [("native", torch.float32), ("banded", torch.float64)]
 @pytest.mark.parametrize(("b", "t", "window", "positions"), [(2, 23, 6, [0, 9, 22]), (1, 1, 2, [0]), (1, 33, 2, [4])])
 def test_fixed_global_tokens_equal_the_equation(backend, dtype, causal, b, t, window, positions):
     module = make(window, positions=positions, causal=causal)
-    chosen = torch.zeros(b, t, dtype=torch.bool)
-    chosen[:, positions] = True
-    check(module, inputs(b, t), chosen, View(), backend, dtype)
+    global_attention_mask = torch.zeros(b, t, dtype=torch.bool)
+    global_attention_mask[:, positions] = True
+    check(module, inputs(b, t), global_attention_mask, View(), backend, dtype)
 
 
 @pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
@@ -159,23 +170,31 @@ def test_fixed_global_tokens_equal_the_equation(backend, dtype, causal, b, t, wi
 def test_tokens_chosen_by_each_example_with_padding(backend, dtype, causal):
     b, t, most = 3, 19, 4  # one example chooses none, one all it may, of which one is padding
     module = make(8, most=most, causal=causal)
-    chosen = choose(b, t, most)
-    chosen[0, t - 1] |= int(chosen[0].sum()) < most
+    global_attention_mask = choose(b, t, most)
+    global_attention_mask[0, t - 1] |= int(global_attention_mask[0].sum()) < most
     padding = torch.zeros(b, t, dtype=torch.bool)
     padding[0, 15:] = padding[1, :3] = True
-    check(module, inputs(b, t), chosen, View(chosen=chosen, padding=padding), backend, dtype, padding=padding)
+    check(
+        module,
+        inputs(b, t),
+        global_attention_mask,
+        View(global_attention_mask=global_attention_mask, padding=padding),
+        backend,
+        dtype,
+        padding=padding,
+    )
 
 
 @pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
 def test_shared_key_heads_documents_and_a_bias_over_distance(backend, dtype):
     b, t = 2, 21
     module = make(6, positions=[1, 2, 13], causal=False, kv_heads=1)
-    chosen = torch.zeros(b, t, dtype=torch.bool)
-    chosen[:, module.positions] = True
+    global_attention_mask = torch.zeros(b, t, dtype=torch.bool)
+    global_attention_mask[:, module.positions] = True
     documents = (torch.arange(t) >= 11).long().expand(b, t)
     alibi = Alibi(HEADS).to(dtype).rule(View(), t)
     options = {"documents": documents, "bias": alibi.distance_bias.double(), "rule": alibi}
-    check(module, inputs(b, t, kv_heads=1), chosen, View(documents=documents), backend, dtype, **options)
+    check(module, inputs(b, t, kv_heads=1), global_attention_mask, View(documents=documents), backend, dtype, **options)
 
 
 @pytest.mark.parametrize(("backend", "dtype"), BACKENDS)
@@ -183,16 +202,24 @@ def test_shared_key_heads_documents_and_a_bias_over_distance(backend, dtype):
 def test_each_head_has_its_dilation(backend, dtype, causal):
     b, t, dilation = 2, 29, [1, 3]
     module = make(4, most=2, causal=causal, dilation=dilation)
-    chosen = choose(b, t, 2)
-    check(module, inputs(b, t), chosen, View(chosen=chosen), backend, dtype, dilation=dilation)
-    assert make(4, causal=causal, dilation=dilation).lookback() == ([3, 9] if causal else [2, 6])
+    global_attention_mask = choose(b, t, 2)
+    check(
+        module,
+        inputs(b, t),
+        global_attention_mask,
+        View(global_attention_mask=global_attention_mask),
+        backend,
+        dtype,
+        dilation=dilation,
+    )
+    assert make(4, causal=causal, dilation=dilation).context_length() == ([3, 9] if causal else [2, 6])
 
 
 def test_no_square_is_made():
     made, module = {n: s.float().requires_grad_() for n, s in inputs(1, 700).items()}, make(8, positions=[0, 50, 600])
 
     def work() -> None:
-        module.mix(made["q"], made["k"], made["v"], module.rule(), View(x=made["x"])).out.sum().backward()
+        module(made["q"], made["k"], made["v"], module.rule(), View(x=made["x"])).out.sum().backward()
 
     assert largest_tensor(work) < 700 * 700 / 4
 
@@ -200,8 +227,12 @@ def test_no_square_is_made():
 def test_a_causal_text_projects_no_more_than_its_global_tokens_see(monkeypatch):
     made, module, seen = {n: s.float() for n, s in inputs(1, 50).items()}, make(8, positions=[0, 4, 7]), []
     project = module._project
-    monkeypatch.setattr(module, "_project", lambda chosen, x: seen.append(x.shape[1]) or project(chosen, x))
-    module.mix(made["q"], made["k"], made["v"], module.rule(), View(x=made["x"]))
+    monkeypatch.setattr(
+        module,
+        "_project",
+        lambda global_attention_mask, x: seen.append(x.shape[1]) or project(global_attention_mask, x),
+    )
+    module(made["q"], made["k"], made["v"], module.rule(), View(x=made["x"]))
     assert seen == [8]
 
 
@@ -210,7 +241,7 @@ def test_a_window_without_global_tokens_is_only_a_rule():
         module = make(6, causal=causal)
         assert not list(module.parameters())
         check(module, inputs(2, 15), torch.zeros(2, 15, dtype=torch.bool), View(), "native", torch.float32)
-    assert make(6).lookback() == [5, 5] and make(6, causal=False).lookback() == [3, 3]
+    assert make(6).context_length() == [5, 5] and make(6, causal=False).context_length() == [3, 3]
 
 
 def test_a_global_key_inside_the_window_counts_once():
@@ -218,7 +249,7 @@ def test_a_global_key_inside_the_window_counts_once():
     module = make(4, positions=[5], causal=False)
     q = torch.zeros(1, HEADS, 11, 8)
     v = torch.eye(11)[None, None].expand(1, HEADS, 11, 11)
-    found = module.mix(q, q, v[..., :8], module.rule(), View(x=torch.zeros(1, 11, DIM))).out
+    found = module(q, q, v[..., :8], module.rule(), View(x=torch.zeros(1, 11, DIM))).out
     assert torch.allclose(found[0, 0, 6, 4:8], torch.full((4,), 1 / 5))  # 4, 5, 6, 7 and 8
     assert torch.allclose(found[0, 0, 1, [0, 1, 2, 3, 5]], torch.full((5,), 1 / 5))
 
@@ -227,8 +258,8 @@ def test_a_learned_sink_counts_once():
     """Without scores and sinks of 0, four tokens seen and one sink: each has a fifth."""
     module = make(2, positions=[9], causal=False)
     q, v = torch.zeros(1, HEADS, 11, 8), torch.ones(1, HEADS, 11, 8)
-    rule = module.rule() + Rule(HEADS, causal=False, sinks=torch.zeros(HEADS))
-    found = module.mix(q, q, v, rule, View(x=torch.zeros(1, 11, DIM))).out
+    rule = module.rule() + Rule(HEADS, causal=False, sink_logits=torch.zeros(HEADS))
+    found = module(q, q, v, rule, View(x=torch.zeros(1, 11, DIM))).out
     assert torch.allclose(found[:, :, 1:8], torch.tensor(4 / 5))
 
 
@@ -239,7 +270,7 @@ def test_causal_rows_do_not_change_with_the_future():
     for name in ("q", "k", "v"):
         after[name][:, :, 10:] += 1
     after["x"][:, 10:] += 1
-    a, c = (module.mix(m["q"], m["k"], m["v"], module.rule(), View(x=m["x"])).out for m in (made, after))
+    a, c = (module(m["q"], m["k"], m["v"], module.rule(), View(x=m["x"])).out for m in (made, after))
     assert torch.equal(a[:, :, :10], c[:, :, :10]) and not torch.allclose(a[:, :, 10:], c[:, :, 10:])
 
 
@@ -266,15 +297,15 @@ class TestInALayer:
         module = make(4, positions=[1, 6], farthest=11)
         layer = SelfAttention(DIM, HEADS, module, None)
         x = torch.randn(2, 24, DIM)
-        whole, _ = layer(x, x[:, :0], View(), position)
+        whole, _ = layer(x, HiddenStates(x[:, :0]), View(), position)
         parts = []
         for start in range(0, 24, 6):
             memory = x[:, max(0, start - 13) : start]  # more than it looks back
-            parts.append(layer(x[:, start : start + 6], memory, View(start=max(0, start - 13)), position)[0])
+            parts.append(layer(x[:, start : start + 6], HiddenStates(memory), View(start=start), position)[0])
         assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-6)
         changed = x.clone()
         changed[:, 6] += 1
-        after, _ = layer(changed, x[:, :0], View(), position)
+        after, _ = layer(changed, HiddenStates(x[:, :0]), View(), position)
         moved = (after - whole).abs().amax((0, 2)) > 1e-6
         assert moved.nonzero().flatten().tolist() == list(range(6, 17))
 
@@ -292,16 +323,18 @@ class TestInALayer:
         position, t = make_position(causal), 17
         layer = SelfAttention(DIM, HEADS, make(3 if causal else 4, positions=[1, 9], causal=causal), None)
         x = torch.randn(2, t, DIM)
-        got, _ = layer(x, x[:, :0], View(), position)
+        got, _ = layer(x, HiddenStates(x[:, :0]), View(), position)
         pattern = pattern_language.Window(3) | pattern_language.Global([1, 9])
         plain = SelfAttention(DIM, HEADS, Patterned(HEADS, pattern, causal=causal), None)
         plain.load_state_dict({n: w for n, w in layer.state_dict().items() if "mechanism" not in n})
-        expected, _ = plain(x, x[:, :0], View(), position)
+        expected, _ = plain(x, HiddenStates(x[:, :0]), View(), position)
         assert torch.allclose(got, expected, atol=2e-6)
 
     def test_training_moves_the_global_projections(self):
         layer = SelfAttention(DIM, HEADS, make(4, positions=[0], causal=False), None)
-        layer(torch.randn(1, 9, DIM), torch.zeros(1, 0, DIM), View(), Position())[0].square().sum().backward()
+        layer(torch.randn(1, 9, DIM), HiddenStates(torch.zeros(1, 0, DIM)), View(), Position())[
+            0
+        ].square().sum().backward()
         assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.mechanism.parameters())
 
 
@@ -338,15 +371,19 @@ def test_bad_views_are_refused():
     made = inputs(2, 7)
     q, k, v, x = (made[n].float() for n in "qkvx")
     module = make(4, most=2, causal=False)
-    with pytest.raises(ValueError, match=r"view.chosen has shape \[2, 6\] and dtype torch.bool; expected \[2, 7\]"):
-        module.mix(q, k, v, module.rule(), View(x=x, chosen=torch.zeros(2, 6, dtype=torch.bool)))
-    with pytest.raises(ValueError, match=r"view.chosen holds 7 global tokens; expected at most 2 in each example"):
-        module.mix(q, k, v, module.rule(), View(x=x, chosen=torch.ones(2, 7, dtype=torch.bool)))
+    with pytest.raises(
+        ValueError, match=r"view.global_attention_mask has shape \[2, 6\] and dtype torch.bool; expected \[2, 7\]"
+    ):
+        module(q, k, v, module.rule(), View(x=x, global_attention_mask=torch.zeros(2, 6, dtype=torch.bool)))
+    with pytest.raises(
+        ValueError, match=r"view.global_attention_mask holds 7 global tokens; expected at most 2 in each example"
+    ):
+        module(q, k, v, module.rule(), View(x=x, global_attention_mask=torch.ones(2, 7, dtype=torch.bool)))
     module = make(4, positions=[0], causal=False)
     with pytest.raises(ValueError, match=r"view.keys is missing; expected the hidden states \[B, Tk, dim\]"):
-        module.mix(q, k, v, module.rule(), View())
+        module(q, k, v, module.rule(), View())
     with pytest.raises(ValueError, match=r"view.keys has shape \[2, 6, 16\]; Longformer's global tokens have"):
-        module.mix(q, k, v, module.rule(), View(x=x[:, 1:]))
+        module(q, k, v, module.rule(), View(x=x[:, 1:]))
 
 
 class TestInALanguageModel:
@@ -355,7 +392,7 @@ class TestInALanguageModel:
         attention = AttentionConfig(kind=kind, max_span=20)
         return LM(ModelConfig(vocab=11, dim=DIM, layers=2, heads=HEADS, attention=attention)).eval()
 
-    @pytest.mark.parametrize("kind", ["longformer:6:3", "longformer:6", "longformer:3:2:4"])
+    @pytest.mark.parametrize("kind", ["longformer(6, 3)", "longformer(6)", "longformer(3, 2, 4)"])
     def test_segments_are_one_text(self, kind):
         lm, x = self.make(kind), torch.randint(11, (2, 90))
         whole, state, parts = lm(x).logits, None, []
@@ -366,19 +403,19 @@ class TestInALanguageModel:
 
     def test_a_cache_serves_a_window_and_refuses_global_tokens(self):
         x = torch.randint(11, (1, 40))
-        for kind in ("longformer:6", "longformer:3:0:2"):
+        for kind in ("longformer(6)", "longformer(3, 0, 2)"):
             lm = self.make(kind)
             cache = lm.cache(1)
-            got = torch.cat([lm.read(piece, cache) for piece in x.split(7, 1)], 1)
+            got = torch.cat([lm.decode(piece, cache) for piece in x.split(7, 1)], 1)
             assert torch.allclose(got, lm(x).logits, atol=1e-5)
-        lm = self.make("longformer:6:1")
-        with pytest.raises(ValueError, match="Longformer mixes values in its own way, which a cache does not know"):
-            lm.read(x, lm.cache(1))
+        lm = self.make("longformer(6, 1)")
+        with pytest.raises(ValueError, match="Longformer has no KV cache"):
+            lm.decode(x, lm.cache(1))
 
     def test_only_a_window_goes_into_a_mixture(self):
-        self.make("1 longformer:6 + 1 adaptive_span")
-        with pytest.raises(ValueError, match=r"Longformer\(.*positions=.*mixes values in its own way.*give it all"):
-            self.make("1 longformer:6:2 + 1 adaptive_span")
+        self.make("1 longformer(6) + 1 adaptive_span")
+        with pytest.raises(ValueError, match="Longformer cannot share a layer with other kinds"):
+            self.make("1 longformer(6, 2) + 1 adaptive_span")
 
 
 class TestInAnEncoder:
@@ -389,22 +426,25 @@ class TestInAnEncoder:
         return Encoder(ModelConfig(kind="encoder", vocab=11, dim=DIM, layers=layers, heads=HEADS, attention=attention))
 
     def test_windows_grow_from_layer_to_layer(self):
-        encoder = self.make(*(f"longformer:{size}" for size in growing_windows(3, 4, 16)))
-        assert encoder.lookback() == [[2, 2], [4, 4], [8, 8]]
+        encoder = self.make(*(f"longformer({size})" for size in growing_windows(3, 4, 16)))
+        assert encoder.context_length() == [[2, 2], [4, 4], [8, 8]]
 
     def test_the_first_tokens_are_global_unless_a_text_chooses_others(self):
-        encoder, x = self.make("longformer:4:2").eval(), torch.randint(10, (2, 60))
+        encoder, x = self.make("longformer(4, 2)").eval(), torch.randint(10, (2, 60))
         first = torch.arange(60).expand(2, 60) < 2
         said = encoder(x).logits
-        assert torch.allclose(encoder(x, chosen=first).logits, said, atol=1e-6)
+        assert torch.allclose(encoder(x, global_attention_mask=first).logits, said, atol=1e-6)
         changed = x.clone()
         changed[:, 40] = 10
-        for chosen, heard in ((first, [0, 1]), (first.roll(30, 1), [30, 31])):  # and what stands near it
-            moved = encoder(changed, chosen=chosen).logits - encoder(x, chosen=chosen).logits
+        for global_attention_mask, heard in ((first, [0, 1]), (first.roll(30, 1), [30, 31])):  # and what stands near it
+            moved = (
+                encoder(changed, global_attention_mask=global_attention_mask).logits
+                - encoder(x, global_attention_mask=global_attention_mask).logits
+            )
             assert (moved.abs().amax((0, 2)) > 1e-6).nonzero().flatten().tolist() == [*heard, *range(38, 43)]
 
     def test_masked_tokens_move_every_projection(self):
-        encoder, x = self.make("longformer:4:2"), torch.randint(10, (2, 30))
+        encoder, x = self.make("longformer(4, 2)"), torch.randint(10, (2, 30))
         encoder(x, targets=x).nll.mean().backward()
         own = [p for mechanism in encoder.mechanisms() for p in mechanism.parameters()]
         assert len(own) == 3 and all(p.grad is not None and p.grad.abs().sum() > 0 for p in own)

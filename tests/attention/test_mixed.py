@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from spanformer import AdaptiveSpan, BlockIndex, DynamicSpan, Rule, attend
+from spanformer import AdaptiveSpan, BlockIndex, DynamicSpan, HeadGroups, Rule, Union, attend
 from spanformer.attention import Mixed, View, Window
 from spanformer.attention.mixed import join
+from spanformer.memory import HiddenStates, hidden_states
 from spanformer.model.layer import SelfAttention
-from spanformer.ops import stand_apart
+from spanformer.ops import AnyRule
 from spanformer.position import Alibi
 
 F64 = torch.float64
@@ -29,13 +30,13 @@ def pattern(heads: int, size: int = 8, length: int = T, seed: int = 0) -> BlockI
     return BlockIndex.from_dense(torch.rand(heads, length, length, generator=g) < 0.6, size)
 
 
-def parts() -> dict[str, Rule]:
+def parts() -> dict[str, Rule | Union]:
     """One rule of every kind, two heads each."""
     return {
         "empty": Rule(2),
         "reach": Rule(2, reach=[3, 20]),
-        "span": Rule(2, span=torch.tensor([2.5, 11.0], dtype=F64), ramp=4, penalty=torch.tensor(0.5)),
-        "other ramp": Rule(2, span=torch.tensor([0.0, 30.0], dtype=F64), ramp=9, penalty=torch.tensor(0.25)),
+        "span": Rule(2, span=torch.tensor([2.5, 11.0], dtype=F64), ramp=4),
+        "other ramp": Rule(2, span=torch.tensor([0.0, 30.0], dtype=F64), ramp=9),
         "dynamic": Rule(2, span=rand(B, 2, T).abs() * 9, ramp=4),
         "distance_bias": Rule(2, distance_bias=rand(2, T)),
         "shared vectors": Rule(2, distance_vec=rand(1, T, D)),
@@ -44,19 +45,19 @@ def parts() -> dict[str, Rule]:
         "one key_bias": Rule(2, key_bias=rand(1, 1, T, seed=3)),
         "key_span": Rule(2, key_span=rand(B, 1, T).abs() * 9, ramp=4),
         "forget": Rule(2, forget=-rand(B, 2, T).abs().cumsum(-1) / 9),
-        "sinks": Rule(2, sinks=rand(2), reach=7),
-        "kept": Rule(2, kept=3, reach=5),
+        "sink_logits": Rule(2, sink_logits=rand(2), reach=7),
+        "sink_tokens": Rule(2, sink_tokens=3, reach=5),
         "blocks": Rule(2, blocks=pattern(2)),
         "shared blocks": Rule(2, blocks=pattern(1, seed=5), reach=30),
         "other blocks": Rule(2, blocks=pattern(1, size=4)),
         "stride": Rule(2, stride=[3, 1], skip=[0, 2], reach=30),
-        "also": Rule(2, reach=5, also=Rule(2, stride=4, skip=5)),
+        "union": Union(Rule(2, reach=5), Rule(2, stride=4, skip=5)),
         "distance_value": Rule(2, distance_value=rand(2, 4, D)),
         "distance_scale": Rule(2, distance_scale=rand(2, T).abs()),
     }
 
 
-def check(rules: list[Rule], kv_heads: int, backend: str = "banded") -> Rule:
+def check(rules: list[Rule | Union], kv_heads: int, backend: str = "banded") -> AnyRule:
     """The joined rule's attention is each part's own, gradients of its terms included."""
     joined, heads = join(rules), sum(rule.heads for rule in rules)
     q, k, v = (
@@ -64,7 +65,11 @@ def check(rules: list[Rule], kv_heads: int, backend: str = "banded") -> Rule:
         for t in (rand(B, heads, T, D), rand(B, kv_heads, T, D, seed=1), rand(B, kv_heads, T, D, seed=2))
     )
     terms = [
-        t for rule in rules for t in vars(rule).values() if isinstance(t, Tensor) and t.is_floating_point() and t.ndim
+        t
+        for rule in rules
+        for leaf in rule.leaves()
+        for t in vars(leaf).values()
+        if isinstance(t, Tensor) and t.is_floating_point() and t.ndim
     ]
     terms = list(dict.fromkeys(terms))
     for t in terms:
@@ -103,7 +108,6 @@ def test_all_kinds_at_once_and_key_heads_that_parts_share() -> None:
     joined = check(
         [Rule(1, reach=9), *rules, Rule(1)], kv_heads=4
     )  # 36 heads, nine to a key head: cut across the parts
-    assert float(join(rules).penalty) == 0.75
     assert joined.limits()[0] == 9 and min(joined.limits()[1:3]) > 1 << 20
 
 
@@ -115,23 +119,24 @@ def test_alike_rules_become_one() -> None:
         ("key_bias", "one key_bias"),
         ("blocks", "shared blocks"),
     ):
-        assert not join([kinds[name] for name in names]).apart, names
+        assert isinstance(join([kinds[name] for name in names]), Rule), names
     same = Rule(2, distance_vec=kinds["shared vectors"].distance_vec)
     assert join([kinds["shared vectors"], same]).distance_vec is same.distance_vec
-    assert len(join([kinds["span"], kinds["empty"], kinds["other ramp"]]).apart) == 2
+    assert len(join([kinds["span"], kinds["empty"], kinds["other ramp"]]).groups) == 2
+    assert len(join([kinds["union"], kinds["union"], HeadGroups([kinds["empty"], kinds["reach"]])]).groups) == 3
 
 
 @pytest.mark.parametrize("heads", [[0, 1, 2, 3], [3], [2, 0], [1, 2, 1], [0, 5, 4]])
 def test_some_heads_of_a_joined_rule(heads) -> None:
     kinds = parts()
-    rule = join([kinds["kept"], kinds["blocks"], kinds["span"]])
+    rule = join([kinds["sink_tokens"], kinds["blocks"], kinds["span"]])
     q, k = rand(B, 6, T, D), rand(B, 6, T, D, seed=1)
     every = attend(q, k, k, rule, backend="banded").out
     some = attend(q[:, heads], k[:, heads], k[:, heads], rule.for_heads(heads, heads), backend="banded").out
     torch.testing.assert_close(some, every[:, heads])
 
 
-def test_patterns_of_each_head_are_taken_apart() -> None:
+def test_for_heads_takes_each_heads_pattern() -> None:
     rule = Rule(4, blocks=pattern(4), reach=30)
     q = rand(B, 4, T, D)
     every = attend(q, q, q, rule, backend="banded").out
@@ -139,9 +144,9 @@ def test_patterns_of_each_head_are_taken_apart() -> None:
     torch.testing.assert_close(some, every[:, [3, 1]])
 
 
-def test_adding_to_rules_that_stand_apart() -> None:
+def test_adding_to_head_groups() -> None:
     kinds = parts()
-    rules = [kinds["span"], kinds["other ramp"], Rule(2, sinks=rand(2))]
+    rules = [kinds["span"], kinds["other ramp"], Rule(2, sink_logits=rand(2))]
     table, bias = Rule(6, causal=False, distance_bias=rand(6, T)), Rule(6, causal=False, key_bias=rand(B, 3, T))
     padding = View(padding=torch.arange(T)[None].expand(B, -1) < 4).rule(6)
     joined = join(rules) + table + bias + padding
@@ -158,13 +163,14 @@ def test_adding_to_rules_that_stand_apart() -> None:
         for n, rule in zip((0, 2, 4), each, strict=True)
     ]
     torch.testing.assert_close(attend(q, k, k, joined, backend="banded").out, torch.cat(alone, 1))
-    cut = join([Rule(3, kept=1, reach=4), Rule(3, reach=9)]) + join([Rule(2), Rule(4, sinks=rand(4))])
-    assert [part.heads for part in cut.apart] == [2, 1, 3]
-    assert float((join(rules) + Rule(6, penalty=torch.tensor(1.0))).penalty) == 1.75
+    cut = join([Rule(3, sink_tokens=1, reach=4), Rule(3, reach=9)]) + join([Rule(2), Rule(4, sink_logits=rand(4))])
+    assert [part.heads for part in cut.groups] == [2, 1, 3]
 
 
 def test_causality() -> None:
-    rule = join([rule for rule in parts().values() if rule.key_span is None and rule.key_bias is None])
+    rule = join(
+        [rule for rule in parts().values() if rule.leaves()[0].key_span is None and rule.leaves()[0].key_bias is None]
+    )
     q, k = rand(B, rule.heads, T, D), rand(B, rule.heads, T, D, seed=1)
     before = attend(q, k, k, rule, backend="banded").out
     k[:, :, 25:] += 1
@@ -176,14 +182,14 @@ def test_causality() -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="the heads of one layer have causal = True and False; expected one for all"):
         join([Rule(2), Rule(2, causal=False)])
-    with pytest.raises(ValueError, match=r"apart holds rules of .2, 2. heads; expected 5 in all"):
-        Rule(5, apart=(Rule(2), Rule(2)))
-    with pytest.raises(ValueError, match="sinks stands beside apart"):
-        Rule(4, apart=(Rule(2), Rule(2)), sinks=rand(4))
-    with pytest.raises(ValueError, match="apart holds a rule that has rules apart itself"):
-        stand_apart([join([Rule(2), Rule(2, kept=1)]), Rule(2)], None)
-    with pytest.raises(ValueError, match="apart holds rules with causal = True and False"):
-        stand_apart([Rule(2), Rule(2, causal=False)], None)
+    with pytest.raises(ValueError, match="groups is empty; expected the rule of at least one group"):
+        HeadGroups([])
+    with pytest.raises(ValueError, match="groups holds a HeadGroups; expected a Rule or a Union for each group"):
+        HeadGroups([HeadGroups([Rule(2), Rule(2, sink_tokens=1)]), Rule(2)])  # pyright: ignore
+    with pytest.raises(ValueError, match="groups holds rules with causal = True and False"):
+        HeadGroups([Rule(2), Rule(2, causal=False)])
+    with pytest.raises(ValueError, match="rules of 4 and 5 heads cannot be added"):
+        HeadGroups([Rule(2), Rule(2)]) + Rule(5)
     with pytest.raises(ValueError, match="rules with ramps 4 and 9 cannot be added; span and key_span share one"):
         parts()["key_span"] + parts()["other ramp"]
     with pytest.raises(ValueError, match="both rules carry a key_span; a head has one key_span"):
@@ -192,10 +198,10 @@ def test_refusals() -> None:
         Mixed([])
     q = rand(B, 4, T, D)
     with pytest.raises(ValueError, match="expected 6 heads in q, as the rule has"):
-        attend(q, q, q, join([Rule(2), Rule(4, kept=1)]))
+        attend(q, q, q, join([Rule(2), Rule(4, sink_tokens=1)]))
 
 
-def test_a_layer_of_parts_that_stand_apart() -> None:
+def test_layer_of_head_groups_trims_each_and_adds_their_penalties(monkeypatch) -> None:
     """Remembered tokens are trimmed for each group of heads, and positions added to all of them."""
     torch.manual_seed(0)
     spans = [
@@ -206,8 +212,11 @@ def test_a_layer_of_parts_that_stand_apart() -> None:
     mixed = Mixed([*spans, Window(2, 3)])
     layer, position = SelfAttention(8 * 3, 4, mixed, None).double(), Alibi(8).double()
     past, x = rand(B, 40, 24), rand(B, 7, 24, seed=1)
-    out, penalty = layer(x, past, View(), position)
-    layer._lookback = lambda rule: [46] * 8  # nothing is trimmed
-    every, _ = layer(x, past, View(), position)
+    out, penalty = layer(x, HiddenStates(past), View(), position)
+    monkeypatch.setattr(hidden_states, "group_heads", lambda lookback, past, device: [([0, 1, 2, 3], past)])
+    every, same = layer(x, HiddenStates(past), View(), position)  # nothing is trimmed
     torch.testing.assert_close(out, every)
+    alone = sum(span.penalty(span.rule(View(x=x)), View(x=x)) for span in spans)
     assert penalty is not None and float(penalty.detach()) > 0
+    torch.testing.assert_close(penalty, alone)
+    torch.testing.assert_close(penalty, same)

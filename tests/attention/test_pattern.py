@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dense import held_to_the_oracle
-from spanformer import attend
+from spanformer import Rule, Union, attend
 from spanformer.attention import View
 from spanformer.attention.pattern import (
     PATTERNS,
@@ -31,6 +30,7 @@ from spanformer.attention.pattern import (
     parse,
 )  # fmt: skip
 from spanformer.attention.patterned import Patterned
+from support.dense import held_to_the_oracle
 
 LENGTHS = (1, 63, 111, 129)
 Sees = Callable[[int, int, int], bool]  # of i, j and the length
@@ -117,7 +117,7 @@ def test_a_pattern_for_each_head_by_distance_by_blocks_and_empty() -> None:
     mask = torch.stack([p.visible(at[:, None], at) for p in patterns])
     module = Patterned(6, patterns)
     rule = module.rule(View(length=203))
-    assert module.placed and rule.also is not None
+    assert module.rule_needs() == "positions" and isinstance(rule, Union)
     held_to_the_oracle(rule, mask, "native", batch=1, kv_heads=6)
 
 
@@ -125,9 +125,10 @@ def test_what_distances_say_needs_no_blocks() -> None:
     assert Window(9).rule(2, 100).blocks is None and Window(9).rule(2, 100).limits() == [9, 9]
     assert Dilated(4, 3).rule(2, 100).strides() == [(3, 0)] * 2
     strided = (Strided(8) & Window(30)).rule(1, 100)
-    assert strided.blocks is None and strided.limits() == [30] and strided.also is not None
-    assert strided.also.strides() == [(8, 9)] and strided.reach_list() == [9]
-    assert (Window(9) | Window(20) | Every(1)).rule(1, 9).also is None
+    assert isinstance(strided, Union) and strided.limits() == [30]
+    assert [rule.blocks for rule in strided.rules] == [None, None]
+    assert strided.rules[1].strides() == [(8, 9)] and strided.rules[0].reach_list() == [9]
+    assert isinstance((Window(9) | Window(20) | Every(1)).rule(1, 9), Rule)
     assert (Every(4) | Every(6)).rule(1, 50).blocks is not None  # both at 12: no such bands
     assert Window(2, 9).rule(1, 50, causal=False).limits() == Block(7, 3).rule(1, 50, causal=False).limits() == [10]
     assert Window(9, 2).rule(1, 50).blocks is None and Window(9, 2).rule(1, 50, causal=False).blocks is not None
@@ -173,7 +174,7 @@ class TestRandom:
 
     def test_both_ways_needs_the_length(self) -> None:
         at = torch.arange(9)
-        with pytest.raises(ValueError, match="draws from the whole text in both directions; say its length"):
+        with pytest.raises(ValueError, match="samples blocks of the whole text in both directions; pass its length"):
             self.pattern.visible(at[:, None], at, causal=False)
 
 
@@ -206,7 +207,7 @@ class TestText:
         ("Global([-1])", "tokens is -1; expected a whole number from 0 on"),
         ("Blockwise(3)", "permutation is 3; expected a list of blocks, such as [1, 0]"),
         ("Blockwise([])", "permutation is (); expected a list of blocks"),
-        ("Global(None)", "tokens is None; expected a number of first tokens, or a list of places"),
+        ("Global(None)", "tokens is None; expected a number of first tokens, or a list of positions"),
         ("Every(99999999999999999999)", "to 2,147,483,648 at most"),
         ("Grid(10, 2, 4)", "width is 10; expected a multiple of the blocks' 4 columns"),
     ])  # fmt: skip
@@ -243,8 +244,10 @@ class TestPatterned:
 
     def test_longest_ends_what_would_see_everything(self) -> None:
         module = Patterned(2, Strided(4), longest=10)
-        assert module.lookback() == [9, 9] and module.rule().limits() == [10, 10] and module.placed
-        assert Patterned(2, Window(5)).lookback() == [4, 4] and not Patterned(2, Window(5)).placed
+        assert module.context_length() == [9, 9] and module.rule().limits() == [10, 10]
+        assert module.rule_needs() == "positions"
+        assert Patterned(2, Window(5)).context_length() == [4, 4]
+        assert Patterned(2, Window(5)).rule_needs() == "nothing"
 
     def test_the_rule_is_made_once(self) -> None:
         module, view = Patterned(2, Fixed(8, 2)), View(length=64)
@@ -253,7 +256,7 @@ class TestPatterned:
     def test_what_is_refused(self) -> None:
         with pytest.raises(ValueError, match="2 patterns for 3 heads; expected one, or one for each head"):
             Patterned(3, [Full(), Full()])
-        with pytest.raises(ValueError, match=re.escape("Fixed(8, 2) depends on where the keys stand; pass a view")):
+        with pytest.raises(ValueError, match=re.escape("Fixed(8, 2) depends on the positions of keys; pass a view")):
             Patterned(1, Fixed(8, 2)).rule()
         with pytest.raises(ValueError, match="longest is 0; expected at least 1 token"):
             Patterned(1, Full(), longest=0)

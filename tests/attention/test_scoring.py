@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory_use import Largest
-from small_models import SMALL, make, text, with_attention
 from spanformer import Rule
 from spanformer.attention import AdaptiveSpan, Additive, Bilinear, Dot, General, Mixed, Sinks, View, Window
 from spanformer.model.config import PositionConfig
+from support.memory_use import Largest
+from support.small_models import SMALL, make, text, with_attention
 
 F64 = torch.float64
 B, H, T, D = 2, 2, 37, 6
@@ -57,7 +57,7 @@ def test_equation_and_gradients_under_a_span(name) -> None:
     padding = torch.arange(T)[None] < torch.tensor([[0], [4]])
     bias = rand(H, T, seed=8).requires_grad_()
     rule = mechanism.rule(View()) + Rule(H, causal=False, distance_bias=bias)
-    out = mechanism.mix(mechanism.map_queries(q), k, v, rule, View(padding=padding)).out
+    out = mechanism(mechanism.map_queries(q), k, v, rule, View(padding=padding)).out
     d = torch.arange(T)[:, None] - torch.arange(T)
     z = inner.ratio[:, None, None] * 20
     m = ((5 + z - d) / 5).clamp(0, 1)
@@ -76,9 +76,9 @@ def test_equation_and_gradients_under_a_span(name) -> None:
 def test_the_future_is_not_seen(name) -> None:
     mechanism = scorings(Window(H, 9))[name]
     q, k = rand(B, H, T, D), rand(B, H, T, D, seed=1)
-    before = mechanism.mix(mechanism.map_queries(q), k, k, mechanism.rule(View()), View()).out
+    before = mechanism(mechanism.map_queries(q), k, k, mechanism.rule(View()), View()).out
     k[:, :, 20:] += 1
-    after = mechanism.mix(mechanism.map_queries(q), k, k, mechanism.rule(View()), View()).out
+    after = mechanism(mechanism.map_queries(q), k, k, mechanism.rule(View()), View()).out
     assert torch.equal(before[:, :, :20], after[:, :, :20]) and not torch.allclose(before[:, :, 21:], after[:, :, 21:])
 
 
@@ -86,7 +86,7 @@ def test_additive_scores_stand_by_chunks() -> None:
     q = torch.randn(1, H, 256, D, requires_grad=True)
     mechanism = Additive(Window(H, 256), D, 4, queries=16, keys=32)
     with Largest() as seen:
-        mechanism.mix(q, q, q, mechanism.rule(View()), View()).out.sum().backward()
+        mechanism(q, q, q, mechanism.rule(View()), View()).out.sum().backward()
     assert seen.most <= H * 16 * 32 * 4 * 2  # all pairs would be H · 256² · 4
 
 
@@ -106,7 +106,7 @@ def test_mapped_queries_in_a_model_with_segments_and_a_cache(kind, position) -> 
         torch.cat([first.logits, lm(x[:, 50:], first.state).logits], 1), whole, rtol=1e-9, atol=1e-9
     )
     cache = lm.cache(2)
-    read = torch.cat([lm.read(piece, cache) for piece in x.split([60, *[1] * 10, 20], 1)], 1)  # pyright: ignore
+    read = torch.cat([lm.decode(piece, cache) for piece in x.split([60, *[1] * 10, 20], 1)], 1)  # pyright: ignore
     torch.testing.assert_close(read, whole, rtol=1e-9, atol=1e-9)
 
 
@@ -119,7 +119,7 @@ def test_additive_in_a_model_by_segments_but_without_a_cache() -> None:
     torch.testing.assert_close(
         torch.cat([first.logits, lm(x[:, 35:], first.state).logits], 1), whole, rtol=1e-9, atol=1e-9
     )
-    with pytest.raises(ValueError, match="Additive mixes values in its own way, which a cache does not know"):
+    with pytest.raises(ValueError, match="Additive has no KV cache"):
         lm.cache(2)
 
 
@@ -128,17 +128,17 @@ def test_refusals() -> None:
     additive = scorings(Window(H, 9))["additive"]
     for name, table in (("distance_vec", rand(1, T, D)), ("distance_scale", rand(H, T))):
         with pytest.raises(ValueError, match=f"{name} is a term of the product of query and key"):
-            additive.mix(q, q, q, Rule(H, **{name: table}), View())
+            additive(q, q, q, Rule(H, **{name: table}), View())
     with pytest.raises(ValueError, match="heads have size 6; this scoring is made for 8"):
         General(Window(H, 9), 8).map_queries(q)
     lm = make(SMALL)
     lm.blocks[0].attention.mechanism = Additive(Window(4, 9), 8).double()
     with pytest.raises(
         ValueError,
-        match="Additive would feel where turned queries and keys stand, and not only how far apart, as Rotary",
+        match="Additive is incompatible with Rotary positions: its scores are not dot products",
     ):
         lm(text(1, 5))
-    with pytest.raises(ValueError, match=r"Additive\(.* mixes values in its own way, so that its heads cannot share"):
+    with pytest.raises(ValueError, match="Additive cannot share a layer with other kinds"):
         Mixed([Additive(Window(H, 9), D), Window(H, 3)])
 
 
@@ -148,14 +148,14 @@ def test_heads_of_other_scorings_stand_beside_each_other(kind: str) -> None:
     inner = scorings(Window(H, 9))[kind].double()
     mixed = Mixed([Window(1, 3), Sinks(inner).double(), Window(2, 5)])
     q, k, v = (rand(B, H + 3, T, D, seed=seed) for seed in range(3))
-    got = mixed.mix(mixed.map_queries(q), k, v, mixed.rule(View()), View()).out
+    got = mixed(mixed.map_queries(q), k, v, mixed.rule(View()), View()).out
     some = slice(1, 1 + H)
     alone = mixed.parts[1]
     assert isinstance(alone, Sinks)
-    expected = alone.mix(alone.map_queries(q[:, some]), k[:, some], v[:, some], alone.rule(View()), View()).out
+    expected = alone(alone.map_queries(q[:, some]), k[:, some], v[:, some], alone.rule(View()), View()).out
     torch.testing.assert_close(got[:, some], expected)
-    plain = Window(1, 3).mix(q[:, :1], k[:, :1], v[:, :1], Window(1, 3).rule(), View()).out
+    plain = Window(1, 3)(q[:, :1], k[:, :1], v[:, :1], Window(1, 3).rule(), View()).out
     torch.testing.assert_close(got[:, :1], plain)
     lm = make(with_attention(SMALL, kind=f"2 {kind} + 2 adaptive_span"))
     x = text(2, 30)
-    torch.testing.assert_close(lm.read(x, lm.cache(2)), lm(x).logits, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(lm.decode(x, lm.cache(2)), lm(x).logits, rtol=1e-9, atol=1e-9)

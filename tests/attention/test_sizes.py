@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from small_models import SMALL
 from spanformer.attention import AdaptiveSpan, Sinks, Window
 from spanformer.infer import generate
 from spanformer.model.encoder import Encoder
 from spanformer.model.lm import LM
 from spanformer.model.seq2seq import Seq2Seq
+from support.small_models import SMALL
 
 HUGE = 10**30
 REFUSED = {
@@ -25,8 +25,14 @@ REFUSED = {
         f"window is {HUGE}; expected a whole number from 1 on, to 2,147,483,648 a",
     ),
     "Window, a half": (lambda: Window(2, 1.5), "window is 1.5; expected a whole number from 1 on"),  # pyright: ignore
-    "Sinks, a half": (lambda: Sinks(Window(2, 4), kept=1.5), "kept is 1.5; expected a whole number from 0 on"),  # pyright: ignore
-    "Sinks, huge": (lambda: Sinks(Window(2, 4), kept=HUGE), f"kept is {HUGE}; expected a whole number from 0 on"),
+    "Sinks, a half": (
+        lambda: Sinks(Window(2, 4), sink_tokens=1.5),
+        "sink_tokens is 1.5; expected a whole number from 0 on",
+    ),  # pyright: ignore
+    "Sinks, huge": (
+        lambda: Sinks(Window(2, 4), sink_tokens=HUGE),
+        f"sink_tokens is {HUGE}; expected a whole number from 0 on",
+    ),
 }
 
 

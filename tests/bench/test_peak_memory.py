@@ -16,6 +16,7 @@ def test_a_known_allocation_is_seen_whole():
     assert 15 * memory.MIB < peak < 24 * memory.MIB
 
 
+@pytest.mark.slow
 def test_a_contender_is_measured_in_a_process_of_its_own():
     work = Work("A", 512, dim=16)
     peak = memory.measure(memory.Job("reference", dataclasses.asdict(work), threads=1))

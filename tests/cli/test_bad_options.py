@@ -11,10 +11,10 @@ import tyro
 
 from spanformer.cli.main import COMMANDS, main
 from spanformer.cli.options import _explain, _shown
-from spanformer.model.fields import build, members, walk
+from spanformer.core.fields import build, members, walk
 from spanformer.train.config import RunConfig
 from spanformer.train.run import train
-from tiny_runs import options, tiny
+from support.tiny_runs import options, tiny
 
 HUGE = "9" * 30
 (POSITIONAL,) = typing.get_args(tyro.conf.Positional[str])[1:]
@@ -72,12 +72,13 @@ TRAIN: dict[tuple[str, str], str] = {
     ("--model.attention.ramp", "1e300"): "model.attention.ramp is 1e+300; expected a positive, finite number of tokens",
     ("--model.kv-heads", "-1"): "model.kv_heads is -1; expected at least 0",
     ("--model.attention.init", "1e30"): "model.attention.init is 1e+30; expected a share of max_span, 0 … 1",
-    ("--model.attention.kind", ""): "model.attention.kind holds ''; expected kinds such as 'window:128'",
-    ("--model.attention.kind", "window:1.5"): "model.attention.kind holds 'window:1.5'; expected kinds such as",
-    ("--model.attention.kind", "sink_window:64:1.5"): "model.attention.kind holds 'sink_window:64:1.5'; expected kinds",
-    ("--model.attention.kind", f"window:{HUGE}"):
-        f"model.attention.kind holds 'window:{HUGE}'; expected numbers up to 2,147,483,648, not {HUGE}",
-    ("--model.attention.kind", f"window:{'9' * 5000}"): "model.attention.kind holds 'window:9999",
+    ("--model.attention.kind", ""): "model.attention.kind is ''; expected a kind (adaptive_span, ",
+    ("--model.attention.kind", "window(1.5)"): "window in model.attention.kind, 'window(window=1.5)', is 1.5; expected",
+    ("--model.attention.kind", "sink_window(64, 1.5)"):
+        "sink_tokens in model.attention.kind, 'sink_window(window=64, sink_tokens=1.5)', is 1.5",
+    ("--model.attention.kind", f"window({HUGE})"):
+        f"window in model.attention.kind, 'window({HUGE})', is '{HUGE}'; expected",
+    ("--model.attention.kind", f"window({'9' * 5000})"): "window in model.attention.kind, 'window(9999",
     ("--data.valid", "0"): "valid is 0.0; expected a share of the text, between 0 and 1",
     ("--data.limit", "-1"): "limit is -1; expected a number of bytes, or 0 for all",
 }  # fmt: skip
@@ -107,30 +108,30 @@ READ: dict[tuple[str, ...], str] = {
     ("generate", "{}", *GENERATE, "--seed", HUGE): f"seed is {HUGE}; expected 0 … 2⁶³ − 1",
     ("generate", "{}", *GENERATE, "--cache-bits", "4"): "--cache-bits is '4'; expected one of 0, 8",
     ("score", "{}", __file__, "--chunk", "-1"): "chunk is -1; expected 1 or more",
-    ("eval", "{}", "--lanes", HUGE): f"lanes is {HUGE}; the text has 315 tokens, so expected at most that",
+    ("eval", "{}", "--lanes", HUGE): f"lanes is {HUGE}; expected at most 315, the tokens of the text",
     ("eval", "{}", "--block", "-1"): "block is -1; expected 0 or more",
     ("eval", "{}", "--beams", "0"): "beams is 0; expected 1 or more",
-    ("heatmap", "{}", "--text", "x" * 5000): "--text has 5,000 tokens; expected 1 … 1,024, what a picture can show",
-    ("heatmap", "{}", "--text", ""): "text is empty; expected a sentence for the model to read",
+    ("heatmap", "{}", "--text", "x" * 5000): "--text has 5,000 tokens; expected 1 … 1,024, the limit of a picture",
+    ("heatmap", "{}", "--text", ""): "text is empty; expected a text for the model to process",
     ("heatmap", "{}", "--text", "abc", "--layer", HUGE): f"layer is {HUGE}; the model has 2, counted from 1",
     ("heatmap", "{}", "--text", "abc", "--head", "-1"): "head is -1; expected a number from 1 on, or 0",
-    ("show", "Window(4)", "--length", "0"): "length is 0; expected 1 … 1024, what a picture can show",
-    ("show", "Window(4)", "--length", HUGE): f"length is {HUGE}; expected 1 … 1024, what a picture can show",
+    ("show", "Window(4)", "--length", "0"): "length is 0; expected 1 … 1024, the limit of a picture",
+    ("show", "Window(4)", "--length", HUGE): f"length is {HUGE}; expected 1 … 1024, the limit of a picture",
     ("show", "Window(4)", "--dim", "-1"): "dim is -1; expected at least 1",
-    ("show", f"window:{HUGE}"): f"model.attention.kind holds 'window:{HUGE}'; expected numbers up to 2,147,483,648",
+    ("show", f"window({HUGE})"): f"window in model.attention.kind, 'window({HUGE})', is '{HUGE}'; expected",
     ("cost", "--length", "-1"): "length is -1; expected at least 1",
     ("cost", "--kv-heads", "-1"): "kv_heads is -1; expected a whole number, 0 or more",
-    ("cost", "--kinds", ""): "there is no mechanism ''; expected one of full, window",
+    ("cost", "--kinds", ""): "--kinds is ''; expected a kind (adaptive_span, dynamic_span, window, full",
     ("data", "stdlib", "--test", "1e30"): "test is 1e+30; expected a share of the text, between 0 and 1",
     ("fit-spans", "none", "--data", "x", "--context", "0"): "context is 0; expected",
     ("fit-spans", "none", "--data", "x", "--budget", "1e30"): "budget is 1e+30; expected",
     ("fit-spans", "none", "--data", "x", "--lr", "nan"): "lr is nan; expected a positive number",
-    ("export-windows", "none", "--data", "x", "--out", "{}new", "--texts", "0"): "texts is 0, context 0; expected 1 or",
-    ("fit-spans", "none", "--data", "x", "--sinks", "-1"): "sinks is -1; expected a number of tokens, 0 or more",
-    ("probe", "none", "--contexts", "0"): "contexts is [0]; expected at least one, each of 1 token or more",
+    ("export-windows", "none", "--data", "x", "--out", "{}new", "--texts", "0"): "texts is 0 and context 0; expected",
+    ("fit-spans", "none", "--data", "x", "--sink-tokens", "-1"): "sink_tokens is -1; expected a number of tokens",
+    ("probe", "none", "--contexts", "0"): "contexts is [0]; expected at least one length, each at least 1",
     ("probe", "none", "--depths", "0"): "depths is 0; expected 2 or more",
     ("probe", "none", "--tasks", "-1"): "tasks is -1; expected 1 or more",
-    ("probe", "none", "--sinks", "-1"): "sinks is -1; expected 0 or more",
+    ("probe", "none", "--sink-tokens", "-1"): "sink_tokens is -1; expected 0 or more",
     ("probe", "none", "--budget", "-1"): "budget is -1.0; expected 0 or more",
     ("probe", "none", "--budget", "1e30"): "budget is 1e+30; expected a share of the full key/value memory, up to 1",
 }  # fmt: skip
@@ -150,7 +151,7 @@ RIGHT = [
     ("score", "{}", str(Path(__file__).with_name("test_help.py")), "--chunk", HUGE),
     ("eval", "{}", "--limit", "50", "--block", HUGE),
     ("eval", "{}", "--limit", HUGE),
-    ("cost", "--length", HUGE, "--kinds", f"window:{HUGE}"),
+    ("cost", "--length", HUGE, "--kinds", "window(2147483648)"),
 ]
 
 
@@ -182,4 +183,4 @@ def test_sizes_that_no_memory_holds_are_one_sentence(refused, monkeypatch, model
 
     monkeypatch.setattr("spanformer.model.load.load_any", fail)
     said = refused(["spans", model])
-    assert said.startswith("there is not enough memory (") and said.endswith("); ask for smaller sizes")
+    assert said.startswith("out of memory (") and said.endswith("); choose smaller sizes")

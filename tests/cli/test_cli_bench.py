@@ -26,11 +26,11 @@ def test_every_option_is_explained(capsys):
     for expected in (
         "--profiles",
         "--quick",
-        "one head all, the rest 64",
+        "one head sees all",
         "--original",
         "clone of",
         "--budget",
-        "A third of",
+        "third",
         "WRONG",
     ):
         assert expected in out
@@ -84,7 +84,7 @@ def test_an_interrupted_run_says_where_its_results_are(capsys, tmp_path, monkeyp
     monkeypatch.setattr("spanformer.cli.bench.bench_attention", stop)
     code, _, err = ended(capsys, "bench", "attention", "--quick", "--out", str(tmp_path))
     assert code == 130 and err.endswith(
-        f"spanformer: stopped; what was measured until now is in {tmp_path}/attention.json, if anything\n"
+        f"spanformer: stopped; the measurements until now, if any, are in {tmp_path}/attention.json\n"
     )
 
 

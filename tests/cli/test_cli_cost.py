@@ -7,7 +7,7 @@ import json
 import pytest
 
 from spanformer.cli.main import main
-from spanformer.cost.mechanisms import MECHANISMS
+from spanformer.kinds import KINDS
 
 
 @pytest.mark.parametrize("columns", [80, 120, 140, 141, 150, 160, 200])
@@ -16,20 +16,20 @@ def test_the_table_names_every_mechanism(capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     main(["cost", "--length", "512", "--heads", "4", "--dim", "64"])
     shown = capsys.readouterr().out
-    assert all(f"\n{name}" in shown for name in MECHANISMS)
+    assert all(f"\n{name}" in shown for name in KINDS)
     assert "512 tokens, one layer, 4 heads of 16, float32" in shown
-    assert ("every earlier token" in shown) == (columns >= 140)
+    assert ("every token up to max_span" in shown) == (columns >= 140)
     (full,) = [line for line in shown.splitlines() if line.startswith("full ")]
     assert full.split()[1:3] == ["256.5", "33.6"] and "keys a query" in shown
 
 
 def test_mixtures_and_patterns(capsys):
-    kinds = ["2 window:64 + 2 full", "Window(64) | Global([0])", "window:64", "full"]
+    kinds = ["2 window(64) + 2 full", "Window(64) | Global([0])", "window(64)", "full"]
     main(["cost", "--length", "512", "--heads", "4", "--dim", "64", "--json", "-", "--kinds", *kinds])
     mixed, pattern, window, full = json.loads(capsys.readouterr().out)["mechanisms"]
     for name in ("flops", "flops_backward", "weight_bytes", "activation_bytes", "cache_bytes", "pairs"):
         assert mixed[name] == (window[name] + full[name]) / 2, name
-    for kind in ("dynamic_span", "forgetting", "window", "general", "strided:32"):  # heads of one kind, in two parts
+    for kind in ("dynamic_span", "forgetting", "window", "general", "strided(32)"):  # heads of one kind, in two parts
         arguments = ["--length", "512", "--heads", "4", "--dim", "64", "--json", "-", "--kinds"]
         main(["cost", *arguments, kind, f"1 {kind} + 3 {kind}"])
         one, two = json.loads(capsys.readouterr().out)["mechanisms"]
@@ -41,9 +41,9 @@ def test_mixtures_and_patterns(capsys):
 
 
 def test_json_holds_the_numbers(capsys, tmp_path):
-    main(["cost", "--length", "100", "--heads", "2", "--dim", "8", "--kinds", "window:10", "full", "--json", "-"])
+    main(["cost", "--length", "100", "--heads", "2", "--dim", "8", "--kinds", "window(10)", "full", "--json", "-"])
     found = json.loads(capsys.readouterr().out)
-    assert [row["kind"] for row in found["mechanisms"]] == ["window:10", "full"]
+    assert [row["kind"] for row in found["mechanisms"]] == ["window(window=10)", "full"]
     assert found["mechanisms"][1]["flops"] == 2 * 4 * 4 * 100 * 101 // 2
     assert found["dense_bytes"] == 2 * 100 * 100 * 4
     main(["cost", "--layers", "3", "--json", str(tmp_path / "cost.json"), "--kinds", "full", "--length", "100"])
@@ -64,10 +64,13 @@ def test_published_figures_stand_beside_ours(capsys):
         (("--dim", "10", "--heads", "3"), "dim is 10; expected a multiple of heads, 3"),
         (("--kinds", "windo:3"), "did you mean window"),
         (("--length", "0"), "length is 0; expected at least 1"),
-        (("--kinds", "2 window + 3 full"), "'2 window + 3 full' has 5 heads; expected 12 (--heads)"),
+        (("--kinds", "2 window + 3 full"), "--kinds is '2 window + 3 full', which has 5 heads; expected 12"),
         (("--kinds", "1 window + 11 full", "--kv-heads", "6"), "expected multiples of 2 heads"),
-        (("--kinds", "6 etc + 6 window"), "etc:32:16:12:0 mixes values in its own way, and shares a layer with no"),
-        (("--kinds", "6 longformer + 6 window"), "longformer:256:16:1 mixes values in its own way"),
+        (
+            ("--kinds", "6 etc + 6 window"),
+            "etc(radius=32, segment=16, clip=12, hard=false) cannot share a layer with other kinds",
+        ),
+        (("--kinds", "6 longformer(8, 4) + 6 window"), "cannot share a layer with other kinds"),
         (("--kinds", "Wndow(3)"), "is no pattern; expected one of"),
         (("--kinds", "Every(8)", "--length", "1000000"), "expected at most 131,072 for Every(8), whose pairs are"),
     ],

@@ -16,9 +16,9 @@ import torch
 
 from spanformer import LM, ModelConfig, Sampling, generate
 from spanformer.cli.main import main
+from spanformer.core.fields import as_dict
 from spanformer.data import BPE, Bytes, Chars, Words
 from spanformer.model.config import AttentionConfig
-from spanformer.model.fields import as_dict
 from spanformer.model.folder import META, write_folder
 from spanformer.model.load import load
 from spanformer.train.evaluate import evaluate
@@ -88,11 +88,11 @@ def test_text_goes_to_standard_output_and_figures_do_not(run, models, kind):
     out, err = run("generate", models[kind], "--prompt", "the cat", "--max-tokens", 20, "--seed", 1)
     text = expected(models[kind], kind, "the cat", max_tokens=20, sampling=Sampling(0.8))
     assert out == text + "\n" * (not text.endswith("\n")) and len(text) > 5
-    assert "written: 20 tokens in" in err and "tokens/s" in err
+    assert "generated: 20 tokens in" in err and "tokens/s" in err
     known = len(np.concatenate(list(VOCABS[kind].prompt(["the cat"]))))
     full = 2 * MODEL.layers * MODEL.dim * 4 * (known + 20)  # keys and values in float32
     took = load(models[kind]).cache(1).bytes()
-    assert f"cache: {took / 1e3:.1f} kB; full attention would keep {full / 1e3:.1f} kB" in err
+    assert f"cache: {took / 1e3:.1f} kB; full attention would need {full / 1e3:.1f} kB" in err
     assert f"for these {known + 20} tokens\n" in err and "only these were read" not in err
 
 
@@ -102,7 +102,7 @@ def test_a_file_standard_input_and_a_prompt_are_one_text(run, models, kind, tmp_
     options = ("--max-tokens", 9, "--temperature", 0)
     text = expected(models[kind], kind, TEXT[:-1], max_tokens=9, sampling=Sampling(0))
     out, err = run("generate", models[kind], "--file", tmp_path / "log.txt", *options)
-    assert out.rstrip("\n") == text.rstrip("\n") and "so only these were read" in err
+    assert out.rstrip("\n") == text.rstrip("\n") and "so the others were skipped" in err
     stdin(monkeypatch, TEXT[:-1].encode())
     assert run("generate", models[kind], "--file", "-", *options)[0] == out
     (tmp_path / "start.txt").write_text(TEXT[:20], encoding="utf-8")
@@ -127,7 +127,7 @@ def test_every_way_of_choosing(run, models):
 def test_several_prompts_are_printed_one_after_the_other(run, models):
     out, err = run("generate", models["char"], "--prompt", "the", "dog sat on", "--max-tokens", 12, "--seed", 1)
     first = expected(models["char"], "char", "the", max_tokens=12, sampling=Sampling(0.8))
-    assert out.startswith(f"--- 1 of 2: 'the'\n{first}\n--- 2 of 2: 'dog sat on'\n") and "written: 24 tokens" in err
+    assert out.startswith(f"--- 1 of 2: 'the'\n{first}\n--- 2 of 2: 'dog sat on'\n") and "generated: 24 tokens" in err
     assert "prompt: 13 tokens in" in err and "only these were read" not in err
 
 
@@ -142,28 +142,29 @@ def test_a_saved_cache_goes_on(run, models, tmp_path, refused):
     said = refused("generate", other, "--load-cache", cache, "--prompt", "a")
     assert "was saved by another model" in said
     said = refused("generate", models["byte"], "--load-cache", cache, "--prompt", "a", "b")
-    assert said == "the cache has 1 rows; expected one for each prompt, 2"
+    assert said == "the KV cache has 1 rows; expected one for each prompt, 2"
 
 
 def test_a_cache_of_8_bits(run, models):
     out, err = run("generate", models["byte"], "--prompt", "the ", "--cache-bits", 8, "--max-tokens", 9)
-    assert out and "written: 9 tokens" in err
+    assert out and "generated: 9 tokens" in err
 
 
 BAD = [
-    (("--prompt", "the Q"), "the model does not know the character 'Q' (U+0051), the prompt's number 5; "
-     "expected only characters of the text it was trained on"),
-    (("--prompt", ""), "the prompt is empty; expected at least one token to go on from"),
-    ((), "there is no prompt; give --prompt TEXT or --file PATH (- is standard input)"),
+    (("--prompt", "the Q"), "the vocabulary lacks the character 'Q' (U+0051), at position 5 of the prompt; "
+     "expected characters of the training text"),
+    (("--prompt", ""), "the prompt is empty; expected at least one token"),
+    ((), "no prompt is given; expected --prompt TEXT or --file PATH (- is standard input)"),
     (("--prompt", "a", "--temperature", "-1"), "temperature is -1.0; expected 0 or more"),
     (("--prompt", "a", "--top-p", "0"), "top_p is 0.0; expected a probability above 0, up to 1"),
     (("--prompt", "a", "--top-k", "-3"), "top_k is -3; expected a number of tokens, or 0 for all"),
-    (("--prompt", "a", "--stop", ""), "one of the stop strings is empty, which would stop at once; expected some text"),
+    (("--prompt", "a", "--stop", ""),
+     "stop contains an empty string, which would stop at once; expected non-empty strings"),
     (("--prompt", "a", "--beams", "2", "--temperature", "0.5"),
-     "beams is 2, a search that draws nothing; leave sampling out, or use 1 beam"),
+     "beams is 2, and beam search does not sample; omit sampling, or use 1 beam"),
     (("--prompt", "a", "--beams", "2", "--lookup", "2"), "beams is 2 and lookup is 2; expected one of the two"),
     (("--prompt", "a", "t", "--lookup", "2"), "lookup takes one prompt at a time; got 2"),
-    (("--prompt", "a", "t", "--file", "-"), "there is a file and 2 prompts; expected at most one, to follow it"),
+    (("--prompt", "a", "t", "--file", "-"), "--file is given with 2 prompts; expected at most one, appended to it"),
     (("--prompt", "a", "--max-tokens", "0"), "max_tokens is 0; expected 1 or more"),
     (("--file", "no/such.txt"), "no/such.txt cannot be read: No such file or directory"),
     (("--file", "."), ". is a folder; expected a file, or - for standard input"),
@@ -182,14 +183,14 @@ def test_files_that_are_no_text_are_refused_by_what_reads_text(refused, run, mod
     for data, said in [
         (b"the \xff", f"{path} is not UTF-8: byte 0xff at offset 4; convert it, or use byte tokens"),
         (b"the \xc3", f"{path} is not UTF-8: byte 0xc3 at offset 4; convert it, or use byte tokens"),
-        (b"the \0", f"{path} is binary, with a NUL byte at offset 4; only byte tokens take it"),
+        (b"the \0", f"{path} is binary, with a NUL byte at offset 4; use byte tokens"),
     ]:
         path.write_bytes(data)
         for kind in ("char", "word", "bpe"):
             assert refused(*(word.format(models[kind]) for word in command), path) == said
         assert run(*(word.format(models["byte"]) for word in command), path)
     path.write_bytes(b"")
-    said = "the prompt is empty; expected at least one token to go on from"
+    said = "the prompt is empty; expected at least one token"
     said = said if command[0] == "generate" else f"{path} is empty; expected some text"
     assert refused(*(word.format(models["byte"]) for word in command), path) == said
 
@@ -209,18 +210,19 @@ def test_a_checkpoint_of_another_version_or_of_unknown_tokens_is_refused(refused
     config = dataclasses.replace(MODEL, vocab=9)
     write_folder(bare, {"model": LM(config).state_dict()}, {"model": as_dict(config)})
     assert refused(command, bare, *(file if rest else ())) == (
-        f"{bare} does not say which text its tokens stand for; from Python, spanformer.generate takes ids"
+        f"{bare} has no vocabulary; expected one to encode text (in Python, spanformer.generate takes ids)"
     )
     assert refused(command, tmp_path / "none", *file).endswith("expected the folder of a model, a checkpoint or a run")
 
 
 def test_closed_standard_input_is_refused(refused, models, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
-    said = "standard input is closed; pipe a text into it, or name a file"
+    said = "standard input is closed; pipe a text into it, or give a file"
     assert refused("generate", models["byte"], "--file", "-") == said
     assert refused("score", models["byte"], "-") == said
 
 
+@pytest.mark.slow
 def test_who_reads_the_output_may_leave(models):
     command = f"'{sys.executable}' -m spanformer generate '{models['byte']}' --prompt a --max-tokens 2000 | head -c 5"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, env=os.environ)
@@ -251,7 +253,7 @@ def test_unknown_characters_are_scored_as_the_unknown_one(run, models, tmp_path)
     (tmp_path / "text.txt").write_text("the QQ", encoding="utf-8")
     out, _ = run("score", models["char"], tmp_path / "text.txt")
     truth = evaluate(load(models["char"]), VOCABS["char"].encode("the QQ").astype(np.int64))
-    assert out.startswith(f"{truth.bits:.4f} bits per character") and "does not know 2 of the tokens" in out
+    assert out.startswith(f"{truth.bits:.4f} bits per character") and "2 of the tokens are not in the model" in out
 
 
 @pytest.mark.parametrize("command", ["generate", "score"])

@@ -9,16 +9,16 @@ import torch
 
 from spanformer import LM, Encoder, ModelConfig, Seq2Seq, load
 from spanformer.cli.main import main
+from spanformer.core.fields import as_dict
 from spanformer.data import Bytes, Words
 from spanformer.infer import answer
 from spanformer.model.config import SPECIAL, AttentionConfig, EncoderConfig, PositionConfig
-from spanformer.model.fields import as_dict
 from spanformer.model.folder import write_folder
 
 MODEL = ModelConfig(dim=16, layers=2, heads=2, attention=AttentionConfig(max_span=32, ramp=4.0, init=0.3))
 
 
-ETC = {"attention": AttentionConfig(kind="etc:4:2"), "position": PositionConfig(kind="none")}
+ETC = {"attention": AttentionConfig(kind="etc(4, 2)"), "position": PositionConfig(kind="none")}
 
 
 def save(path, vocab, made=LM, kind="lm", **changes):
@@ -82,7 +82,7 @@ def test_words_name_their_rows(tmp_path, capsys):
 @pytest.mark.parametrize(
     "more, said",
     [
-        (("--text", ""), "text is empty; expected a sentence for the model to read"),
+        (("--text", ""), "text is empty; expected a text for the model to process"),
         (("--text", "a", "--layer", "3"), "layer is 3; the model has 2, counted from 1"),
         (("--text", "a", "--head", "-1"), "head is -1; expected a number from 1 on, or 0"),
         (("--text", "a", "--target", "b"), "--target is for encoder–decoders; "),

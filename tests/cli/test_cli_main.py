@@ -14,8 +14,8 @@ import pytest
 
 import spanformer
 from spanformer.cli import main as cli
-from spanformer.cli.leaf import Leaf
-from spanformer.cli.main import Command, main
+from spanformer.cli.command import Command
+from spanformer.cli.main import Route, main
 
 
 @dataclass(frozen=True)
@@ -35,21 +35,21 @@ def own_parse(program: str, arguments: list[str]) -> Options:
     return Options(len(arguments))
 
 
-def raising(error: BaseException) -> Leaf:
+def raising(error: BaseException) -> Command:
     def fail(options: Options) -> None:
         raise error
 
-    return Leaf(Options, fail)
+    return Command(Options, fail)
 
 
 @pytest.fixture(autouse=True)
 def commands(monkeypatch):
     module = types.ModuleType("stand_in")
     leaves = {
-        "TRAIN": Leaf(Options, run, own_parse),
-        "REPORT": Leaf(Options, run, own_parse),
-        "ATTENTION": Leaf(Options, run),
-        "IMPORT": Leaf(Options, run),
+        "TRAIN": Command(Options, run, own_parse),
+        "REPORT": Command(Options, run, own_parse),
+        "ATTENTION": Command(Options, run),
+        "IMPORT": Command(Options, run),
         "VALUE": raising(ValueError("size is 3;\n  expected 4")),
         "GONE": raising(FileNotFoundError(2, "No such file or directory", "a.bin")),
         "PIPE": raising(OSError("no room")),
@@ -62,7 +62,7 @@ def commands(monkeypatch):
     words = {"train": "TRAIN", "report": "REPORT", "report attention": "ATTENTION", "bench attention": "ATTENTION"}
     words |= {"import-original": "IMPORT", "bench models": "IMPORT"}
     words |= {name.lower().replace("_", "-"): name for name in list(leaves)[4:]}
-    monkeypatch.setattr(cli, "COMMANDS", {key: Command("stand_in", name, f"help {key}") for key, name in words.items()})
+    monkeypatch.setattr(cli, "COMMANDS", {key: Route("stand_in", name, f"help {key}") for key, name in words.items()})
 
 
 def ended(capsys, *arguments):
@@ -134,7 +134,7 @@ def test_an_end_is_one_sentence(capsys, arguments, code, said):
 LIGHT = """
 import sys
 sys.argv = ["spanformer", "--help"]
-from spanformer.cli.main import main
+from spanformer.cli.main import Route, main
 try:
     main()
 finally:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-import synthetic_runs as synthetic
 from spanformer.cli.main import main
 from spanformer.core.lock import LOCK_FILE
 from spanformer.report import drawing, page
 from spanformer.report.events import read_run, read_runs
-from tiny_runs import options
+from support import synthetic_runs as synthetic
+from support.tiny_runs import options
 
 SMALL = {"layers": 2, "heads": 2, "steps": 6}
 EVIL = "a\x1b]0;owned\x07\x9b[2J\u202eb"
@@ -120,7 +120,7 @@ def test_report_that_fails_after_training_keeps_the_run(tmp_path: Path, monkeypa
         return read_run(path)
 
     if name == "deleted events":
-        monkeypatch.setattr("spanformer.cli.outcome.read_run", forget)
+        monkeypatch.setattr("spanformer.cli.summary.read_run", forget)
     monkeypatch.setattr(page, "run_pictures", fail)
     more = {"sweep": ["--limits", "8", "--kinds", "full"], "compare": ["--kinds", "full"]}.get(command, [])
     with pytest.raises(SystemExit) as end:
@@ -129,12 +129,12 @@ def test_report_that_fails_after_training_keeps_the_run(tmp_path: Path, monkeypa
     again = {
         "train": f"spanformer report '{out}'",
         "sweep": f"spanformer report '{out / 'full-8'}' --out '{out / 'report'}'",
-        "compare": "the same command, which trains nothing twice",
+        "compare": "the same command, which does not train finished runs again",
     }[command]
     last = said.err.splitlines()[-1]
     assert end.value.code == 1 and "Traceback" not in said.err
-    assert last.startswith(f"spanformer: training ended well and all of it is in {out}, but the report of it failed (")
-    assert reason in last and last.endswith(f"make it again with {again}")
+    assert last.startswith(f"spanformer: training is complete and saved in {out}, but its report failed (")
+    assert reason in last and last.endswith(f"make the report again with {again}")
     assert list(out.rglob("model.safetensors")) and not list(out.rglob(LOCK_FILE))
 
 

@@ -9,11 +9,12 @@ import pytest
 from spanformer.cli.main import main
 from spanformer.model.load import load
 from spanformer.report.events import read_run
-from tiny_runs import options
+from support.tiny_runs import options
 
 KINDS = ("adaptive_span", "full", "window")
 
 
+@pytest.mark.slow
 def test_every_limit_with_every_kind(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "sweep"
     arguments = ["sweep", *options(tmp_path, {"out": str(out), "train.steps": 3}), "--limits", "8", "24", "--kinds"]
@@ -22,7 +23,7 @@ def test_every_limit_with_every_kind(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"report: {report / 'report.html'}" in capsys.readouterr().out
     assert {"sweep.png", "compare-cost.png", "compare-bits.png", "report.html"} <= {p.name for p in report.iterdir()}
     main([*arguments, *KINDS, "--resume"])
-    assert capsys.readouterr().out.count("trained already") == 4
+    assert capsys.readouterr().out.count("already trained") == 4
     for limit in (8, 24):
         for kind in KINDS:
             run = read_run(out / f"{kind}-{limit}")

@@ -9,12 +9,12 @@ import pytest
 
 from spanformer.cli.compare import COMPARE, check_alike, parameters, parse
 from spanformer.cli.main import main
-from spanformer.cli.several import train_each
+from spanformer.cli.train_many import train_many
+from spanformer.core.fields import as_dict
 from spanformer.core.peak import unsupported
-from spanformer.model.fields import as_dict
 from spanformer.report.compare_table import HEADER
 from spanformer.report.events import read_run
-from tiny_runs import _words, options, values, write_text
+from support.tiny_runs import _words, options, values, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = {"train.steps": 4, "train.eval_every": 2, "train.save_every": 2, "train.log_every": 1, "train.eval_tokens": 200}
@@ -52,13 +52,13 @@ def refused(capsys, *arguments) -> str:
 
 
 def test_kinds_are_trained_once_and_reported_together(tmp_path, capsys):
-    file = run_file(tmp_path, "both", {"train.measure": True}, 'kinds = ["window:8", "full"]\n')
+    file = run_file(tmp_path, "both", {"train.measure": True}, 'kinds = ["window(8)", "full"]\n')
     out = tmp_path / "out"
     main(["compare", file, "--out", str(out)])
     shown = capsys.readouterr().out
     assert "1 of 2: window-8\n" in shown and "2 of 2: full\n" in shown and "| run | bits per byte |" in shown
     runs = [read_run(out / name) for name in ("window-8", "full")]
-    assert [run.start.config["model"]["attention"]["kind"] for run in runs] == ["window:8", "full"]
+    assert [run.start.config["model"]["attention"]["kind"] for run in runs] == ["window(8)", "full"]
     assert runs[0].start.parameters == runs[1].start.parameters
     for name in ("report.html", "compare-cost.png", "compare-bits.png"):
         assert (out / "report" / name).stat().st_size > 1000
@@ -68,9 +68,9 @@ def test_kinds_are_trained_once_and_reported_together(tmp_path, capsys):
     assert found[0]["flops_per_token"] < found[1]["flops_per_token"]
 
     written = {name: (out / name / "events.jsonl").read_bytes() for name in ("window-8", "full")}
-    main(["compare", file, "--out", str(out), "--kinds", "window:8", "full", "window:4"])
+    main(["compare", file, "--out", str(out), "--kinds", "window(8)", "full", "window(4)"])
     shown = capsys.readouterr().out
-    assert shown.count("trained already") == 2 and "3 of 3: window-4\n" in shown
+    assert shown.count("already trained") == 2 and "3 of 3: window-4\n" in shown
     assert all((out / name / "events.jsonl").read_bytes() == text for name, text in written.items())
     assert (out / "compare.md").read_text().count("\n") == 5
 
@@ -83,12 +83,13 @@ def test_kinds_are_trained_once_and_reported_together(tmp_path, capsys):
         assert old.flops == new.flops and old.step_seconds != new.step_seconds
 
     said = refused(capsys, file, "--out", out, "--optim.lr", "0.5")
-    assert "window-8 holds a run that was trained with optim.lr = 0.01, and this one has 0.5" in said
+    assert "window-8 holds a run with optim.lr = 0.01, and this run 0.5" in said
 
 
+@pytest.mark.slow
 def test_encoders_are_compared_by_all_they_cost(tmp_path, capsys):
     changes = {"train.measure": True, "model.kind": "encoder", "train.block": 256, "model.attention.max_span": 256}
-    file = run_file(tmp_path, "masked", changes, 'kinds = ["window:8", "full"]\n')
+    file = run_file(tmp_path, "masked", changes, 'kinds = ["window(8)", "full"]\n')
     main(["compare", file, "--out", str(tmp_path / "out")])
     shown = capsys.readouterr().out
     header = next(line for line in shown.splitlines() if line.startswith("| run")).strip("| ").split(" | ")
@@ -101,7 +102,7 @@ def test_encoders_are_compared_by_all_they_cost(tmp_path, capsys):
 
 
 def test_positions_multiply_and_names_tell_them_apart(tmp_path):
-    file = run_file(tmp_path, "all", more='kinds = ["full", "window:8"]\npositions = ["alibi", "rotary"]\n')
+    file = run_file(tmp_path, "all", more='kinds = ["full", "window(8)"]\npositions = ["alibi", "rotary"]\n')
     comparison = parse("spanformer compare", [file, "--out", str(tmp_path / "x")])
     assert [Path(run.out).name for run in comparison.runs] == [
         "full-alibi", "full-rotary", "window-8-alibi", "window-8-rotary"
@@ -120,8 +121,8 @@ def test_run_files_are_compared_as_they_are(tmp_path, capsys):
     "changes, said",
     [
         ({"model.feedforward.dim": 64}, "parameters and a"),
-        ({"train.steps": 5}, "b has train.steps = 5 and a 4; give all runs the same (--train.steps)"),
-        ({"data.valid": 0.2}, "b has data.valid = 0.2 and a 0.1; give all runs the same (--data.valid)"),
+        ({"train.steps": 5}, "b has train.steps = 5 and a 4; expected the same value for all runs"),
+        ({"data.valid": 0.2}, "b has data.valid = 0.2 and a 0.1; expected the same value for all runs"),
     ],
 )
 def test_what_is_no_comparison_is_refused_before_anything_is_trained(tmp_path, capsys, changes, said):
@@ -134,7 +135,7 @@ def test_what_is_no_comparison_is_refused_before_anything_is_trained(tmp_path, c
 @pytest.mark.parametrize(
     "make, said",
     [
-        (lambda folder: [], "no run was named; expected a comparison file or several run files"),
+        (lambda folder: [], "no file is given; expected a comparison file or several run files"),
         (lambda folder: [run_file(folder, "a")], "a.toml lists neither kinds nor positions"),
         (lambda folder: [run_file(folder, "a"), run_file(folder, "k", more='kinds = ["full"]\n')],
          "k.toml lists kinds or positions; compare it by itself"),
@@ -181,6 +182,7 @@ def test_help_teaches(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", sorted(ROOT.glob("runs/compare/*.toml")), ids=lambda path: path.stem)
+@pytest.mark.slow
 def test_shipped_comparisons_train(tmp_path, file):
     """Every kind takes two steps at a reduced size."""
     small = values(tmp_path, SHORT | {"train.steps": 2, "train.batch": 2, "model.heads": 4, "model.dim": 32})
@@ -191,7 +193,7 @@ def test_shipped_comparisons_train(tmp_path, file):
     comparison = parse("spanformer compare", [str(file), *_words(small, "")])
     if not comparison.different:
         check_alike(comparison.runs)
-    train_each(comparison.runs)
+    train_many(comparison.runs)
     found = [read_run(Path(run.out)) for run in comparison.runs]
     assert len(found) == len(comparison.runs) and all(
         run.steps[-1].step == 2 and run.steps[-1].loss > 0 for run in found

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from spanformer.core.files import replace_file, write_text
+from spanformer.core.files import hidden_folder, put_folder, remove_folder, replace_file, sweep, write_text
 
 
 def test_write_replaces_whole_file(tmp_path: Path) -> None:
@@ -64,3 +65,44 @@ def test_write_leaves_the_files_of_a_living_writer(tmp_path: Path) -> None:
         write_text(path, "second")
         assert first.read_text() == "first" and path.read_text() == "second"
     assert path.read_text() == "first" and [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def folder(path: Path, content: str) -> Path:
+    path.mkdir()
+    (path / "file").write_text(content)
+    return path
+
+
+def test_sweep_undoes_what_killed_writers_left(tmp_path: Path) -> None:
+    folder(tmp_path / ".a.01234567.old", "a")  # killed between the two renames of put_folder
+    folder(tmp_path / "b", "b")
+    folder(tmp_path / ".b.01234567.old", "older")  # killed after them
+    for name in (".a.01234567.new", ".c.89abcdef.new", ".d.89abcdef.new", ".cache"):
+        (tmp_path / name).mkdir()
+    alive = os.open(tmp_path / ".d.89abcdef.new", os.O_RDONLY)
+    fcntl.flock(alive, fcntl.LOCK_EX)
+    sweep(tmp_path, "b")
+    assert not (tmp_path / ".b.01234567.old").exists() and (tmp_path / ".a.01234567.old").exists()
+    sweep(tmp_path)
+    os.close(alive)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".cache", ".d.89abcdef.new", "a", "b"]
+    assert [(tmp_path / name / "file").read_text() for name in "ab"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_put_folder_replaces_only_when_asked(tmp_path: Path, replace: bool) -> None:
+    path = folder(tmp_path / "a", "old")
+    with hidden_folder(path) as new:
+        (new / "file").write_text("new")
+        if replace:
+            put_folder(new, path, replace=True)
+        else:
+            with pytest.raises(OSError):
+                put_folder(new, path)
+    assert (path / "file").read_text() == ("new" if replace else "old")
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_removed_folder_leaves_nothing(tmp_path: Path) -> None:
+    remove_folder(folder(tmp_path / "a", ""))
+    assert list(tmp_path.iterdir()) == []

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from spanformer.cost.model import Shape, StepCost, full, step_cost
+from spanformer.core.shape import Shape
+from spanformer.cost.model import StepCost, full, step_cost
 
 SHAPE = Shape(
     layers=2, dim=12, heads=4, kv_heads=2, head_dim=5, feedforward=96, persistent=3, vocab=17, block=7, batch=3,

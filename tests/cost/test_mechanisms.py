@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,19 +16,37 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from definitions import sees
 from spanformer import Rule, attend
-from spanformer.attention import ATTENTIONS, Additive, Chunked, Full, View
+from spanformer.attention import Additive, Chunked, Cross, Full, View
 from spanformer.cost import pairs
 from spanformer.cost.activations import TILE
-from spanformer.cost.mechanisms import MECHANISMS, Sizes, attention_cost, find
 from spanformer.cost.published import LENGTHS, flops_figures, memory_figures
+from spanformer.cost.sizes import Sizes
+from spanformer.kinds import KINDS, Section
+from spanformer.kinds.costs import COSTED, layer_cost, price
+from spanformer.kinds.notation import parse_layer
 from spanformer.model.config import AttentionConfig, ModelConfig, PositionConfig
-from spanformer.model.kinds import KINDS
 from spanformer.model.lm import LM
+from support.definitions import sees
 
 CLOSE = 0.05
-ATTENTIONS_BY_CLASS = {made.__name__: made for made in ATTENTIONS.values()}
+
+
+def make(
+    kind: str, *, heads: int = 2, d: int = 16, kv_heads: int = 0, causal: bool = True, section: Section | None = None
+):
+    """The mechanism that a run file's text describes, for heads of size d."""
+    if kind.startswith("cross"):
+        return Cross(heads)
+    section = section or Section(max_span=1 << 20)
+    kind = re.sub(r"(?<!_)span=[0-9]+(, )?", "", kind)  # what is assumed of training
+    (spec,) = parse_layer(kind, heads, "kind", section)
+    spec = replace(spec, dim=heads * d, head_dim=d, kv_heads=kv_heads or heads, causal=causal)
+    return KINDS[spec.kind].make()(spec)
+
+
+def name_of(kind: str) -> str:
+    return kind.split("(")[0]
 
 
 def counted(run) -> int:
@@ -43,12 +62,21 @@ def close(predicted: float, measured: float) -> bool:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     "kind",
-    ["full", "window:9", "sinks:5:2", "dilated:3:4", "strided:6", "fixed:6:2", "image_1d:8:5", "longformer:4:3:1"],
+    [
+        "full",
+        "window(9)",
+        "sink_window(5, 2)",
+        "dilated(3, 4)",
+        "strided(6)",
+        "fixed(6, 2)",
+        "image_1d(8, 5)",
+        "longformer(4, 3, 1)",
+    ],
 )
 def test_operations_equal_counted_products(kind, causal):
     """Each query's own keys gathered from the definition, and its two products run as such."""
     n, heads, d = 37, 2, 5
-    (name, *numbers) = kind.split(":")
+    name, numbers = name_of(kind), re.findall(r"\d+", kind.partition("(")[2])
     q, k, v = torch.randn(3, heads, n, d)
 
     def run() -> None:
@@ -61,73 +89,64 @@ def test_operations_equal_counted_products(kind, causal):
             torch.mm(torch.randn(int(numbers[1]), dim), torch.randn(dim, dim))
             torch.mm(torch.randn(seen, dim), torch.randn(dim, 2 * dim))
 
-    assert attention_cost(kind, Sizes(n, heads, d, causal=causal)).flops == counted(run)
+    assert layer_cost(kind, Sizes(n, heads, d, causal=causal)).flops == counted(run)
 
 
 def test_operations_of_the_dense_oracle():
     q, k, v = torch.randn(3, 2, 4, 50, 8)
     sizes = Sizes(50, 4, 8, batch=2, causal=False)
     run = lambda: attend(q, k, v, Rule(4, reach=7, causal=False), backend="reference")  # noqa: E731
-    assert counted(run) == attention_cost("full", sizes).flops  # it computes all, whatever is seen
+    assert counted(run) == layer_cost("full", sizes).flops  # it computes all, whatever is seen
 
 
 def test_operations_of_the_blockwise_backend():
     """Chunks overhang the diagonal, the less the longer the text."""
     n, d = 8192, 8
     q, k, v = (torch.randn(1, 1, n, d, requires_grad=True) for _ in range(3))
-    cost, made = attention_cost("full", Sizes(n, 1, d)), []
+    cost, made = layer_cost("full", Sizes(n, 1, d)), []
     assert close(cost.flops, counted(lambda: made.append(attend(q, k, v, Rule(1), backend="banded").out)))
     assert close(cost.flops_backward, counted(lambda: made[0].sum().backward()))
 
 
-@pytest.mark.parametrize("kind, mechanism", [
-    ("full", "Full(2, causal=False)"), ("image_1d:256:256", "ImageLocal1D(2, 256, 256, causal=False)"),
-    ("image_2d:64:8:8:8:8", "ImageLocal2D(2, 64, (8, 8), (8, 8), causal=False)"),
-    ("blockwise:4:512", "Blockwise(2, 4, size=512)"), ("big_bird:64:3:2:3", "BigBird(2, 64)"),
-    ("window:1024", "Window(2, 1024, causal=False)"), ("general", "General(Full(2, causal=False), 16)"),
-    ("cross:2048", "Cross(2)"),
+@pytest.mark.parametrize("kind", [
+    "full", "image_1d(256, 256)", "image_2d(64, 8, 8, 8, 8)", "blockwise(4, 512)", "big_bird(64, 3, 2, 3)",
+    "window(1024)", "general", "cross(2048)",
 ])  # fmt: skip
-def test_operations_of_blocks_in_both_directions(kind, mechanism):
+def test_operations_of_blocks_in_both_directions(kind):
     """What the blockwise backend really runs: where blocks have no edge to overhang, what is seen and no more."""
     n, d = 2048, 16
     q, k, v = (torch.randn(1, 2, n, d, requires_grad=True) for _ in range(3))
-    made, found = eval(mechanism, dict(ATTENTIONS_BY_CLASS)), []
+    made, found = make(kind, causal=False), []
     made.backend, view = "banded", View() if kind.startswith("cross") else View(start=0, length=n)
-    cost, rule = attention_cost(kind, Sizes(n, 2, d, causal=False)), made.rule(view)
-    assert close(cost.flops, counted(lambda: found.append(made.mix(made.map_queries(q), k, v, rule, view).out)))
+    cost, rule = layer_cost(kind, Sizes(n, 2, d, causal=False)), made.rule(view)
+    assert close(cost.flops, counted(lambda: found.append(made(made.map_queries(q), k, v, rule, view).out)))
     assert close(cost.flops_backward, counted(lambda: found[0].sum().backward()))
 
 
 BANDED = {
-    "full": ("Full(2)", 1.07), "window:256": ("Window(2, 256)", 1.26), "strided:64": ("StridedSparse(2, 64)", 2.02),
-    "fixed:64:8": ("FixedSparse(2, 64, 8)", 1.12), "fixed_heads:64:8": ("FixedSparse(2, 64, 8, use='heads')", 1.15),
-    "big_bird:64:3:2:3": ("BigBird(2, 64)", 1.58),
-    "longformer:256:16:1": ("Longformer(32, 2, 256, positions=range(16))", 1.25),
+    "full": 1.07, "window(256)": 1.26, "strided(64)": 2.02, "fixed(64, 8)": 1.12, "fixed_heads(64, 8)": 1.15,
+    "big_bird(64, 3, 2, 3)": 1.58, "longformer(256, 16, 1)": 1.25,
 }  # fmt: skip
-"""the mechanism, and how many times the least the blockwise backend runs at 4,096 tokens, causal, as measured"""
+"""how many times the least the banded backend runs at 4,096 tokens, causal, as measured"""
 
 
 @pytest.mark.parametrize("kind", BANDED)
 def test_causal_patterns_overhang_no_more_than_they_did(kind):
-    n, d, (mechanism, most) = 4096, 16, BANDED[kind]
+    n, d, most = 4096, 16, BANDED[kind]
     q, k, v = leaves(1, 2, 2, n, d)
-    made, found = eval(mechanism, dict(ATTENTIONS_BY_CLASS)), []
+    made, found = make(kind), []
     made.backend, view = "banded", View(x=torch.randn(1, n, 2 * d), start=0, length=n)
-    cost, rule = attention_cost(kind, Sizes(n, 2, d)), made.rule(view)
-    forward = counted(lambda: found.append(made.mix(q, k, v, rule, view).out))
+    cost, rule = layer_cost(kind, Sizes(n, 2, d)), made.rule(view)
+    forward = counted(lambda: found.append(made(q, k, v, rule, view).out))
     assert cost.flops <= forward <= most * cost.flops
     backward = counted(lambda: found[0].sum().backward())
     assert cost.flops_backward * 0.99 <= backward <= most * cost.flops_backward  # no gradient into a text's states
 
 
-@pytest.mark.parametrize("kind, mechanism", [
-    ("dynamic_span", "DynamicSpan(32, 2, 60)"), ("expire_span", "ExpireSpan(32, 2, 60)"),
-    ("forgetting", "Forgetting(32, 2, 60)"), ("general", "General(Full(2), 16)"), ("bilinear", "Bilinear(Full(2), 16)"),
-    ("window", "Window(2, 9)"), ("dot", "Dot(Full(2))"),
-])  # fmt: skip
-def test_products_beside_those_of_pairs_are_counted(kind, mechanism):
+@pytest.mark.parametrize("kind", ["dynamic_span", "expire_span", "forgetting", "general", "bilinear", "window", "dot"])
+def test_products_beside_those_of_pairs_are_counted(kind):
     """Gates and maps, forward and backward."""
-    n, d, made, found = 50, 16, eval(mechanism, dict(ATTENTIONS_BY_CLASS)), []
+    n, d, made, found = 50, 16, make(kind), []
     q, x = torch.randn(3, 2, n, d, requires_grad=True), torch.randn(3, n, 2 * d, requires_grad=True)
     view = View(x=x, start=0, length=n)
 
@@ -136,7 +155,7 @@ def test_products_beside_those_of_pairs_are_counted(kind, mechanism):
         terms = [rule.span, rule.key_span, rule.forget, made.map_queries(q)]
         found.extend(t.sum() for t in terms if t is not None)
 
-    cost = attention_cost(kind, Sizes(n, 2, d, batch=3))
+    cost = layer_cost(kind, Sizes(n, 2, d, batch=3))
     assert cost.pairs is not None
     of_pairs = 4 * d * 2 * 3 * cost.pairs
     assert cost.flops - of_pairs == counted(beside)
@@ -159,26 +178,13 @@ def test_operations_of_additive_scores(kv_heads):
         b, values = (t.repeat_interleave(h // kv_heads, 1) for t in (b, v))
         found.append(checkpoint(pairs_of, a, b, values, use_reentrant=False))  # scores are computed again, as by ours
 
-    cost, inner = attention_cost("additive", Sizes(n, h, d, kv_heads, causal=False)), h * n * n * d
+    cost, inner = layer_cost("additive", Sizes(n, h, d, kv_heads, causal=False)), h * n * n * d
     assert cost.flops == counted(forward) + 2 * inner  # W·q + U·k, tanh
     with Made() as made:
         forward()
     assert made.operations["add"] == made.operations["tanh"] == inner
     # once more both, the slope, and sums over keys and over queries
     assert cost.flops_backward == counted(lambda: found[0].sum().backward()) + 5 * inner
-
-
-def test_operations_of_linear_and_low_rank_attention():
-    n, h, d, f = 40, 3, 8, 6
-    q, k, v, phi = torch.randn(h, n, d), torch.randn(h, n, d), torch.randn(h, n, d), torch.randn(2, h, n, f)
-
-    def low_rank() -> None:
-        e = torch.randn(2, h, f, n)
-        (q @ (e[0] @ k).transpose(1, 2)) @ (e[1] @ v)
-
-    sizes = Sizes(n, h, d, causal=False)
-    assert attention_cost(f"linear:{f}", sizes).flops == counted(lambda: phi[0] @ (phi[1].transpose(1, 2) @ v))
-    assert attention_cost(f"low_rank:{f}", sizes).flops == counted(low_rank)
 
 
 class Made(TorchDispatchMode):
@@ -231,60 +237,40 @@ def test_activations_of_a_dense_implementation():
         q, k, v = (t + 0 for t in given)
         return torch.softmax(q / 4 @ k.transpose(2, 3), -1) @ v
 
-    assert close(attention_cost("window:30", sizes).dense_activation_bytes, kept_bytes(dense))
+    assert close(layer_cost("window(30)", sizes).dense_activation_bytes, kept_bytes(dense))
     assert sizes.dense_bytes == 2 * 4 * n * n * 4
 
 
-KEPT = {
-    "full": "Full(4, causal=c)", "window:30": "Window(4, 30, causal=c)",
-    "adaptive_span:30:8": "AdaptiveSpan(4, 60, ramp=8, init=0.5, causal=c)",
-    "dynamic_span:30:8": "DynamicSpan(64, 4, 60, ramp=8, init=0.0, causal=c)",
-    "expire_span:30:8": "ExpireSpan(64, 4, 60, ramp=8, init=0.0, causal=c)", "forgetting": "Forgetting(64, 4, 9999)",
-    "sink_window:30:0": "Sinks(Window(4, 30, causal=c))",
-    "sink_window:30:4": "Sinks(Window(4, 30, causal=c), kept=4)",
-    "sink_span:4:30:8": "Sinks(AdaptiveSpan(4, 60, ramp=8, init=0.5, causal=c), kept=4)",
-    "dilated:9:4": "DilatedWindow(4, 9, 4, causal=c)", "strided:16": "StridedSparse(4, 16, causal=c)",
-    "strided:70": "StridedSparse(4, 70, causal=c)",
-    "strided_heads:16": "StridedSparse(4, 16, use='heads', causal=c)",
-    "fixed:16:4": "FixedSparse(4, 16, 4, causal=c)", "fixed_heads:16:4": "FixedSparse(4, 16, 4, use='heads', causal=c)",
-    "image_1d:16:16": "ImageLocal1D(4, 16, 16, causal=c)",
-    "image_2d:16:4:4:4:4": "ImageLocal2D(4, 16, (4, 4), (4, 4), causal=c)",
-    "blockwise:4:50": "Blockwise(4, 4, size=50, causal=c)",
-    "big_bird:16:3:1:2": "BigBird(4, 16, tokens=1, random=2, causal=c)",
-    "longformer:30:0:2": "Longformer(64, 4, 30, dilation=2, causal=c, kv_heads=g)",
-    "longformer:30:8:1": "Longformer(64, 4, 30, positions=range(8), causal=c, kv_heads=g)",
-    "longformer:30:64:1": "Longformer(64, 4, 30, positions=range(64), causal=c, kv_heads=g)",
-    "longformer:30:8:2": "Longformer(64, 4, 30, positions=range(8), dilation=2, causal=c, kv_heads=g)",
-    "chunked": "Chunked(Full(4, causal=c))", "chunked:50:90": "Chunked(Full(4, causal=c), queries=50, keys=90)",
-    "dot": "Dot(Full(4, causal=c))", "general": "General(Full(4, causal=c), 16)",
-    "bilinear": "Bilinear(Full(4, causal=c), 16)", "additive": "Additive(Full(4, causal=c), 16)",
-    "cross:300": "Cross(4)", "etc:32:16": "GlobalLocal(4, 16, 32, segment=16)",
-    "etc:4:30:12:1": "GlobalLocal(4, 16, 4, segment=30, hard_g2l=True)",
-    "etc_apart:4:30": "GlobalLocal(4, 16, 4, segment=30, apart=True)",
-}  # fmt: skip
-"""a kind with its numbers, and the same for 4 heads of 16; c: causal, g: key/value heads"""
+KEPT = (
+    "full", "window(30)", "adaptive_span(span=30, ramp=8)", "dynamic_span(span=30, ramp=8)",
+    "expire_span(span=30, ramp=8)", "forgetting", "sink_window(30, 0)", "sink_window(30, 4)",
+    "sink_span(4, span=30, ramp=8)", "dilated(9, 4)", "strided(16)", "strided(70)", "strided_heads(16)",
+    "fixed(16, 4)", "fixed_heads(16, 4)", "image_1d(16, 16)", "image_2d(16, 4, 4, 4, 4)", "blockwise(4, 50)",
+    "big_bird(16, 3, 1, 2)", "longformer(30, 0, 2)", "longformer(30, 8, 1)", "longformer(30, 64, 1)",
+    "longformer(30, 8, 2)", "chunked", "chunked(queries=50, keys=90)", "dot", "general", "bilinear", "additive",
+    "cross(300)", "etc(32, 16)", "etc(4, 30, 12, true)", "etc_projected(4, 30)",
+)  # fmt: skip
 
 
-def test_every_kind_is_held_to_what_it_keeps():
-    assert {kind.split(":")[0] for kind in KEPT} == set(KINDS) | {"cross"}
+def test_every_kind_is_measured():
+    assert {name_of(kind) for kind in KEPT} == set(KINDS) | {"cross"}
     tile = [inspect.signature(Additive).parameters[name].default for name in ("queries", "keys")]
-    assert tuple(tile) == TILE and list(MECHANISMS["chunked"].numbers.values()) == [
-        inspect.signature(Chunked).parameters[name].default for name in ("queries", "keys")
-    ]
+    assert tuple(tile) == TILE
 
 
 @pytest.mark.parametrize("batch, kv_heads, n", [(1, 4, 800), (2, 2, 801)])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", KEPT)
 def test_activations_are_what_autograd_keeps(kind, causal, batch, kv_heads, n):
-    pytest.importorskip("spanformer.ops.native")
+    pytest.importorskip("spanformer.ops.backends.native")
     if kind == "forgetting" and not causal:
         pytest.skip("it looks back only")
     if kind.startswith("etc"):
         if causal:
             pytest.skip("it reads a text whole")
         kv_heads = 4
-    made = eval(KEPT[kind], ATTENTIONS_BY_CLASS | {"c": causal, "g": kv_heads})
+    section = Section(max_span=60 if "span" in kind else 1 << 20, init=0.5)
+    made = make(kind, heads=4, kv_heads=kv_heads, causal=causal, section=section)
     made.backend = "native"
     d, at = 16, torch.arange(n).expand(batch, n)
     above = -(-n // made.segment) if kind.startswith("etc") else 0  # global tokens
@@ -296,29 +282,31 @@ def test_activations_are_what_autograd_keeps(kind, causal, batch, kv_heads, n):
 
     def mix() -> torch.Tensor:
         q, k, v = (t + 0 for t in given)
-        return made.mix(made.map_queries(q), k, v, made.rule(view), view).out
+        return made(made.map_queries(q), k, v, made.rule(view), view).out
 
-    predicted = attention_cost(kind, Sizes(n, 4, d, kv_heads, batch, causal=causal)).activation_bytes
+    predicted = layer_cost(kind, Sizes(n, 4, d, kv_heads, batch, causal=causal)).activation_bytes
     assert predicted is not None and close(predicted, kept_bytes(mix))
 
 
 def test_layers_and_texts_multiply_what_is_kept():
-    for kind in MECHANISMS:
-        one, more = (attention_cost(kind, Sizes(128, 2, 4, batch=2, layers=layers)) for layers in (1, 3))
-        assert (one.activation_bytes is None) == (kind in ("linear", "low_rank"))  # none of ours
-        assert one.activation_bytes is None or more.activation_bytes == 3 * one.activation_bytes
+    for kind in (*KINDS, *COSTED):
+        one, more = (layer_cost(kind, Sizes(128, 2, 4, batch=2, layers=layers)) for layers in (1, 3))
+        assert one.activation_bytes is not None and more.activation_bytes == 3 * one.activation_bytes
 
 
 def test_activations_in_16_bits():
     """Numbers of a query stay float32."""
-    pytest.importorskip("spanformer.ops.native")
-    given, rule = [t.detach().bfloat16().requires_grad_() for t in leaves(1, 4, 4, 800, 16)], Rule(4, reach=30, kept=4)
+    pytest.importorskip("spanformer.ops.backends.native")
+    given, rule = (
+        [t.detach().bfloat16().requires_grad_() for t in leaves(1, 4, 4, 800, 16)],
+        Rule(4, reach=30, sink_tokens=4),
+    )
 
     def run() -> torch.Tensor:
         q, k, v = (t + 0 for t in given)
         return attend(q, k, v, rule, backend="native").out
 
-    predicted = attention_cost("sink_window:30:4", Sizes(800, 4, 16, item=2)).activation_bytes
+    predicted = layer_cost("sink_window(30, 4)", Sizes(800, 4, 16, item=2)).activation_bytes
     assert predicted is not None and abs(predicted / kept_bytes(run) - 1) < 0.1  # positions are 64 bits each
 
 
@@ -328,39 +316,68 @@ def test_a_chunk_is_the_largest_that_is_held():
     q, k, v = torch.randn(3, batch, heads, n, d)
     view = View(start=0, length=n)
     with Made() as made:
-        chunked.mix(q, k, v, chunked.rule(view), view)
-    cost = attention_cost("chunked:64:100", Sizes(n, heads, d, batch=batch))
+        chunked(q, k, v, chunked.rule(view), view)
+    cost = layer_cost("chunked(queries=64, keys=100)", Sizes(n, heads, d, batch=batch))
     assert cost.weight_bytes == max(size for _, size in made.pieces.values()) == batch * heads * 64 * 100 * 4
 
 
 CACHED = {
-    "full": "full", "window:64": "window:64", "adaptive_span": "adaptive_span:150:16", "dot": "dot",
-    "dynamic_span": "dynamic_span:150:16:500", "expire_span": "expire_span:150:16:500", "forgetting": "forgetting",
-    "sink_window:64:4": "sink_window:64:4", "sink_span:4": "sink_span:4:150:16", "dilated:16:4": "dilated:16:4",
-    "strided:16": "strided:16", "strided_heads:16": "strided_heads:16", "fixed:16:4": "fixed:16:4",
-    "fixed_heads:16:4": "fixed_heads:16:4", "image_1d:32:32": "image_1d:32:32", "bilinear": "bilinear",
-    "image_2d:32:4:4:4:4": "image_2d:32:4:4:4:4", "big_bird:16:3:1:2": "big_bird:16:3:1:2", "general": "general",
-    "longformer:32": "longformer:32:0:1", "longformer:32:0:2": "longformer:32:0:2",
-    "Blockwise([0, 1, 2, 3], 16)": "blockwise:4:16:0", "Blockwise([3, 0, 1, 2], 16)": "blockwise:4:16:1",
-}  # fmt: skip
+    "full": "full",
+    "window(64)": "window(64)",
+    "adaptive_span": "adaptive_span(span=150, ramp=16)",
+    "dot": "dot",
+    "dynamic_span": "dynamic_span(span=150, ramp=16, max_span=500)",
+    "expire_span": "expire_span(span=150, ramp=16, max_span=500)",
+    "forgetting": "forgetting",
+    "sink_window(64, 4)": "sink_window(64, 4)",
+    "sink_span(4)": "sink_span(4, span=150, ramp=16)",
+    "dilated(16, 4)": "dilated(16, 4)",
+    "strided(16)": "strided(16)",
+    "strided_heads(16)": "strided_heads(16)",
+    "fixed(16, 4)": "fixed(16, 4)",
+    "fixed_heads(16, 4)": "fixed_heads(16, 4)",
+    "image_1d(32, 32)": "image_1d(32, 32)",
+    "bilinear": "bilinear",
+    "image_2d(32, 4, 4, 4, 4)": "image_2d(32, 4, 4, 4, 4)",
+    "big_bird(16, 3, 1, 2)": "big_bird(16, 3, 1, 2)",
+    "general": "general",
+    "longformer(32)": "longformer(32, 0, 1)",
+    "longformer(32, 0, 2)": "longformer(32, 0, 2)",
+    "Blockwise([0, 1, 2, 3], 16)": "blockwise(4, 16, shift=0)",
+    "Blockwise([3, 0, 1, 2], 16)": "blockwise(4, 16, shift=1)",
+}
 """the kind of a run file, and the same with its numbers"""
 
 
 def test_every_kind_that_has_a_cache_is_here():
-    without = {"additive", "chunked", "etc", "etc_apart"}  # they mix values in ways that a cache does not know
-    assert {kind.split(":")[0] for kind in CACHED.values()} == set(KINDS) - without
+    without = {"additive", "chunked", "etc", "etc_projected"}  # they mix values in ways that a cache does not know
+    assert {name_of(kind) for kind in CACHED.values()} == set(KINDS) - without
 
 
 @pytest.mark.parametrize("kind", CACHED)
 def test_caches_hold_what_was_predicted(kind):
-    n, everything = 600, CACHED[kind].split(":")[0] in ("full", "forgetting", "strided", "strided_heads", "fixed",
-        "fixed_heads", "big_bird", "dot", "general", "bilinear")  # fmt: skip
+    n, everything = (
+        600,
+        name_of(CACHED[kind])
+        in (
+            "full",
+            "forgetting",
+            "strided",
+            "strided_heads",
+            "fixed",
+            "fixed_heads",
+            "big_bird",
+            "dot",
+            "general",
+            "bilinear",
+        ),
+    )
     attention = AttentionConfig(kind=kind, max_span=n if everything else 500, ramp=16.0, init=0.3)
     position = PositionConfig(kind="none")
     lm = LM(ModelConfig(vocab=9, dim=64, layers=2, heads=4, attention=attention, position=position))
     cache = lm.cache(3)
-    lm.read(torch.zeros(3, n, dtype=torch.long), cache)
-    cost = attention_cost(CACHED[kind], Sizes(n, 4, 16, batch=2 * 3))
+    lm.decode(torch.zeros(3, n, dtype=torch.long), cache)
+    cost = layer_cost(CACHED[kind], Sizes(n, 4, 16, batch=2 * 3))
     assert cost.cache_bytes is not None and close(cost.cache_bytes, cache.bytes())
 
 
@@ -368,16 +385,16 @@ def test_a_grouped_cache_holds_what_was_predicted():
     attention = AttentionConfig(kind="window", window=64)
     lm = LM(ModelConfig(vocab=9, dim=64, layers=2, heads=4, kv_heads=2, attention=attention))
     cache = lm.cache(3)
-    lm.read(torch.zeros(3, 600, dtype=torch.long), cache)
-    cost = attention_cost("window:64", Sizes(600, 4, 16, kv_heads=2, batch=2 * 3))
+    lm.decode(torch.zeros(3, 600, dtype=torch.long), cache)
+    cost = layer_cost("window(64)", Sizes(600, 4, 16, kv_heads=2, batch=2 * 3))
     assert cost.cache_bytes is not None and close(cost.cache_bytes, cache.bytes())
 
 
 def test_a_cache_never_holds_more_than_there_is():
-    for kind in MECHANISMS:
-        few, many = (attention_cost(kind, Sizes(n, 2, 4)) for n in (10, 100_000))
-        if few.cache_bytes is not None and kind not in ("linear", "cross"):
-            a_key = 2 * 2 * 4 * 4 + 2 * 8 * MECHANISMS[kind].noted
+    for kind in KINDS:
+        few, many = (layer_cost(kind, Sizes(n, 2, 4)) for n in (10, 100_000))
+        if few.cache_bytes is not None:
+            a_key = 2 * 2 * 4 * 4 + 2 * 8 * KINDS[kind].cost.noted
             assert few.cache_bytes <= a_key * 10 and many.cache_bytes is not None
             assert few.cache_bytes <= many.cache_bytes <= a_key * 100_000
 
@@ -390,31 +407,35 @@ def test_the_published_figures():
     assert not any(figure.agrees for figure in flops_figures())
     for n in LENGTHS:
         sizes = Sizes(n, 12, 64, causal=False)
-        for what, kind in (("full", "full"), ("linear", "linear:64"), ("low rank, r = 256", "low_rank:256")):
-            assert memory[what, n].ours == attention_cost(kind, sizes).weight_bytes / 1e6
+        assert memory["full", n].ours == layer_cost("full", sizes).weight_bytes / 1e6
         # a window of 256, itself and the rest before it: all but the edge of the text
         seen = pairs.window(n, True, 256) + 256 * 255 // 2
         assert memory["local, w = 256", n].ours == 12 * 4 * seen / 1e6
     ours = {f.what: f.ours for f in flops_figures()}
     sizes = Sizes(8192, 12, 64, causal=False)
-    for what, kind in (("full", "full"), ("linear", "linear:64"), ("low rank, r = 256", "low_rank:256")):
-        assert ours[what] == attention_cost(kind, sizes).flops / 1e9
+    assert ours["full"] == layer_cost("full", sizes).flops / 1e9
     assert all(len(figure.reason) > 10 for figure in [*memory.values(), *flops_figures()])
 
 
 @pytest.mark.parametrize(
     "kind, said",
     [
-        ("widnow:3", "there is no mechanism 'widnow'; did you mean window?"),
-        ("qqq", "there is no mechanism 'qqq'; expected one of full, window"),
-        ("window:3:4", "'window:3:4' cannot be read; expected window:w, with whole numbers"),
-        ("dilated:3:-1", "'dilated:3:-1' cannot be read; expected dilated:w:s"),
-        ("dilated:3:0", "s in 'dilated:3:0' is 0; expected at least 1"),
+        ("widnow(3)", "kind is 'widnow(3)'; did you mean window?"),
+        ("qqq", "kind is 'qqq'; expected a kind (adaptive_span, dynamic_span"),
+        ("window:3", "kind is 'window:3'; the notation has changed: write window(3)"),
+        ("window(3, 4)", "kind is 'window(3, 4)'; expected window(window=…)"),
+        ("dilated(3, -1)", "step in kind, 'dilated(window=3, step=-1)', is -1; expected at least 1"),
+        (
+            "dilated(3, x)",
+            "step in kind, 'dilated(3, x)', is 'x'; expected a number up to 2,147,483,648, true or false",
+        ),
+        ("dilated(step=3, step=4)", "expected dilated(window=…, step=2)"),
+        ("window(99999999999999999999999)", "expected a number up to 2,147,483,648"),
     ],
 )
 def test_kinds_that_cannot_be_are_refused(kind, said):
-    with pytest.raises(ValueError, match=said):
-        find(kind)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        price(kind, 100)
 
 
 def test_sizes_that_cannot_be_are_refused():

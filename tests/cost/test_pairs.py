@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 
-from definitions import DEFINITIONS, HALVES, NUMBERS, sees
-from spanformer.cost.mechanisms import MECHANISMS
+from spanformer.cost import pairs as formulas
+from spanformer.kinds import KINDS
+from support.definitions import DEFINITIONS, HALVES, NUMBERS, params, sees
 
 LENGTHS = (1, 2, 7, 16, 29, 40)
 
@@ -20,34 +21,34 @@ def count(name, n, causal, numbers):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_pairs_equal_counting(name, causal):
-    pairs = MECHANISMS[name].pairs
+    pairs = KINDS[name].cost.pairs
     assert pairs is not None
     for numbers in NUMBERS.get(name, [()]):
         for n in LENGTHS:
-            assert pairs(n, causal, *numbers) == count(name, n, causal, numbers), (n, numbers)
+            assert pairs(n, causal, params(name, numbers)) == count(name, n, causal, numbers), (n, numbers)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("name, numbers", [("strided_heads", (5,)), ("fixed_heads", (5, 2)), ("fixed_heads", (4, 4))])
 def test_heads_of_two_kinds_count_on_average(name, numbers, causal):
-    pairs = MECHANISMS[name].pairs
+    pairs = KINDS[name].cost.pairs
     assert pairs is not None
     for n in LENGTHS:
         halves = [sum(1 for i in range(n) for j in range(n) if (j <= i or not causal) and half(n, i, j, *numbers))
                   for half in HALVES[name]]  # fmt: skip
-        assert pairs(n, causal, *numbers) == sum(halves) / 2, n
+        assert pairs(n, causal, params(name, numbers)) == sum(halves) / 2, n
 
 
 @pytest.mark.parametrize("name", [name for name in DEFINITIONS if name not in ("dynamic_span", "expire_span")])
 def test_a_cache_holds_what_later_tokens_still_see(name):
     """Keys that some query at n or after it sees; a window's cache also holds the newest token, whose turn is over."""
-    cached = MECHANISMS[name].cached
+    cached = KINDS[name].cost.cached
     assert cached is not None
     for numbers in NUMBERS.get(name, [()]):
         for n in (7, 16, 29):
             whole = 3 * n + 60
             seen = sum(any(sees(name, True)(whole, i, j, *numbers) for i in range(n, whole)) for j in range(n))
-            assert seen <= min(n, cached(n, *numbers)), (n, numbers)
+            assert seen <= min(n, cached(n, params(name, numbers))), (n, numbers)
 
 
 def big_bird(n, causal, size, near, g, drawn):
@@ -67,15 +68,14 @@ def big_bird(n, causal, size, near, g, drawn):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("numbers", [(1, 3, 1, 2), (4, 3, 2, 3), (3, 1, 0, 1), (4, 5, 0, 0), (8, 3, 1, 9)])
 def test_big_bird_by_block_rows(causal, numbers):
-    pairs = MECHANISMS["big_bird"].pairs
+    pairs = KINDS["big_bird"].cost.pairs
     assert pairs is not None
     for n in LENGTHS:
-        assert pairs(n, causal, *numbers) == big_bird(n, causal, *numbers), n
+        assert pairs(n, causal, params("big_bird", numbers)) == big_bird(n, causal, *numbers), n
 
 
 def test_random_and_etc():
-    drawn, etc = MECHANISMS["random"].pairs, MECHANISMS["etc"].pairs
-    assert drawn is not None and etc is not None
+    drawn, etc = formulas.random, formulas.etc
     assert drawn(10, True, 3) == sum(min(3, i + 1) for i in range(10)) and drawn(10, False, 30) == 100
     n, s, r = 11, 4, 2
     tokens = [("g", i) for i in range(3)] + [("l", i) for i in range(n)]

@@ -16,12 +16,12 @@ WRONG = {
     "test is nan; expected a share": {"test": float("nan")},
     "valid + test is 1.1, which leaves no text to train on": {"valid": 0.5, "test": 0.6},
     "limit is -1; expected a number of bytes, or 0 for all": {"limit": -1},
-    "vocab is 300; byte tokens are always 256, so leave it 0": {"vocab": 300},
+    "vocab is 300; expected 0, since there are always 256 byte tokens": {"vocab": 300},
     "vocab is 1; expected at least 2 for word tokens, or 0": {"vocab": 1, "tokens": "word"},
     "vocab is -5; expected at least 2 for char tokens, or 0": {"vocab": -5, "tokens": "char"},
     "vocab is 255; expected at least 256 for bpe tokens, or 0": {"vocab": 255, "tokens": "bpe"},
     "tokenizer is 'a.json', but tokens is 'byte'; expected tokens 'bpe'": {"tokenizer": "a.json"},
-    "the tokenizer brings its own; leave one of them out": {"tokenizer": "a", "tokens": "bpe", "vocab": 999},
+    "the tokenizer has its own vocabulary; omit one of them": {"tokenizer": "a", "tokens": "bpe", "vocab": 999},
 }
 
 

@@ -97,7 +97,7 @@ def test_every_token_but_the_first_is_predicted_once(tokens: int, lanes: int, bl
 
 def test_what_is_refused() -> None:
     ids = np.zeros(99, np.uint8)
-    with pytest.raises(ValueError, match=r"99 tokens are too few for 10 lanes of blocks of 9, which need 100; use"):
+    with pytest.raises(ValueError, match=r"99 tokens are too few for 10 lanes with blocks of 9, which need 100; use"):
         Lanes(ids, 10, 9)
     with pytest.raises(ValueError, match="lanes is 0; expected at least 1"):
         Lanes(ids, 0, 9)
@@ -109,5 +109,5 @@ def test_what_is_refused() -> None:
         Lanes(ids, 2, 9, rows=slice(2, 4))
     with pytest.raises(ValueError, match="1 tokens leave nothing to predict"):
         next(every_token(ids[:1], 1, 8))
-    with pytest.raises(ValueError, match="the saved stream has lanes 3, this one 2; they cannot continue"):
+    with pytest.raises(ValueError, match="the saved stream has lanes 3; expected 2, as in this run"):
         Lanes(ids, 2, 9).load(Lanes(ids, 3, 9).state())

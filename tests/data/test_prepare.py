@@ -190,7 +190,7 @@ def test_what_a_killed_process_left_is_removed(source: Path, own_cache: Path) ->
 def test_what_is_not_text(tmp_path: Path, tokens: str) -> None:
     data = TEXT.encode()
     wrong = {
-        "is binary, with a NUL byte at offset 100; only byte tokens take it": data[:100] + b"\0" + data[100:],
+        "is binary, with a NUL byte at offset 100; use byte tokens": data[:100] + b"\0" + data[100:],
         "is not UTF-8: byte 0xff at offset 100; convert it, or use byte tokens": data[:100] + b"\xff" + data[100:],
         f"is not UTF-8: byte 0xe6 at offset {len(data)}; convert": data + "東".encode()[:2],
     }
@@ -210,7 +210,7 @@ def test_a_tokenizer_from_a_file(source: Path, tmp_path: Path) -> None:
     assert prepared.vocab.to_json() == trained.to_json()
     assert TEXT.startswith(prepared.vocab.decode(prepared.splits["train"].ids).rstrip("\ufffd"))
     path.write_text("{}")
-    with pytest.raises(ValueError, match=r"tokenizer.json cannot be used: the package tokenizers does not know"):
+    with pytest.raises(ValueError, match=r"tokenizer.json cannot be used: the package tokenizers cannot load"):
         prepare(DataConfig(str(source), "bpe", tokenizer=str(path)))
     path.write_text("nonsense")
     with pytest.raises(ValueError, match=r"tokenizer.json cannot be used: Expecting value"):

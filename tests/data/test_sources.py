@@ -240,7 +240,7 @@ def test_a_copy_that_is_something_else(mini: bytes, tmp_path: Path) -> None:
         prepare(DataConfig("wikitext-2", copy=str(tmp_path / "enwik8")))
     with pytest.raises(ValueError, match="which does not exist; expected a copy of enwik8"):
         prepare(DataConfig("enwik8", copy=str(tmp_path / "nowhere")))
-    with pytest.raises(ValueError, match="'stdlib' is not a corpus to have a copy of; expected one of enwik8, text8"):
+    with pytest.raises(ValueError, match="'stdlib' is not a named corpus; expected one of enwik8, text8"):
         prepare(DataConfig("stdlib", copy=str(tmp_path)))
 
 

@@ -106,14 +106,14 @@ def test_bpe_learns_the_same_however_the_text_is_cut() -> None:
 
 
 SAVED_WRONG = {
-    '{"kind": "morse"} is no saved vocabulary; expected what to_json gives': {"kind": "morse"},
+    '{"kind": "morse"} is no saved vocabulary; expected the result of to_json': {"kind": "morse"},
     "{} is no saved": {},
     r"\[\] is no saved": [],
     '{"kind": "char"} is no saved': {"kind": "char"},
     '"words": "abc"} is no saved': {"kind": "word", "words": "abc"},
     '"chars": "aa"} is no saved': {"kind": "char", "chars": "aa"},
     "… is no saved": {"kind": "word", "words": ["<unk>", "<unk>", "a", "b", "c"]},
-    "tokenizers does not know": {"kind": "bpe", "tokenizer": {"version": "1.0"}},
+    "tokenizers cannot load": {"kind": "bpe", "tokenizer": {"version": "1.0"}},
 }
 
 
@@ -127,7 +127,7 @@ def test_words_without_unk_refuse_an_unknown_word() -> None:
     words = from_json({"kind": "word", "words": ["a", "b", "<eos>"]})
     assert words.encode("b a\n").tolist() == [1, 0, 2] and words.unknown is None
     for read in (words.stream, words.prompt):
-        with pytest.raises(ValueError, match=r"does not know the word 'c'; expected words of the text .* trained on$"):
+        with pytest.raises(ValueError, match=r"lacks the word 'c'; expected words of the training text$"):
             list(read(["a c\n"]))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_models import CONFIGS, dense, tiny, tokens, visible
+from support.hf_models import CONFIGS, dense, tiny, tokens, visible
 
 pytest.importorskip("transformers")
 
@@ -38,13 +38,13 @@ def test_full_span_is_the_model_itself_and_detach_restores_it(name: str, padding
 @pytest.mark.parametrize("per", ["kv_head", "head"])
 def test_spans_are_the_equation(name: str, per: str) -> None:
     model, ids, reach = tiny(name), tokens(2, 63), 37
-    hf.attach(model, max_span=reach, ramp=5, sinks=3, per=per)
+    hf.attach(model, max_span=reach, ramp=5, sink_tokens=3, per=per)
     pairs = {}
     torch.manual_seed(3)
     for n, spans in enumerate(hf.head_spans(model).values()):
         with torch.no_grad():
             spans.ratio.uniform_(0, 1.0)
-        pairs[n] = visible(spans.spans(), 5, 3, 63, spans.window, reach)
+        pairs[n] = visible(spans.span_tensor(), 5, 3, 63, spans.window, reach)
     got = model(ids).logits.detach()
     # without gradients the rule is kept between calls, and terms that hide nothing are left out
     for p in model.parameters():
@@ -71,11 +71,11 @@ def test_nobody_sees_the_future(name: str, ratio: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "gpt_neox", "gemma3"])
-@pytest.mark.parametrize("sinks", [0, 2])
-def test_packed_texts_are_each_alone(name: str, sinks: int) -> None:
+@pytest.mark.parametrize("sink_tokens", [0, 2])
+def test_packed_texts_are_each_alone(name: str, sink_tokens: int) -> None:
     """Positions that begin again: every text as if it stood by itself, its own first tokens kept."""
     model, lengths = tiny(name), [23, 1, 18]
-    hf.attach(model, max_span=30, init=0.2, ramp=3, sinks=sinks)
+    hf.attach(model, max_span=30, init=0.2, ramp=3, sink_tokens=sink_tokens)
     ids = tokens(1, sum(lengths))
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
     with torch.no_grad():
@@ -86,9 +86,9 @@ def test_packed_texts_are_each_alone(name: str, sinks: int) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_a_padded_row_is_the_row_alone(name: str) -> None:
-    """Spans and sinks count from a row's first token, wherever its padding stands."""
+    """Spans and sink_tokens count from a row's first token, wherever its padding stands."""
     model, ids = tiny(name), tokens(2, 31)
-    hf.attach(model, max_span=30, init=0.1, ramp=4, sinks=3)
+    hf.attach(model, max_span=30, init=0.1, ramp=4, sink_tokens=3)
     short = ids[0, 9:]
     with torch.no_grad():
         alone = model(short[None]).logits[0]
@@ -148,9 +148,9 @@ def test_ratios_stay_float32_when_the_model_is_cast_later() -> None:
 
 
 def test_names_and_settings_are_stable() -> None:
-    model = hf.attach(tiny("llama"), max_span=64, ramp=8, sinks=2)
+    model = hf.attach(tiny("llama"), max_span=64, ramp=8, sink_tokens=2)
     assert "model.layers.2.self_attn.spans.ratio" in model.state_dict()
-    assert model.config.spanformer == {"max_span": 64, "ramp": 8.0, "per": "kv_head", "sinks": 2}
+    assert model.config.spanformer == {"max_span": 64, "ramp": 8.0, "per": "kv_head", "sink_tokens": 2}
     assert [tuple(s.ratio.shape) for s in hf.head_spans(model).values()] == [(2,)] * 3
     assert list(hf.head_spans(model)) == [f"model.layers.{n}.self_attn" for n in range(3)]
     per_head = hf.attach(tiny("llama"), per="head")
@@ -159,8 +159,8 @@ def test_names_and_settings_are_stable() -> None:
 
 
 def test_what_a_cache_keeps() -> None:
-    """z + R/2 + sinks tokens a head, z = ratio · S + R/2; a window bounds it and has no sinks."""
-    model = hf.attach(tiny("llama"), max_span=100, ramp=10, sinks=4)
+    """z + R/2 + sink_tokens tokens a head, z = ratio · S + R/2; a window bounds it and has no sinks."""
+    model = hf.attach(tiny("llama"), max_span=100, ramp=10, sink_tokens=4)
     layers = list(hf.head_spans(model).values())
     for s, ratios in zip(layers, ([0.0, 0.25], [0.405, 1.0], [0.95, 0.5]), strict=True):
         with torch.no_grad():
@@ -198,7 +198,7 @@ def test_spans_learn_and_are_clamped() -> None:
 
 def test_gradients_of_spans_are_the_slope_of_the_loss() -> None:
     model, ids = tiny("llama").double(), tokens(1, 40)
-    hf.attach(model, max_span=50, init=0.31, ramp=9, sinks=2)
+    hf.attach(model, max_span=50, init=0.31, ramp=9, sink_tokens=2)
     ratio = model.model.layers[1].self_attn.spans.double().ratio
 
     def loss() -> torch.Tensor:  # in double, which transformers' own loss is not

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_models import CONFIGS, tiny, tokens, transformers
 from spanformer import hf
+from support.hf_models import CONFIGS, tiny, tokens, transformers
 
 
 def short(name: str, **options):
     """A model whose heads have forgotten most of 60 tokens, each another part of them."""
-    model = hf.attach(tiny(name), **({"max_span": 64, "ramp": 4, "sinks": 3} | options))
+    model = hf.attach(tiny(name), **({"max_span": 64, "ramp": 4, "sink_tokens": 3} | options))
     torch.manual_seed(2)
     with torch.no_grad():
         for spans in hf.head_spans(model).values():
@@ -217,7 +217,7 @@ def test_refusals() -> None:
         cache.crop(-10)
     with pytest.raises(ValueError, match="crop was given 3; expected a negative number"):
         cache.crop(3)
-    with pytest.raises(ValueError, match=r"a SpanCache gives no gradients; read on under torch.no_grad"):
+    with pytest.raises(ValueError, match=r"a SpanCache gives no gradients; use torch.no_grad"):
         model(tokens(1, 1), past_key_values=cache)
     with pytest.raises(ValueError, match="is not moved to the CPU and back"):
         cache.offload(0, only_non_sliding=False)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_models import tiny, tokens
+from support.hf_models import tiny, tokens
 
 pytest.importorskip("transformers")
 
@@ -14,14 +14,15 @@ from spanformer import hf
 from spanformer.hf.baselines import by_mass, local_global, uniform
 from spanformer.hf.controller import Budget, Price, allocate
 from spanformer.hf.fit import FitConfig, budget_of, full_states, learn, set_windows, trial, window_table
+from spanformer.hf.fit_events import Trial
 from spanformer.hf.survey import default_grid, survey
-from spanformer.hf.text import Windows, bits_per_byte
+from spanformer.hf.text import TextChunks, bits_per_byte
 
 CONTEXT, START, SINKS = 96, 48, 2
 
 
-def texts(count: int, seed: int = 1) -> Windows:
-    return Windows(tokens(count, CONTEXT, seed=seed), torch.full((count,), 3 * (CONTEXT - START)), START)
+def texts(count: int, seed: int = 1) -> TextChunks:
+    return TextChunks(tokens(count, CONTEXT, seed=seed), torch.full((count,), 3 * (CONTEXT - START)), START)
 
 
 @pytest.mark.parametrize("share", [0.06, 0.25, 0.5, 1.0])
@@ -43,7 +44,7 @@ def test_a_soft_edge_counts_whole() -> None:
 
 
 def test_bytes_equal_a_hand_count_and_the_cache_s_own() -> None:
-    model = hf.attach(tiny("llama"), max_span=CONTEXT, sinks=SINKS)
+    model = hf.attach(tiny("llama"), max_span=CONTEXT, sink_tokens=SINKS)
     windows = torch.tensor([[5, 94], [1, 30], [17, 64]])
     set_windows(model, windows)
     assert window_table(model).tolist() == windows.tolist()
@@ -54,7 +55,7 @@ def test_bytes_equal_a_hand_count_and_the_cache_s_own() -> None:
 
 def test_no_window_is_a_token_longer_by_rounding() -> None:
     """(w − 1) / 3000 · 3000 is not always w − 1 in float32."""
-    model = hf.attach(tiny("llama"), max_span=3000, sinks=SINKS)
+    model = hf.attach(tiny("llama"), max_span=3000, sink_tokens=SINKS)
     for first in range(1, 3000, 6):
         windows = torch.arange(first, first + 6).view(3, 2)
         set_windows(model, windows)
@@ -64,7 +65,7 @@ def test_no_window_is_a_token_longer_by_rounding() -> None:
 
 
 def test_a_hard_window_of_w_hides_the_key_at_distance_w_and_shows_the_one_before() -> None:
-    model, ids = hf.attach(tiny("llama"), max_span=CONTEXT, sinks=0), tokens(1, 40)
+    model, ids = hf.attach(tiny("llama"), max_span=CONTEXT, sink_tokens=0), tokens(1, 40)
     set_windows(model, torch.full((3, 2), 5))
     far = ids.clone()
     far[0, 39 - 3 * 4 - 1] += 1  # three layers hand on what is 4 tokens back in each
@@ -114,19 +115,19 @@ def constructed(far: tuple[int, int]):
 
 @pytest.mark.parametrize("far", [(0, 1), (2, 0)])
 def test_the_head_that_needs_everything_gets_it(far: tuple[int, int]) -> None:
-    model = hf.attach(constructed(far), max_span=CONTEXT, sinks=SINKS)
+    model = hf.attach(constructed(far), max_span=CONTEXT, sink_tokens=SINKS)
     model.requires_grad_(False)
     budget = Budget(0.35, CONTEXT, SINKS)
     train, held_out = texts(4), texts(2, seed=2)
-    found = survey(model, train, sinks=SINKS, drawings=3)
+    found = survey(model, train, sink_tokens=SINKS, drawings=3)
     assert found.grid == default_grid(CONTEXT - SINKS) and found.costs.shape == (3, 2, len(found.grid))
-    rows: list[tuple[str, dict]] = []
+    events: list[object] = []
     config = FitConfig(steps=12, check=4, ramp=24, last_ramp=8, patience=9)
-    windows = learn(model, train, held_out, budget, found, config, lambda kind, row: rows.append((kind, row)))
+    windows = learn(model, train, held_out, budget, found, config, events.append)
     assert int(windows[far]) == int(windows.max()) and int(windows[far]) > 2 * float(windows.float().mean())
     assert budget.share_of(windows) <= budget.share
     assert torch.equal(window_table(model), windows)
-    trials = [row["kl"] for kind, row in rows if kind == "eval"]
+    trials = [event.kl for event in events if isinstance(event, Trial)]
     assert len(trials) == 4
     even = uniform(3, 2, budget)
     learned = bits_per_byte(model, held_out)
@@ -138,25 +139,25 @@ def test_the_head_that_needs_everything_gets_it(far: tuple[int, int]) -> None:
 
 
 def test_learning_lowers_the_loss_it_starts_from() -> None:
-    model = hf.attach(constructed((1, 0)), max_span=CONTEXT, sinks=SINKS)
+    model = hf.attach(constructed((1, 0)), max_span=CONTEXT, sink_tokens=SINKS)
     model.requires_grad_(False)
     budget, train = Budget(0.3, CONTEXT, SINKS), texts(3)
-    found = survey(model, train, sinks=SINKS, drawings=1)
+    found = survey(model, train, sink_tokens=SINKS, drawings=1)
     blind = type(found)(found.grid, torch.ones_like(found.costs), found.lost)  # a survey that says nothing
     kls: list[float] = []
     learn(
         model, train, train, budget, blind, FitConfig(steps=20, check=20, ramp=24, last_ramp=8, lr=0.2),
-        lambda kind, row: kls.append(row["kl"]) if kind == "eval" else None,
+        lambda event: kls.append(event.kl) if isinstance(event, Trial) else None,
     )  # fmt: skip
     assert kls[-1] < 0.8 * kls[0]
 
 
 def test_survey_prices_what_a_forward_pass_shows() -> None:
     """The quadratic estimate beside the KL itself, one head cut at a time, where the change is small."""
-    model = hf.attach(constructed((1, 0)), max_span=CONTEXT, sinks=SINKS)
+    model = hf.attach(constructed((1, 0)), max_span=CONTEXT, sink_tokens=SINKS)
     model.requires_grad_(False)
     train = texts(2)
-    found = survey(model, train, sinks=SINKS, grid=[64, 80], drawings=64)
+    found = survey(model, train, sink_tokens=SINKS, grid=[64, 80], drawings=64)
     reference = [full_states(model, row, START, CONTEXT) for row in train.ids]
     windows = torch.full((3, 2), CONTEXT - SINKS)
     windows[1, 0] = 80
@@ -174,14 +175,14 @@ def test_layers_with_a_window_of_their_own_are_fitted_within_it() -> None:
         for n, layer in enumerate(model.model.layers):
             layer.self_attn.q_proj.weight *= 0.01
             layer.self_attn.v_proj.weight *= 3 if n == 0 else 0.1
-    hf.attach(model, max_span=CONTEXT, sinks=SINKS).requires_grad_(False)
+    hf.attach(model, max_span=CONTEXT, sink_tokens=SINKS).requires_grad_(False)
     layers = list(hf.head_spans(model).values())
     budget, train = budget_of(layers, 0.6, CONTEXT, SINKS), texts(2)
     assert budget.own == (40, None, 40) and budget.longest.tolist() == [[40], [94], [40]]
     assert budget.share_of(torch.tensor([[40, 10], [94, 20], [7, 60]])) == pytest.approx(
         (40 + 10 + 96 + 22 + 7 + 40) / (2 * (40 + 96 + 40))
     )
-    found = survey(model, train, sinks=SINKS, grid=[16, 32, 48, 64], drawings=64)
+    found = survey(model, train, sink_tokens=SINKS, grid=[16, 32, 48, 64], drawings=64)
     assert (found.costs[[0, 2], :, 2:] == 0).all() and (found.costs[1, :, 2:] > 0).all()
     reference = [full_states(model, row, START, CONTEXT) for row in train.ids]
     windows = budget.longest.expand(3, 2).clone()
@@ -209,14 +210,14 @@ def test_baselines_spend_the_same_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    ("share", "sinks", "message"),
+    ("share", "sink_tokens", "message"),
     [
         (0.0, 4, "budget is 0; expected a share"),
         (1.5, 4, "budget is 1.5; expected a share"),
-        (0.002, 4, "4 sinks and the token itself take 5; ask for 0.0024 or more"),
-        (0.5, 2047, "sinks is 2047 of 2048 tokens"),
+        (0.002, 4, "4 sink tokens and the token itself take 5; ask for 0.0024 or more"),
+        (0.5, 2047, "sink_tokens is 2047 of 2048 tokens"),
     ],
 )
-def test_a_budget_that_cannot_be_kept_is_refused(share: float, sinks: int, message: str) -> None:
+def test_a_budget_that_cannot_be_kept_is_refused(share: float, sink_tokens: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Budget(share, 2048, sinks)
+        Budget(share, 2048, sink_tokens)

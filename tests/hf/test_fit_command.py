@@ -17,16 +17,17 @@ pytest.importorskip("transformers")
 import tokenizers
 import transformers
 
-from products import Bfloat16Products
 from spanformer.cli.main import main
 from spanformer.core import processor
+from spanformer.core.events import NoteEvent
 from spanformer.hf.attach import attach
 from spanformer.hf.fit import window_table
 from spanformer.hf.plan import FitPlan, FitRun
 from spanformer.hf.probe import make_task, probe, table
 from spanformer.hf.saved import load_fitted, save_fitted
-from spanformer.hf.text import check_logits, load_model, make_windows, read_text, window_bits
+from spanformer.hf.text import check_logits, chunk_bits, load_model, make_chunks, read_text
 from support.byte_llama import save_byte_llama
+from support.products import Bfloat16Products
 
 PROSE = "The river stood behind the market, and nobody had ever seen it so quiet. Über alles ein Wort — 1234.\n"
 
@@ -69,11 +70,11 @@ def test_fit_spans_from_text_to_report_and_back(folder: Path, tmp_path: Path, ca
     assert "layers have a window of" in shown and shown.count("bits per byte") == 2
     plain, tokenizer = load_model(str(windows))
     assert plain.config.model_type == "ministral" and len(plain.config.layer_types) == 2
-    found = make_windows(PROSE * 40, tokenizer, context=64, start=32, limit=2)
-    assert f"{sum(window_bits(plain, found)) / float(found.bytes.sum()):.4f} bits per byte" in shown.splitlines()[2]
+    found = make_chunks(PROSE * 40, tokenizer, context=64, start=32, limit=2)
+    assert f"{sum(chunk_bits(plain, found)) / float(found.bytes.sum()):.4f} bits per byte" in shown.splitlines()[2]
     for arguments, reason in (
-        ([str(out), "--out", str(windows)], "is there already"),
-        ([str(folder)], "holds no spans"),
+        ([str(out), "--out", str(windows)], "already exists"),
+        ([str(folder)], "has no spans"),
     ):
         with pytest.raises(SystemExit):
             main(["export-windows", *arguments, "--data", str(folder / "prose.txt")])
@@ -124,16 +125,16 @@ def test_what_is_tolerated_is_not_chosen_on_held_out_text(folder: Path, tmp_path
     plan, found = FitPlan(tolerance=0.00025, context=64, steps=0, survey=1, measure=2, baselines=False), []
     (tmp_path / "numbers.txt").write_text(" ".join(map(str, range(1000))))
     for valid in (folder / "prose.txt", tmp_path / "numbers.txt"):
-        notes: list[dict] = []
+        notes: list[object] = []
         run = FitRun(str(folder), str(folder / "prose.txt"), str(valid), plan, torch.float32)
-        outcome = run.fit(lambda kind, row, notes=notes: notes.append(row) if kind == "note" else None)
+        outcome = run.fit(lambda event, notes=notes: notes.append(event) if isinstance(event, NoteEvent) else None)
         found.append((outcome.share, outcome.bits["full"], notes))
     assert found[0][1] != found[1][1]
     assert len(found[0][2]) == 6 and found[0][2] == found[1][2] and found[0][0] == found[1][0]
 
 
 def test_a_short_context_and_texts_that_only_choose(folder: Path, tmp_path: Path) -> None:
-    plan = FitPlan(budget=0.5, context=16, sinks=1, steps=1, survey=1, measure=1, baselines=False)
+    plan = FitPlan(budget=0.5, context=16, sink_tokens=1, steps=1, survey=1, measure=1, baselines=False)
     (tmp_path / "numbers.txt").write_text(" ".join(map(str, range(1000))))  # no part is there twice
     run = FitRun(str(folder), str(tmp_path / "numbers.txt"), "", plan, torch.float32)
     used = {tuple(row) for texts in (run.trials, run.train, run.held_out) for row in texts.ids.tolist()}
@@ -141,6 +142,7 @@ def test_a_short_context_and_texts_that_only_choose(folder: Path, tmp_path: Path
     assert run.fit().share <= 0.5
 
 
+@pytest.mark.slow
 def test_models_of_other_kinds_are_fitted_and_probed(folder: Path, tmp_path: Path) -> None:
     """Windows of their own, and logits that are changed behind the output layer in ways that are known and not."""
     tokenizer, kept = transformers.AutoTokenizer.from_pretrained(folder), {}
@@ -220,7 +222,10 @@ def test_lora_is_measured_and_merged_into_plain_weights(
         ),
         (["{model}", "--data", "{prose}", "--lora-lr", "0"], "lora_lr is 0; expected a positive number"),
         (["{model}", "--data", "{prose}", "--minutes", "-1"], "minutes is -1; expected 0 (no limit) or more"),
-        (["{model}", "--data", "{prose}", "--budget", "0.002"], "4 sinks and the token itself take 5; ask for 0.0024"),
+        (
+            ["{model}", "--data", "{prose}", "--budget", "0.002"],
+            "4 sink tokens and the token itself take 5; ask for 0.0024",
+        ),
         (["{model}", "--data", "{prose}", "--budget", "2"], "expected a share of the full key/value memory"),
         (["{model}", "--data", "{prose}", "--tolerance", "2"], "tolerance is 2; expected a share of the loss"),
     ],
@@ -245,7 +250,7 @@ def test_bad_input_gets_a_sentence(
 def test_bits_are_counted_on_the_end_of_each_window_and_bytes_by_hand(folder: Path) -> None:
     model, tokenizer = load_model(str(folder))
     text = PROSE * 3
-    windows = make_windows(text, tokenizer, context=64, start=40)
+    windows = make_chunks(text, tokenizer, context=64, start=40)
     raw = text.encode()
     assert len(windows) == len(raw) // 64
     whole = [n for n in range(len(windows)) if raw[64 * n + 40 : 64 * n + 64].isascii()]
@@ -253,7 +258,7 @@ def test_bits_are_counted_on_the_end_of_each_window_and_bytes_by_hand(folder: Pa
     with torch.no_grad():
         logits = model(windows.ids[:1]).logits[0]
     by_hand = sum(-float(logits[t - 1].log_softmax(-1)[raw[t] and windows.ids[0, t]]) for t in range(40, 64))
-    assert window_bits(model, windows[:1])[0] == pytest.approx(by_hand / 0.6931471805599453, rel=1e-5)
+    assert chunk_bits(model, windows[:1])[0] == pytest.approx(by_hand / 0.6931471805599453, rel=1e-5)
 
 
 def test_a_tokenizer_s_beginning_stands_before_every_text(folder: Path) -> None:
@@ -263,13 +268,13 @@ def test_a_tokenizer_s_beginning_stands_before_every_text(folder: Path) -> None:
     tokenizer.backend_tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A <s>", special_tokens=[("<s>", bos)]
     )
-    windows = make_windows(PROSE * 4, tokenizer, context=64, start=40)
+    windows = make_chunks(PROSE * 4, tokenizer, context=64, start=40)
     assert windows.ids[:, 0].tolist() == [bos] * len(windows) and int((windows.ids == bos).sum()) == len(windows)
     raw = (PROSE * 4).encode()
     assert tokenizer.decode(windows.ids[:, 1:].flatten()) == raw[: 63 * len(windows)].decode(errors="ignore")
     assert windows.bytes.tolist() == [24] * len(windows)
     with pytest.raises(ValueError, match="one window takes 999; give more text"):
-        make_windows(PROSE * 4, tokenizer, context=1000, start=40)
+        make_chunks(PROSE * 4, tokenizer, context=1000, start=40)
     task, plain = (make_task(t, 256, 0.0, 3) for t in (tokenizer, transformers.AutoTokenizer.from_pretrained(folder)))
     assert task.ids[0] == bos and bos not in task.ids[1:] and len(task.ids) <= 256
     assert task.ids[1:5] == plain.ids[:4] and task.key == plain.key

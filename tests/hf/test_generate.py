@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_models import CONFIGS, tiny, tokens
+from support.hf_models import CONFIGS, tiny, tokens
 
 pytest.importorskip("transformers")
 
@@ -39,7 +39,7 @@ def test_every_mode_at_full_span_is_the_models_own(name: str, mode: str) -> None
 @pytest.mark.parametrize("name", CONFIGS)
 def test_short_spans_greedy_is_one_pass_at_a_time(name: str) -> None:
     model, ids = tiny(name), tokens(2, 21)
-    hf.attach(model, max_span=40, init=0.1, ramp=4, sinks=2)
+    hf.attach(model, max_span=40, init=0.1, ramp=4, sink_tokens=2)
     made = generate(model, ids)
     for n in range(12):
         with torch.no_grad():
@@ -50,7 +50,7 @@ def test_short_spans_greedy_is_one_pass_at_a_time(name: str) -> None:
 @pytest.mark.parametrize("mode", ["greedy", "beams"])
 def test_left_padding_changes_nothing(mode: str) -> None:
     model, ids = tiny("llama"), tokens(2, 21)
-    hf.attach(model, max_span=40, init=0.1, ramp=4, sinks=2)
+    hf.attach(model, max_span=40, init=0.1, ramp=4, sink_tokens=2)
     mask = torch.ones_like(ids)
     mask[1, :8] = 0
     alone = generate(model, ids[1:, 8:], **MODES[mode])[:, 13:]
@@ -59,5 +59,5 @@ def test_left_padding_changes_nothing(mode: str) -> None:
 
 def test_assisted_by_another_model() -> None:
     model, ids = tiny("llama"), tokens(1, 15)
-    hf.attach(model, max_span=40, init=0.1, ramp=4, sinks=2)
+    hf.attach(model, max_span=40, init=0.1, ramp=4, sink_tokens=2)
     assert torch.equal(generate(model, ids, assistant_model=tiny("llama", seed=7)), generate(model, ids))

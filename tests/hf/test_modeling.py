@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from hf_models import tokens, transformers
 from spanformer import LM, ModelConfig, hf
 from spanformer.model.config import AttentionConfig, EmbeddingConfig
+from support.hf_models import tokens, transformers
 
 ATTENTION = AttentionConfig(max_span=48, ramp=4, init=0.3)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_models import VOCAB, tiny, tokens, transformers
 from spanformer import hf
+from support.hf_models import VOCAB, tiny, tokens, transformers
 
 SMALL = {
     "hidden_size": 16,
@@ -117,7 +117,7 @@ ARGUMENTS = {
     "init": ({"init": 1.5}, "init is 1.5; expected a ratio of max_span, 0 … 1"),
     "ramp": ({"ramp": 0}, "ramp is 0; expected a positive"),
     "per": ({"per": "layer"}, "per is 'layer'; expected 'kv_head'"),
-    "sinks": ({"sinks": -1}, "sinks is -1; expected a number of tokens, 0 or more"),
+    "sink_tokens": ({"sink_tokens": -1}, "sink_tokens is -1; expected a number of tokens, 0 or more"),
 }
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_models import tiny, tokens, transformers
 from spanformer import hf
 from spanformer.hf.export import mean_loss, plan_windows
+from support.hf_models import tiny, tokens, transformers
 
 
 def spread(model, low: float = 0.0, high: float = 1.0, seed: int = 4):
@@ -25,7 +25,7 @@ def spread(model, low: float = 0.0, high: float = 1.0, seed: int = 4):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
 @pytest.mark.parametrize("shards", [False, True])
 def test_a_round_trip(name: str, shards: bool, tmp_path) -> None:
-    model, ids = spread(hf.attach(tiny(name), max_span=40, ramp=4, per="head", sinks=2)), tokens(2, 50)
+    model, ids = spread(hf.attach(tiny(name), max_span=40, ramp=4, per="head", sink_tokens=2)), tokens(2, 50)
     model.save_pretrained(tmp_path, **({"max_shard_size": "20KB"} if shards else {}))
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == shards
     assert not [p for p in tmp_path.iterdir() if p.suffix not in (".json", ".safetensors")]
@@ -76,12 +76,14 @@ def test_what_cannot_be_loaded(tmp_path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["spanformer"]["max_span"] = "long"
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r'"spanformer" in .*config.json is .*expected max_span, ramp, per, sinks'):
+    with pytest.raises(
+        ValueError, match=r'"spanformer" in .*config.json is .*expected max_span, ramp, per, sink_tokens'
+    ):
         hf.from_pretrained(folder)
 
 
 def test_the_one_window_keeps_the_fewest_tokens() -> None:
-    model = hf.attach(tiny("llama"), max_span=100, ramp=4, sinks=0)
+    model = hf.attach(tiny("llama"), max_span=100, ramp=4, sink_tokens=0)
     for spans, ratios in zip(hf.head_spans(model).values(), ([0.0, 0.06], [0.16, 0.125], [0.96, 0.01]), strict=True):
         with torch.no_grad():
             spans.ratio.copy_(torch.tensor(ratios))
@@ -101,7 +103,7 @@ ALL = {"layer_types": ["full_attention"] * 3}
 def test_windows_are_a_model_any_engine_reads(name: str, changes: dict, tmp_path) -> None:
     """A uniform span with the sharpest ramp is a window, so the exported model must then agree."""
     model, ids = tiny(name, **changes), tokens(1, 60)
-    hf.attach(model, max_span=64, init=0.25, ramp=1e-3, sinks=0)
+    hf.attach(model, max_span=64, init=0.25, ramp=1e-3, sink_tokens=0)
     other, windows = hf.to_windows(model, context=60)
     assert windows.sliding_window == 17 and windows.layer_types == ["sliding_attention"] * 3
     with torch.no_grad():

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_models import transformers
 from spanformer import hf
+from support.hf_models import transformers
 
 TEXT = (
     "The history of the lighthouse begins with fires on hills. Ports were still small, and ships found their way by "

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_models import tiny, tokens, transformers
 from spanformer import hf
 from spanformer.hf.trainer import SpanCallback
+from support.hf_models import tiny, tokens, transformers
 
 
 class Texts(torch.utils.data.Dataset):
@@ -131,6 +131,6 @@ def test_the_example_runs(capsys, monkeypatch) -> None:
     monkeypatch.setattr("sys.argv", [str(path)])
     runpy.run_path(str(path), run_name="__main__")
     shares = re.findall(r"cache (\d+)% of full", out := capsys.readouterr().out)
-    assert len(shares) == 3 and int(shares[-1]) < int(shares[0]) and "and 4 sinks" in out
+    assert len(shares) == 3 and int(shares[-1]) < int(shares[0]) and "and 4 sink tokens" in out
     held, full = (int(n.replace(",", "")) for n in re.findall(r"(?:from|of them:) ([\d,]+)", out))
     assert held < full

@@ -20,7 +20,6 @@ pytest.importorskip("transformers")
 import tokenizers
 import transformers
 
-from refusals import refusal
 from spanformer import hf
 from spanformer.core.peak import peak_of
 from spanformer.hf.pretrained import load_causal_lm, load_config, load_tokenizer
@@ -28,6 +27,7 @@ from spanformer.hf.saved import load_fitted
 from spanformer.hf.text import load_model
 from spanformer.model.config import FeedForwardConfig, ModelConfig
 from spanformer.model.lm import LM
+from support.refusals import refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 LOADERS: dict[str, Callable[[Path], object]] = {

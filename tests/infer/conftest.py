@@ -13,11 +13,11 @@ KINDS: dict[str, ModelConfig] = {
     "adaptive_span": ModelConfig(VOCAB, 16, 2, 2, attention=AttentionConfig(max_span=24, ramp=3.0, init=0.2)),
     "mixed": ModelConfig(
         VOCAB, 16, 2, 4, kv_heads=2, position=PositionConfig("alibi"),
-        attention=AttentionConfig(max_span=16, stack=("window:5", "2 window:3 + 2 full")),
+        attention=AttentionConfig(max_span=16, stack=("window(5)", "2 window(3) + 2 full")),
     ),
     "dynamic_span": ModelConfig(VOCAB, 16, 2, 2, attention=AttentionConfig("dynamic_span", max_span=16, ramp=2.0)),
     "original": ModelConfig(
-        VOCAB, 16, 2, 2, original=True, order="post", norm="layer", position=PositionConfig("table"),
+        VOCAB, 16, 2, 2, paper_compat=True, order="post", norm="layer", position=PositionConfig("table"),
         feedforward=FeedForwardConfig("relu"), attention=AttentionConfig(max_span=16, ramp=2.0, init=0.3),
     ),
     "persistent": ModelConfig(
@@ -58,6 +58,6 @@ def lm() -> LM:
 
 @pytest.fixture
 def tokens():
-    """A function from a length to so many ids."""
+    """A function from a length to this many ids."""
     random = torch.Generator().manual_seed(7)
     return lambda length: torch.randint(VOCAB, (length,), generator=random).tolist()

@@ -42,13 +42,13 @@ def greedy(lm, prompt, count):
 @pytest.fixture
 def reads(monkeypatch, lm):
     """The shapes of all that a model of this class reads."""
-    shapes, read = [], type(lm).read
+    shapes, read = [], type(lm).decode
 
     def watched(self, x, cache, *, lengths=None, logits="all"):
         shapes.append(tuple(x.shape))
         return read(self, x, cache, lengths=lengths, logits=logits)
 
-    monkeypatch.setattr(type(lm), "read", watched)
+    monkeypatch.setattr(type(lm), "decode", watched)
     return shapes
 
 
@@ -135,6 +135,7 @@ def test_lookup_takes_fewer_steps_where_the_text_repeats_itself(lm, tokens, read
     assert len(reads) < 80 and max(width for _, width in reads[1:]) == 9
 
 
+@pytest.mark.slow
 def test_lookup_leaves_the_cache_at_the_last_token(lm, tokens):
     for most in range(101, 104):
         cache, prompt = lm.cache(1, slack=8), tokens(20)
@@ -273,8 +274,8 @@ def test_a_search_tells_a_token_once_no_beam_disagrees(lm, tokens, reads):
 @pytest.mark.parametrize(
     "wrong, said",
     [
-        ({"prompt": []}, "the prompt is empty; expected at least one token to go on from"),
-        ({"prompt": ""}, "the prompt is empty; expected at least one token to go on from"),
+        ({"prompt": []}, "the prompt is empty; expected at least one token"),
+        ({"prompt": ""}, "the prompt is empty; expected at least one token"),
         ({"prompt": [3, 11]}, "token 2 of the prompt is 11; expected ids of the vocabulary, 0 … 10"),
         ({"max_tokens": 0}, "max_tokens is 0; expected 1 or more"),
         ({"chunk": 0}, "chunk is 0; expected 1 or more"),
@@ -282,10 +283,10 @@ def test_a_search_tells_a_token_once_no_beam_disagrees(lm, tokens, reads):
         ({"beams": 0}, "beams is 0; expected 1 … 1,024"),
         ({"lookup": -1}, "lookup is -1; expected 0 … 1,024"),
         ({"beams": 2, "sampling": Sampling(0.5)},
-         "beams is 2, a search that draws nothing; leave sampling out, or use 1 beam"),
+         "beams is 2, and beam search does not sample; omit sampling, or use 1 beam"),
         ({"beams": 2, "lookup": 4}, "beams is 2 and lookup is 4; expected one of the two"),
-        ({"stop": [""]}, "one of the stop strings is empty, which would stop at once; expected some text"),
-        ({"stop": "a"}, "stop is the text 'a'; expected a list of texts, such as ['a']"),
+        ({"stop": [""]}, "stop contains an empty string, which would stop at once; expected non-empty strings"),
+        ({"stop": "a"}, "stop is the string 'a'; expected a list of strings, such as ['a']"),
     ],
 )  # fmt: skip
 def test_bad_input_is_refused_before_anything_is_read(lm, reads, wrong, said):
@@ -296,8 +297,8 @@ def test_bad_input_is_refused_before_anything_is_read(lm, reads, wrong, said):
 
 def test_bad_batches_are_refused(lm):
     for prompts, beams, lookup, said in [
-        ([], 1, 0, "there are no prompts; expected one or more"),
-        ([[1], []], 1, 0, "prompt 2 is empty; expected at least one token to go on from"),
+        ([], 1, 0, "prompts is empty; expected one or more"),
+        ([[1], []], 1, 0, "prompt 2 is empty; expected at least one token"),
         ([[1], [2]], 2, 0, "beams takes one prompt at a time; got 2"),
         ([[1], [2], [3]], 1, 2, "lookup takes one prompt at a time; got 3"),
     ]:
@@ -307,13 +308,11 @@ def test_bad_batches_are_refused(lm):
 
 
 def test_a_cache_that_does_not_fit_is_refused(lm):
-    with pytest.raises(ValueError, match=r"^the cache has 2 rows; expected one for each prompt, 1$"):
+    with pytest.raises(ValueError, match=r"^the KV cache has 2 rows; expected one for each prompt, 1$"):
         generate(lm, [1], cache=lm.cache(2))
     with pytest.raises(ValueError) as error:
         generate(lm, [1], cache=lm.cache(1, slack=3), lookup=4)
-    assert str(error.value) == (
-        "lookup is 4 and the cache can take back 3 tokens; expected a cache with a slack of 4 or more"
-    )
+    assert str(error.value) == ("lookup is 4, but the KV cache has a slack of 3 tokens; expected a slack of 4 or more")
 
 
 def test_broken_weights_are_noticed(lm):

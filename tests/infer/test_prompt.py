@@ -64,7 +64,7 @@ def test_a_text_becomes_ids_by_its_vocabulary():
 @pytest.mark.parametrize(
     "prompt, said",
     [
-        ("ab", "the prompt is a text; give its vocabulary as vocab, or the ids of its tokens"),
+        ("ab", "the prompt is a text, but vocab is None; pass vocab, or the ids of its tokens"),
         ([1, 2, 300], "token 3 of the prompt is 300; expected ids of the vocabulary, 0 … 255"),
         ([1, -1], "token 2 of the prompt is -1; expected ids of the vocabulary, 0 … 255"),
         (iter([np.array([1, 2]), np.array([3, 256])]),

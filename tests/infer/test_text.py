@@ -11,7 +11,7 @@ from spanformer.infer.text import Writer, check_stop
 
 
 def written(text: str, stop: tuple[str, ...]) -> tuple[list[str], bool]:
-    writer = Writer(Bytes().decoder(), stop)
+    writer = Writer(Bytes().detokenizer(), stop)
     pieces = []
     for token in text.encode():
         pieces.append(writer.add(token))
@@ -40,9 +40,9 @@ def test_only_what_may_be_a_stop_string_waits():
 @pytest.mark.parametrize(
     "stop, vocab, said",
     [
-        (("a", ""), Bytes(), "one of the stop strings is empty, which would stop at once; expected some text"),
-        ("end", Bytes(), "stop is the text 'end'; expected a list of texts, such as ['end']"),
-        (("a",), None, "stop strings need a vocabulary to compare texts by; give vocab as well"),
+        (("a", ""), Bytes(), "stop contains an empty string, which would stop at once; expected non-empty strings"),
+        ("end", Bytes(), "stop is the string 'end'; expected a list of strings, such as ['end']"),
+        (("a",), None, "stop strings need a vocabulary; pass vocab as well"),
     ],
 )
 def test_bad_stop_strings_are_refused(stop, vocab, said):

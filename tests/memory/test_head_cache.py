@@ -11,7 +11,7 @@ from torch import Tensor
 from spanformer import HeadCache, Rule, attend
 from spanformer.memory.slots import read_slots
 from spanformer.ops import kernel
-from spanformer.ops.rings_banded import quantise
+from spanformer.ops.decode.banded import quantise
 
 BACKENDS = ["banded"] if kernel.problem() else ["native", "banded"]
 B, H, HKV, D, DV, LENGTH = 2, 4, 2, 24, 40, 130
@@ -21,11 +21,16 @@ RULES = {
     "span": lambda: Rule(H, reach=REACH, span=torch.tensor([3.5, 20, 0, 4.0]), ramp=8.0),
     "bias": lambda: Rule(H, reach=REACH, distance_bias=torch.linspace(0, -3, H * 60).view(H, 60)),
     "vectors": lambda: Rule(H, reach=REACH, distance_vec=torch.linspace(-1, 1, 60 * D).view(1, 60, D)),
-    "sinks": lambda: Rule(H, reach=REACH, sinks=torch.linspace(-1, 1, H)),
-    "original": lambda: Rule(H, reach=[n - 1 for n in REACH], original=True),
-    "kept": lambda: Rule(H, reach=REACH, kept=5),
+    "sink_logits": lambda: Rule(H, reach=REACH, sink_logits=torch.linspace(-1, 1, H)),
+    "original": lambda: Rule(H, reach=[n - 1 for n in REACH], paper_compat=True),
+    "sink_tokens": lambda: Rule(H, reach=REACH, sink_tokens=5),
     "kept, span, sinks": lambda: Rule(
-        H, reach=REACH, kept=3, span=torch.tensor([3.5, 20, 0, 4.0]), ramp=8.0, sinks=torch.linspace(-1, 1, H)
+        H,
+        reach=REACH,
+        sink_tokens=3,
+        span=torch.tensor([3.5, 20, 0, 4.0]),
+        ramp=8.0,
+        sink_logits=torch.linspace(-1, 1, H),
     ),
 }
 
@@ -42,7 +47,7 @@ def truth(q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Tensor:
 
 
 def _double(rule: Rule) -> Rule:
-    names = ("span", "distance_bias", "distance_vec", "sinks")
+    names = ("span", "distance_bias", "distance_vec", "sink_logits")
     return replace(rule, **{n: None if getattr(rule, n) is None else getattr(rule, n).double() for n in names})
 
 
@@ -51,14 +56,14 @@ def _double(rule: Rule) -> Rule:
 @pytest.mark.parametrize("name", RULES)
 def test_equals_attention_over_everything(name: str, pieces: list[int], backend: str) -> None:
     rule, (q, k, v) = RULES[name](), qkv()
-    cache = HeadCache(B, [50, 12], D, DV, kept=rule.kept)
+    cache = HeadCache(B, [50, 12], D, DV, sink_tokens=rule.sink_tokens)
     found = [
         cache.attend(*some, rule, backend=backend).out
         for some in zip(*(t.split(pieces, 2) for t in (q, k, v)), strict=True)
     ]
     torch.testing.assert_close(torch.cat(found, 2).double(), truth(q, k, v, rule), atol=2e-5, rtol=2e-5)
     assert cache.seen.tolist() == [LENGTH] * B
-    assert cache.bytes() == 4 * B * (50 + 12 + 2 * rule.kept) * (D + DV)
+    assert cache.bytes() == 4 * B * (50 + 12 + 2 * rule.sink_tokens) * (D + DV)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -66,7 +71,7 @@ def test_equals_attention_over_everything(name: str, pieces: list[int], backend:
 def test_rows_of_different_lengths(name: str, backend: str) -> None:
     rule, (q, k, v) = RULES[name](), qkv(4)
     expected, at = truth(q, k, v, rule), torch.zeros(4, dtype=torch.int64)
-    cache = HeadCache(4, [50, 12], D, DV, kept=rule.kept)
+    cache = HeadCache(4, [50, 12], D, DV, sink_tokens=rule.sink_tokens)
     for n, lengths in enumerate(
         [[2, 0, 5, 1], [60, 13, 1, 0], [1, 1, 1, 1], [0, 20, 3, 2], [1, 1, 1, 1], [9, 9, 9, 9]]
     ):
@@ -87,11 +92,11 @@ def test_rows_of_different_lengths(name: str, backend: str) -> None:
 @pytest.mark.parametrize("reach", [[60, 30], [20, 12], [20, 40]], ids=str)
 def test_a_ring_that_grew_does_not_see_what_it_forgot(reach: list[int], steps: list[int], backend: str) -> None:
     (q, k, v), kept = qkv(), 2
-    cache = HeadCache(B, [50, 12], D, DV, kept=kept)
+    cache = HeadCache(B, [50, 12], D, DV, sink_tokens=kept)
     cache.append(k[:, :, :100], v[:, :, :100])
     cache.resize(reach)
     assert cache.bytes() == 4 * B * (sum(reach) + 2 * kept) * (D + DV)
-    rule = Rule(H, reach=[n for n in reach for _ in range(2)], kept=kept)
+    rule = Rule(H, reach=[n for n in reach for _ in range(2)], sink_tokens=kept)
     bias = torch.zeros(1, HKV, 120, dtype=torch.float64)
     for g, was in enumerate((50, 12)):
         bias[0, g, kept : 100 - was] = -torch.inf
@@ -112,11 +117,11 @@ def test_tokens_read_again_after_a_crop_below_the_kept_ones_are_seen(
 ) -> None:
     """A ring has forgotten positions that the kept slots hold; cropped below them, they are read again and seen."""
     (q, k, v), kept = qkv(), 5
-    cache = HeadCache(B, [2, 2], D, DV, kept=kept, slack=2)
+    cache = HeadCache(B, [2, 2], D, DV, sink_tokens=kept, slack=2)
     cache.append(k[:, :, :9], v[:, :, :9])
     for change in ("resize", "crop") if resize_first else ("crop", "resize"):
         cache.resize([50, 12]) if change == "resize" else cache.crop(torch.tensor([0, 1]))
-    rule = Rule(H, reach=REACH, kept=kept)
+    rule = Rule(H, reach=REACH, sink_tokens=kept)
     parts = [torch.stack([t[0, :, :20], t[1, :, 1:21]]).split(steps, 2) for t in (q, k, v)]
     found = [cache.attend(*some, rule, backend=backend).out for some in zip(*parts, strict=True)]
     expected = truth(q[:, :, :21], k[:, :, :21], v[:, :, :21], rule)
@@ -152,7 +157,7 @@ def test_eight_bits_are_off_by_at_most_what_is_stated(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("steps", [[1] * 30, [30]], ids=len)
 def test_eight_bits_give_attention_to_rounded_keys_and_values(steps: list[int], backend: str) -> None:
     rule, (q, k, v) = RULES["kept, span, sinks"](), qkv()
-    cache = HeadCache(B, [50, 12], D, DV, kept=3, bits=8)
+    cache = HeadCache(B, [50, 12], D, DV, sink_tokens=3, bits=8)
     cache.append(k[:, :, :100], v[:, :, :100])
     assert cache.bytes() == B * (62 + 6) * (D + DV + 8)
     rounded = [codes * scale[..., None] for codes, scale in map(quantise, (k, v))]
@@ -174,7 +179,7 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(ValueError, match=r"v has shape \[2, 2, 3, 24\]; expected \[2, 2, 3, 40\]"):
         cache.attend(q, k, k, Rule(H, reach=5))
     with pytest.raises(ValueError, match="the rule keeps 2 first tokens and the cache 0"):
-        cache.attend(q, k, v, Rule(H, reach=5, kept=2))
+        cache.attend(q, k, v, Rule(H, reach=5, sink_tokens=2))
     with pytest.raises(ValueError, match="without blocks, key_bias, key_span, forget, documents"):
         cache.attend(q, k, v, Rule(H, reach=5, key_bias=torch.zeros(1, 1, 3)))
     with pytest.raises(ValueError, match=r"reach is \[0, 4\]; expected at least 1 position"):

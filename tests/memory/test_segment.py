@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from spanformer import LM
-from spanformer.memory.segment import State, remember
+from spanformer.memory import State
+from spanformer.memory.segment import remember
 from spanformer.model.config import AttentionConfig, ModelConfig
 
 
@@ -49,7 +50,7 @@ def test_a_state_continued_twice_keeps_both_stories_apart() -> None:
     start, left, right, end = torch.randint(0, 11, (4, 1, 12))
     state = lm(start).state
     state = lm(start, state).state
-    assert any(tape is not None for tape in state.tapes)
+    assert any(layer.tape is not None for layer in state.layers)
 
     def story(middle: torch.Tensor, state: State) -> State:
         return lm(middle, state).state

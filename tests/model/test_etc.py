@@ -11,21 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from family import above, rms, two_streams
 from spanformer import Encoder
 from spanformer.attention.etc import Structure
 from spanformer.data import mask_segments, mask_tokens
 from spanformer.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, PositionConfig
 from spanformer.model.cpc import SHARE, nce
+from support.dense_models import above, rms, two_streams
 
 MASK = 19
 SMALL = ModelConfig(
-    vocab=20, dim=16, layers=2, heads=2, kind="encoder", attention=AttentionConfig(kind="etc:3:4:2"),
+    vocab=20, dim=16, layers=2, heads=2, kind="encoder", attention=AttentionConfig(kind="etc(3, 4, 2)"),
     position=PositionConfig(kind="none"),
 )  # fmt: skip
 
 
-def make(kind: str = "etc:3:4:2", **changes) -> Encoder:
+def make(kind: str = "etc(3, 4, 2)", **changes) -> Encoder:
     torch.manual_seed(0)
     return Encoder(replace(SMALL, attention=AttentionConfig(kind=kind), **changes))
 
@@ -51,7 +51,9 @@ class TestEquation:
         return rms(torch.cat([top + summed, h + found], 1), model.norm) @ model.head.weight.T  # pyright: ignore
 
     @pytest.mark.parametrize("given", [True, False])
-    @pytest.mark.parametrize("kind", ["etc:3:4:2", "etc:3:4:2:1", "etc_apart:3:4:2", "etc_apart:3:4:2:1"])
+    @pytest.mark.parametrize(
+        "kind", ["etc(3, 4, 2)", "etc(3, 4, 2, true)", "etc_projected(3, 4, 2)", "etc_projected(3, 4, 2, true)"]
+    )
     @pytest.mark.parametrize(("backend", "dtype"), [("banded", torch.float64), ("native", torch.float32)])
     def test_equals_it(self, kind, backend, dtype, given):
         model = make(kind, layers=1, feedforward=FeedForwardConfig(kind="none")).double()
@@ -94,7 +96,7 @@ class TestEquation:
 
 class TestEncoder:
     def test_every_parameter_learns(self):
-        for kind in ("etc:3:4:2", "etc_apart:3:4:2"):
+        for kind in ("etc(3, 4, 2)", "etc_projected(3, 4, 2)"):
             model, x = make(kind), text()
             hidden = mask_segments(x.numpy(), np.arange(12)[None].repeat(2, 0) // 4, 0.5, mask=MASK, seeds=[(0,), (1,)])
             found = model(**{name: torch.from_numpy(a) for name, a in vars(hidden).items()}, targets=x)
@@ -105,11 +107,11 @@ class TestEncoder:
     def test_shapes_of_what_is_encoded(self):
         found = make().encode(torch.randn(2, 11, 16))
         assert found.states.shape == (2, 11, 16) and found.summaries.shape == (2, 3, 16)
-        assert make("window:4").encode(torch.randn(2, 11, 16)).summaries.shape == (2, 0, 16)
+        assert make("window(4)").encode(torch.randn(2, 11, 16)).summaries.shape == (2, 0, 16)
 
     def test_own_projections_start_as_the_layers(self):
         """So that both are the same function before training."""
-        one, own = make("etc:3:4:2"), make("etc_apart:3:4:2")
+        one, own = make("etc(3, 4, 2)"), make("etc_projected(3, 4, 2)")
         known = one.state_dict()
         own.load_state_dict(known, strict=False)
         for block in own.layers():
@@ -139,7 +141,7 @@ class TestEncoder:
         assert (moved(segments=none)[:7] > 1e-7).all() and (moved(segments=none)[7:] == 0).all()
 
     def test_hard_summaries_of_one_layer_see_their_segment_only(self):
-        model, x = make("etc:3:4:2:1", layers=1).eval(), text(b=1)
+        model, x = make("etc(3, 4, 2, true)", layers=1).eval(), text(b=1)
         changed = x.clone()
         changed[0, 0] = (x[0, 0] + 1) % 19
         a, b = (model.encode(model.embedding(t)).summaries for t in (x, changed))
@@ -167,7 +169,7 @@ class TestEncoder:
         from spanformer import Seq2Seq
         from spanformer.model.config import EncoderConfig
 
-        reading = EncoderConfig(attention=AttentionConfig(kind="etc:3:4"), position=PositionConfig(kind="none"))
+        reading = EncoderConfig(attention=AttentionConfig(kind="etc(3, 4)"), position=PositionConfig(kind="none"))
         model = Seq2Seq(ModelConfig(vocab=20, dim=16, layers=1, heads=2, kind="seq2seq", encoder=reading))
         assert model(text(), text(n=5)).logits.shape == (2, 5, 20)  # pyright: ignore
 
@@ -175,13 +177,19 @@ class TestEncoder:
         ("changes", "message"),
         [
             ({"kind": "lm"}, "etc reads a text whole, in both directions; expected model.kind 'encoder'"),
-            ({"heads": 4, "kv_heads": 2}, "model.kv_heads is 2; etc adds labels to the keys of every head, expected 0"),
-            ({"position": PositionConfig(kind="rotary")}, "model.position.kind is 'rotary'; etc tells distances by"),
-            ({"attention": AttentionConfig(stack=("etc", "window:8"))}, "model.attention.stack mixes etc with other"),
-            ({"attention": AttentionConfig(stack=("etc:8:4", "etc:8:2"))}, "or etc of different segments"),
-            ({"attention": AttentionConfig(kind="1 etc + 1 window:8")}, "GlobalLocal"),
-            ({"attention": AttentionConfig(kind="etc_apart"), "persistent": 3}, "model.persistent is 3, and global"),
-            ({"attention": AttentionConfig(kind="longformer:8:2"), "persistent": 3}, "of longformer have queries"),
+            (
+                {"heads": 4, "kv_heads": 2},
+                "model.kv_heads is set, and etc adds labels to the keys of every head; expected kv_heads 0",
+            ),
+            ({"position": PositionConfig(kind="rotary")}, "model.position.kind is 'rotary'; etc encodes distances by"),
+            ({"attention": AttentionConfig(stack=("etc", "window(8)"))}, "model.attention.stack mixes etc with other"),
+            ({"attention": AttentionConfig(stack=("etc(8, 4)", "etc(8, 2)"))}, "or etc of different segments"),
+            ({"attention": AttentionConfig(kind="1 etc + 1 window(8)")}, "GlobalLocal"),
+            (
+                {"attention": AttentionConfig(kind="etc_projected"), "persistent": 3},
+                "model.persistent is set, and global",
+            ),
+            ({"attention": AttentionConfig(kind="longformer(8, 2)"), "persistent": 3}, "of longformer have queries"),
         ],
     )
     def test_what_does_not_go_together_is_refused(self, changes, message):
@@ -192,7 +200,7 @@ class TestEncoder:
             (LM if config.kind == "lm" else Encoder)(config)
 
     def test_layers_may_differ_in_radius(self):
-        model = Encoder(replace(SMALL, attention=AttentionConfig(stack=("etc:1:4", "etc:5:4"))))
+        model = Encoder(replace(SMALL, attention=AttentionConfig(stack=("etc(1, 4)", "etc(5, 4)"))))
         assert model(text()).logits is not None
 
     def test_bad_inputs_are_refused(self):
@@ -200,7 +208,7 @@ class TestEncoder:
         with pytest.raises(ValueError, match=r"segments holds 3; expected −1 … 2, as there are 3 global tokens"):
             make()(x, segments=torch.full((2, 12), 3))
         with pytest.raises(ValueError, match="segments is given, and no layer has global tokens"):
-            make("window:4")(x, segments=torch.zeros_like(x))
+            make("window(4)")(x, segments=torch.zeros_like(x))
         picked = torch.zeros(2, 2, dtype=torch.long)
         with pytest.raises(ValueError, match="some of picked, alone and alone_padding are missing"):
             make()(x, picked=picked)
@@ -214,8 +222,8 @@ class TestEncoder:
         for wrong in (torch.zeros(2, 9, dtype=torch.long), torch.zeros(2, 12)):
             with pytest.raises(ValueError, match=r"segments has shape \[2, .*expected \[2, 12\] integers"):
                 make()(x, segments=wrong)
-        with pytest.raises(ValueError, match="chosen is given, and no layer has tokens to choose"):
-            make("window:4")(x, chosen=torch.zeros(2, 12, dtype=torch.bool))
+        with pytest.raises(ValueError, match="global_attention_mask is given, and no layer has global tokens"):
+            make("window(4)")(x, global_attention_mask=torch.zeros(2, 12, dtype=torch.bool))
         with pytest.raises(ValueError, match="expected token ids \\[B, T\\], B and T at least 1"):
             make()(x[:, :0])
 

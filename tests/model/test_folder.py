@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import resource
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spanformer.model import folder
-from spanformer.model.folder import NewerFormat, faults, read_meta, read_part, remove, sweep, write_folder
+from spanformer.model.folder import NewerFormat, faults, read_meta, read_part, write_folder
 
 META = {"config": {"width": 3, "lr": 0.1 + 0.2}, "names": ["ä", "\udc80"], "none": None}
 
@@ -208,7 +207,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize("replace", [False, True])
-@pytest.mark.parametrize("where", ["save_file", "_sync", "_digest", "json", "rename"])
+@pytest.mark.parametrize("where", ["save_file", "sync", "_digest", "json", "rename"])
 def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, replace: bool) -> None:
     path = tmp_path / "m"
     if replace:
@@ -271,27 +270,4 @@ def test_an_interruption_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(folder, "_digest", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write_folder(tmp_path / "m", parts(), {})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_sweep_undoes_what_killed_writers_left(tmp_path: Path) -> None:
-    write_folder(tmp_path / "a", parts(1), {})
-    write_folder(tmp_path / "b", parts(2), {})
-    (tmp_path / "a").rename(tmp_path / ".a.01234567.spanformer-old")  # killed between the two renames
-    write_folder(tmp_path / ".b.01234567.spanformer-old", parts(3), {})  # killed after them
-    for name in (".a.01234567.spanformer-new", ".c.89abcdef.spanformer-new", ".d.89abcdef.spanformer-new", ".cache"):
-        (tmp_path / name).mkdir()
-    alive = os.open(tmp_path / ".d.89abcdef.spanformer-new", os.O_RDONLY)
-    fcntl.flock(alive, fcntl.LOCK_EX)
-    sweep(tmp_path, "b")
-    assert len(hidden(tmp_path)) == 5
-    sweep(tmp_path, ".*")
-    assert hidden(tmp_path) == [".cache", ".d.89abcdef.spanformer-new"]
-    os.close(alive)
-    assert [read_part(tmp_path / name, "model")["w"][0, 0].item() for name in "ab"] == [1, 2]
-
-
-def test_remove(tmp_path: Path) -> None:
-    write_folder(tmp_path / "a", parts(), {})
-    remove(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []

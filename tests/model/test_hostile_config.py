@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from spanformer.core.fields import as_dict, build
 from spanformer.core.peak import peak_of, unsupported
+from spanformer.kinds import KINDS
+from spanformer.kinds.notation import parse_layer
 from spanformer.model import folder
 from spanformer.model.config import FeedForwardConfig, ModelConfig
 from spanformer.model.encoder import Encoder
-from spanformer.model.fields import as_dict, build
-from spanformer.model.kinds import KINDS
 from spanformer.model.lm import LM
 from spanformer.model.load import MODELS, load_any
 from spanformer.model.meta import TooLarge, build_on_meta
@@ -42,7 +43,7 @@ LIES: dict[str, dict[str, Any]] = {
     "cutoffs": {"embedding": {"cutoffs": list(range(1, 2000))}, "vocab": 10**6},
     "cutoffs that fall": {"embedding": {"cutoffs": [5, 3]}},
     "divisor": {"embedding": {"cutoffs": [5], "divisor": 0}},
-    "kinds": {"attention": {"stack": ["window:8"] * 100_000}, "layers": 10**5},
+    "kinds": {"attention": {"stack": ["window(8)"] * 100_000}, "layers": 10**5},
     "encoder": {"kind": "seq2seq", "encoder": {"layers": 10**7}},
 }
 
@@ -54,6 +55,7 @@ def write(path: Path, model: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(unsupported() is not None, reason=str(unsupported()))
+@pytest.mark.slow
 def test_a_config_that_lies_is_refused_without_its_memory(tmp_path: Path) -> None:
     for name, lie in LIES.items():
         path = tmp_path / name
@@ -70,13 +72,19 @@ def test_a_config_that_lies_is_refused_without_its_memory(tmp_path: Path) -> Non
         assert peak < 64e6 and seconds < 20, (name, peak, seconds)
 
 
-@pytest.mark.parametrize("number", [10**8, 10**30])
-def test_a_kind_with_absurd_numbers_is_refused_or_small(number: int) -> None:
+def test_kind_with_a_number_beyond_tensors_is_refused() -> None:
+    for name, kind in KINDS.items():
+        for param in kind.params:
+            with pytest.raises(ValueError, match="expected a number up to"):
+                parse_layer(f"{name}({param}={10**30})", SMALL.heads)
+
+
+@pytest.mark.slow
+def test_kind_with_a_large_number_is_refused_or_small() -> None:
     """Built on the meta device: what a kind lists in Python is real memory there too."""
     for name, kind in KINDS.items():
-        for at in range(len(kind.numbers)):
-            numbers = [1] * at + [number]
-            text = ":".join([name, *map(str, numbers)])
+        for param in kind.params:
+            text = f"{name}({param}={10**8})"
             peak, seconds = peak_of(lambda text=text: _build_or_refuse(text))
             assert peak < 64e6 and seconds < 5, text
 

@@ -8,15 +8,25 @@ from dataclasses import replace
 import pytest
 import torch
 
-from small_models import SMALL, make, text, with_attention
 from spanformer.model.config import PositionConfig
 from spanformer.model.lm import LM
+from support.small_models import SMALL, make, text, with_attention
 
-KINDS = ("expire_span", "forgetting", "sink_window:9", "sink_span", "dot", "general", "bilinear", "additive", "chunked")
+KINDS = (
+    "expire_span",
+    "forgetting",
+    "sink_window(9)",
+    "sink_span",
+    "dot",
+    "general",
+    "bilinear",
+    "additive",
+    "chunked",
+)
 MIXTURES = (
     "2 expire_span + 2 adaptive_span",
     "2 forgetting + 2 dynamic_span",
-    "2 sink_window:7 + 2 adaptive_span",
+    "2 sink_window(7) + 2 adaptive_span",
 )
 SEGMENTS_ONLY = ("additive", "chunked")  # these have no cache
 
@@ -33,11 +43,11 @@ def test_whole_by_segments_and_with_a_cache(kind: str) -> None:
     second = lm(x[:, 70:], first.state)
     torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), whole, rtol=1e-9, atol=1e-9)
     if kind in SEGMENTS_ONLY:
-        with pytest.raises(ValueError, match="mixes values in its own way, which a cache does not know"):
+        with pytest.raises(ValueError, match="has no KV cache"):
             lm.cache(2)
         return
     cache = lm.cache(2)
-    read = torch.cat([lm.read(piece, cache) for piece in x.split([90, 1, 1, 38], 1)], 1)  # pyright: ignore
+    read = torch.cat([lm.decode(piece, cache) for piece in x.split([90, 1, 1, 38], 1)], 1)  # pyright: ignore
     torch.testing.assert_close(read, whole, rtol=1e-9, atol=1e-9)
 
 
@@ -54,9 +64,9 @@ def test_every_parameter_gets_a_gradient(kind: str) -> None:
 
 
 def test_kept_tokens_by_a_number() -> None:
-    lm = make(config("sink_window:9:3"))
-    assert [mechanism.kept for mechanism in lm.mechanisms()] == [3, 3]
+    lm = make(config("sink_window(9, 3)"))
+    assert [mechanism.sink_tokens for mechanism in lm.mechanisms()] == [3, 3]
     x = text(2, 60)
     cache = lm.cache(2)
-    read = torch.cat([lm.read(piece, cache) for piece in x.split(20, 1)], 1)  # pyright: ignore
+    read = torch.cat([lm.decode(piece, cache) for piece in x.split(20, 1)], 1)  # pyright: ignore
     torch.testing.assert_close(read, lm(x).logits, rtol=1e-9, atol=1e-9)

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from small_models import CONFIGS, SMALL, make, text, with_attention
 from spanformer.attention import View
+from spanformer.kinds import POSITIONS
+from spanformer.memory import HiddenStates, LayerCall
 from spanformer.memory.groups import group_heads
 from spanformer.model.config import ModelConfig, PositionConfig
 from spanformer.model.lm import LM, State
 from spanformer.ops import Attended
-from spanformer.position import POSITIONS
+from support.small_models import CONFIGS, SMALL, make, text, with_attention
 
 CPU = torch.device("cpu")
 
@@ -70,15 +71,15 @@ def test_memory_follows_the_longest_span_of_each_layer() -> None:
             module.ratio.fill_(0)
             module.ratio[2] = ratio
     _, state = read(lm, text(1, 900), [100] * 9)
-    assert [h.shape[1] for h in state.hidden] == [128, 192, 576]
-    assert all(not h.requires_grad for h in state.hidden)
+    assert state.tokens() == [128, 192, 576]
+    assert all(not h.requires_grad for h in state.tensors().values())
     with torch.no_grad():
         lm.spans_modules()[2].ratio.fill_(0)  # shrinks at once, and grows as the text goes on
         lm.spans_modules()[0].ratio.fill_(0.3)
     state = lm(text(1, 100), state).state
-    assert [h.shape[1] for h in state.hidden] == [228, 192, 128]
+    assert state.tokens() == [228, 192, 128]
     state = lm(text(1, 100), state).state
-    assert [h.shape[1] for h in state.hidden] == [328, 192, 128]
+    assert state.tokens() == [328, 192, 128]
 
 
 def test_heads_are_grouped_by_what_they_need() -> None:
@@ -100,24 +101,26 @@ def test_layer_on_cuda_attends_once_whatever_its_heads_need(monkeypatch: pytest.
     lm = make(replace(with_attention(SMALL, max_span=300), position=PositionConfig(kind="none")))
     with torch.no_grad():
         lm.spans_modules()[0].ratio.zero_()[1] = 1.0
-    layer, lookback = lm.reader.blocks[0].attention, lm.lookback()[0]
+    layer, lookback = lm.layers()[0].attention, lm.context_length()[0]
     assert len(group_heads(lookback, 300, CPU)) == 2
     calls: list[tuple[int, int]] = []
 
-    def attend(q: torch.Tensor, _fresh, _past, _rule, _view, _turn, need: int, _kv_heads) -> Attended:
-        calls.append((q.shape[1], need))
-        return Attended(torch.zeros_like(q), q.new_zeros(q.shape[:3]))
+    def attend(_memory, call: LayerCall, _rule, _turn, need: int, _kv_heads) -> Attended:
+        calls.append((call.q.shape[1], need))
+        return Attended(torch.zeros_like(call.q), call.q.new_zeros(call.q.shape[:3]))
 
-    monkeypatch.setattr(layer, "_attend", attend)  # where fake tensors would be indexed, which takes CUDA after all
-    monkeypatch.setattr(layer.mechanism, "lookback", lambda: list(lookback))
+    monkeypatch.setattr(
+        HiddenStates, "_group", attend
+    )  # where fake tensors would be indexed, which takes CUDA after all
+    monkeypatch.setattr(layer.mechanism, "context_length", lambda: list(lookback))
     with FakeTensorMode(allow_non_fake_inputs=True):
         x, past = (torch.zeros(1, tokens, lm.config.dim, dtype=torch.float64, device="cuda") for tokens in (90, 330))
         weights = {name: torch.zeros_like(t, device="cuda") for name, t in layer.state_dict().items()}
-        torch.func.functional_call(layer, weights, (x, past, View(), lm.position))
+        torch.func.functional_call(layer, weights, (x, HiddenStates(past), View(start=330), lm.position))
     assert calls == [(layer.heads, 304)]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in POSITIONS if not kind.startswith("learned")])
+@pytest.mark.parametrize("kind", [kind for kind in POSITIONS if not POSITIONS[kind].needs_length])
 def test_heads_served_apart_know_their_places(kind: str) -> None:
     """One head looks far back and the others do not: they are served in two calls, under every position encoding."""
     position = PositionConfig(kind=kind)  # pyright: ignore[reportArgumentType]
@@ -127,7 +130,7 @@ def test_heads_served_apart_know_their_places(kind: str) -> None:
             module.ratio.zero_()
             module.ratio[1] = 1.0
     x = text(1, 420)
-    lookback = lm.lookback()[0]
+    lookback = lm.context_length()[0]
     assert len(group_heads(lookback, 300, CPU)) == 2
     whole = lm(x).logits  # nothing remembered: one call for all
     streamed, _ = read(lm, x, [330, 90])
@@ -170,9 +173,9 @@ def test_activation_checkpointing_changes_nothing() -> None:
 REFUSED = {
     "dim is 30": lambda: ModelConfig(dim=30, heads=4),
     "kv_heads is 3": lambda: ModelConfig(heads=4, kv_heads=3),
-    "expected kinds such as": lambda: with_attention(SMALL, stack=("windows:3",)),
-    "5 heads; expected 4": lambda: with_attention(SMALL, stack=("3 window:3 + 2 full",)),
-    "expected multiples of 2": lambda: with_attention(replace(SMALL, kv_heads=2), stack=("3 window:3 + 1 full",)),
+    "did you mean window": lambda: with_attention(SMALL, stack=("windows(3)",)),
+    "5 heads; expected 4": lambda: with_attention(SMALL, stack=("3 window(3) + 2 full",)),
+    "expected multiples of 2": lambda: with_attention(replace(SMALL, kv_heads=2), stack=("3 window(3) + 1 full",)),
     "outside the vocabulary of 37": lambda: make(SMALL)(torch.tensor([[40]])),
     "expected token ids": lambda: make(SMALL)(torch.tensor([1, 2])),
     "targets has shape": lambda: make(SMALL)(text(1, 5), targets=text(1, 4)),

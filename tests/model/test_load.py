@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import spanformer
+from spanformer.core.fields import as_dict
 from spanformer.model.config import AttentionConfig, EmbeddingConfig, FeedForwardConfig, ModelConfig
-from spanformer.model.fields import as_dict
 from spanformer.model.folder import write_folder
 from spanformer.model.lm import LM
 from spanformer.model.load import load, load_meta

@@ -7,21 +7,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from small_models import SMALL, make, text
 from spanformer.attention import Attention, View
 from spanformer.model.block import Block
 from spanformer.model.lm import LM
 from spanformer.ops import BlockIndex, Rule
+from support.small_models import SMALL, make, text
 
 
 class Thirds(Attention):
     """Sees itself, and every third token of the text, counted from its beginning, among the last few."""
 
-    placed = True
-
     def __init__(self, heads: int, lookback: list[int]) -> None:
         super().__init__()
-        self.heads, self.back = heads, lookback
+        self.heads, self.back, self.needs = heads, lookback, "positions"
+
+    def rule_needs(self):
+        return self.needs
 
     def rule(self, view: View) -> Rule:
         assert view.x is not None
@@ -30,7 +31,7 @@ class Thirds(Attention):
         mask = (at[None] % 3 == 0) | (at[None] == at[:, None])
         return Rule(self.heads, reach=[n + 1 for n in self.back], blocks=BlockIndex.from_dense(mask, 8))
 
-    def lookback(self) -> list[int]:
+    def context_length(self) -> list[int]:
         return self.back
 
 
@@ -54,16 +55,16 @@ def test_segments_and_cache_equal_the_whole(kv_heads: int) -> None:
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-9, atol=1e-9)
     for sizes in ([211], [100, *[1] * 50, 61]):
         cache = lm.cache(2)
-        read = torch.cat([lm.read(piece, cache) for piece in x.split(sizes, 1)], 1)  # pyright: ignore
+        read = torch.cat([lm.decode(piece, cache) for piece in x.split(sizes, 1)], 1)  # pyright: ignore
         torch.testing.assert_close(read, whole, rtol=1e-9, atol=1e-9)
 
 
 def test_rows_at_different_places() -> None:
     lm, x = model(4), text(2, 60)
     cache = lm.cache(2)
-    lm.read(x[:, :40], cache, lengths=torch.tensor([40, 23]))
+    lm.decode(x[:, :40], cache, lengths=torch.tensor([40, 23]))
     more = torch.stack([x[0, 40:50], x[1, 23:33]])
-    read = lm.read(more, cache)
+    read = lm.decode(more, cache)
     for row, end in ((0, 50), (1, 33)):
         torch.testing.assert_close(read[row], lm(x[row : row + 1, :end]).logits[0, -10:], rtol=1e-9, atol=1e-9)  # pyright: ignore
 
@@ -71,6 +72,6 @@ def test_rows_at_different_places() -> None:
 def test_a_mechanism_of_hidden_states_has_no_cache() -> None:
     lm = model(4)
     for mechanism in lm.mechanisms():
-        mechanism.reads_keys = True
-    with pytest.raises(ValueError, match="Thirds reads the hidden states of its keys, which a cache does not hold"):
-        lm.read(text(1, 5), lm.cache(1))
+        mechanism.needs = "states"
+    with pytest.raises(ValueError, match="Thirds needs the hidden states of its keys, which a KV cache does not hold"):
+        lm.decode(text(1, 5), lm.cache(1))

@@ -7,25 +7,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from small_models import KINDS, SMALL, make, position, text, with_attention
 from spanformer.attention import Patterned
+from spanformer.inspect.attention_maps import attention_maps
+from spanformer.kinds import POSITIONS
 from spanformer.model.build import make_position
-from spanformer.model.config import PER_LAYER, EncoderConfig, PositionConfig
+from spanformer.model.config import EncoderConfig, PositionConfig
 from spanformer.model.encoder import Encoder
 from spanformer.model.lm import LM
-from spanformer.model.looking import attention_maps
 from spanformer.model.seq2seq import Seq2Seq
-from spanformer.position import POSITIONS, Rotary
+from spanformer.position import Rotary
+from support.small_models import KINDS, SMALL, make, position, text, with_attention
 
 
 def model(kind: str) -> LM:
     return make(replace(SMALL, position=position(kind)))
-
-
-def test_every_encoding_has_a_kind() -> None:
-    assert set(KINDS) == set(POSITIONS)
-    for kind, made in POSITIONS.items():
-        assert type(make_position(replace(SMALL, position=position(kind)))) is made
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -33,9 +28,9 @@ def test_shared_or_one_for_each_layer(kind: str) -> None:
     lm = model(kind)
     positions = lm.positions()
     assert len(positions) == SMALL.layers
-    assert len(set(map(id, positions))) == (SMALL.layers if kind in PER_LAYER else 1)
+    assert len(set(map(id, positions))) == (SMALL.layers if POSITIONS[kind].per_layer else 1)
     names = {name for name, _ in lm.named_parameters() if name.startswith("position.")}
-    assert all(name.split(".")[1].isdigit() == (kind in PER_LAYER) for name in names)
+    assert all(name.split(".")[1].isdigit() == POSITIONS[kind].per_layer for name in names)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -56,16 +51,16 @@ def test_a_step_of_training_reaches_every_number(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["learned", "learned_per_layer"])
 def test_a_text_beyond_the_table_is_refused(kind: str) -> None:
     lm, x = model(kind), text(1, 129)
-    message = "a token stands at place 128 of its text, and learned positions end at 127; make them longer, begin"
+    message = "a token is at position 128 of its text, and learned positions end at 127; increase their length"
     with pytest.raises(ValueError, match=message):
         lm(x)
     out = lm(x[:, :100])
     with pytest.raises(ValueError, match=message):
         lm(x[:, 100:], out.state)
     cache = lm.cache(1)
-    lm.read(x[:, :128], cache)
+    lm.decode(x[:, :128], cache)
     with pytest.raises(ValueError, match=message):
-        lm.read(x[:, 128:], cache)
+        lm.decode(x[:, 128:], cache)
 
 
 @pytest.mark.parametrize(
@@ -75,12 +70,12 @@ def test_rows_at_different_places(kind: str) -> None:
     """Padding is not embedded, so it may stand where the table has ended."""
     lm, x = model(kind), text(2, 128)
     whole, cache = lm(x).logits, lm.cache(2)
-    lm.read(x[:, :120], cache, lengths=torch.tensor([120, 31]))
+    lm.decode(x[:, :120], cache, lengths=torch.tensor([120, 31]))
     more = torch.cat([torch.stack([x[0, 120:128], x[1, 31:39]]), text(2, 9)], 1)
-    read = lm.read(more, cache, lengths=torch.tensor([8, 8]))
+    read = lm.decode(more, cache, lengths=torch.tensor([8, 8]))
     for got, expected in zip(read[:, :8], (whole[0, 120:], whole[1, 31:39]), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
-    step = lm.read(x[:, 39:40], cache, lengths=torch.tensor([0, 1]))
+    step = lm.decode(x[:, 39:40], cache, lengths=torch.tensor([0, 1]))
     torch.testing.assert_close(step[1, 0], whole[1, 39], rtol=1e-9, atol=1e-9)
 
 
@@ -92,7 +87,7 @@ def test_an_encoder_tells_ahead_from_behind(kind: str) -> None:
     """Read backwards, a text gives the same states backwards only to positions that do not tell the two apart. All
     backends agree on it."""
     config = replace(SMALL, kind="encoder", layers=2, position=position(kind))
-    config = with_attention(config, kind="window:9")
+    config = with_attention(config, kind="window(9)")
     torch.manual_seed(1)
     encoder, x = Encoder(config).double().eval(), text(2, 31)
     with torch.no_grad():
@@ -108,7 +103,7 @@ def test_an_encoder_tells_ahead_from_behind(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "pattern",
-    ["Window(1, 5)", "Block(4, 0, 8)", "Window(3) | Global([7])", "blockwise:3:4", "image_1d:4:3", "fixed:5:2"],
+    ["Window(1, 5)", "Block(4, 0, 8)", "Window(3) | Global([7])", "blockwise(3, 4)", "image_1d(4, 3)", "fixed(5, 2)"],
 )
 def test_patterns_in_both_directions_take_every_position(pattern: str, kind: str) -> None:
     """What a pattern leaves of full attention, put to a sum of 1 again, is its own; all backends agree on it."""
@@ -145,7 +140,7 @@ def test_an_encoder_decoder_writes_as_it_was_trained(kind: str) -> None:
     model = Seq2Seq(replace(SMALL, kind="seq2seq", layers=2, position=position(kind), encoder=half)).double().eval()
     source, x = text(2, 17), text(2, 12)
     cache = model.start(source)
-    read = torch.cat([model.read(piece, cache) for piece in x.split([5, *[1] * 7], 1)], 1)
+    read = torch.cat([model.decode(piece, cache) for piece in x.split([5, *[1] * 7], 1)], 1)
     torch.testing.assert_close(read, model(source, x).logits, rtol=1e-9, atol=1e-9)
 
 
@@ -155,7 +150,7 @@ def test_scaled_rotary_reaches_the_model() -> None:
     assert isinstance(made, Rotary) and (made.scaling, made.factor, made.trained) == ("yarn", 4.0, 64)
     lm, x = make(replace(SMALL, position=config)), text(1, 100)
     cache = lm.cache(1)
-    found = torch.cat([lm.read(piece, cache) for piece in x.split([60] + [1] * 40, 1)], 1)
+    found = torch.cat([lm.decode(piece, cache) for piece in x.split([60] + [1] * 40, 1)], 1)
     torch.testing.assert_close(found, lm(x).logits, rtol=1e-9, atol=1e-9)
 
 

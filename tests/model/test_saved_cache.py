@@ -11,21 +11,21 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from small_models import CONFIGS, SMALL, make, text
 from spanformer import Cache
 from spanformer.memory import cache as module
+from support.small_models import CONFIGS, SMALL, make, text
 
 
 @pytest.mark.parametrize("bits", [0, 8])
 def test_saved_and_loaded(tmp_path, bits: int) -> None:
     lm, x = make(CONFIGS["hybrid heads"]), text(2, 100)
     cache = lm.cache(2, slack=3, bits=bits)
-    lm.read(x[:, :70], cache, lengths=torch.tensor([70, 22]))
+    lm.decode(x[:, :70], cache, lengths=torch.tensor([70, 22]))
     cache.save(tmp_path / "cache.safetensors")
     loaded = Cache.load(tmp_path / "cache.safetensors", lm)
     assert loaded.seen.tolist() == [70, 22] and loaded.slack == 3 and loaded.bits == bits
     new = torch.stack([x[0, 70:75], x[1, 22:27]])
-    assert torch.equal(lm.read(new, loaded), lm.read(new, cache))
+    assert torch.equal(lm.decode(new, loaded), lm.decode(new, cache))
     other = make(CONFIGS["hybrid heads"])
     with torch.no_grad():
         next(other.parameters()).add_(0.01)
@@ -77,7 +77,7 @@ def test_where_nothing_can_be_saved(tmp_path: Path) -> None:
 def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
     lm, path = make(SMALL), tmp_path / "cache"
     cache = lm.cache(1)
-    lm.read(text(1, 60), cache)
+    lm.decode(text(1, 60), cache)
     cache.save(path)
     whole = path.read_bytes()
     for at in [*range(0, len(whole), len(whole) // 60), len(whole) - 1]:
@@ -95,8 +95,10 @@ CRAFTED = {
     r"0.keys has shape \[2, 109, 8\].*expected \[2, 34359738376, 8\]": {"0.reach": torch.tensor([2**33] * 4)},
     r"0.keys has shape \[1\]": {"0.keys": torch.zeros(1, dtype=torch.float64)},
     r"1.values has .* dtype torch.float32": {"1.values": torch.zeros(2, 109, 8)},
-    r"2.oldest has shape \[1\]": {"2.oldest": torch.zeros(1)},
-    "2.oldest holds -1": {"2.oldest": torch.full((2, 4), -1)},
+    r"2.lost.oldest has shape \[1\]": {"2.lost.oldest": torch.zeros(1)},
+    "2.lost.oldest holds -1": {"2.lost.oldest": torch.full((2, 4), -1)},
+    "2.lost.place": {"2.lost.oldest": torch.full((2, 4), 1)},
+    "2.lost.place holds -1": {"2.lost.oldest": torch.full((2, 4), 1), "2.lost.place": torch.full((2, 4), -1)},
     "0.written holds": {"0.written": torch.tensor([2**62] * 2)},
     "expected .2, 4398046511205, 8. of": {"slack": 2**40},
     "slack is 'x'": {"slack": "x"},
@@ -109,7 +111,7 @@ def test_a_crafted_file_is_refused(tmp_path: Path, said: str) -> None:
     """Before anything is allocated for what it says."""
     lm, path = make(SMALL), tmp_path / "cache"
     cache = lm.cache(2, slack=2)
-    lm.read(text(2, 60), cache)
+    lm.decode(text(2, 60), cache)
     cache.save(path)
     with safe_open(path, "pt") as file:
         about, tensors = json.loads(file.metadata()["spanformer"]), {n: file.get_tensor(n) for n in file.keys()}  # noqa: SIM118

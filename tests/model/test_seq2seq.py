@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from spanformer import Encoder, Seq2Seq
+from spanformer.kinds import KINDS
 from spanformer.model.config import (
     AttentionConfig,
     EmbeddingConfig,
@@ -22,7 +23,6 @@ from spanformer.model.config import (
     ModelConfig,
     PositionConfig,
 )
-from spanformer.model.kinds import KINDS
 
 VOCAB, B, S, T = 23, 3, 11, 9
 SPANS = AttentionConfig(max_span=6, ramp=3.0, init=0.4)
@@ -60,16 +60,16 @@ CONFIGS = {
     },
     "windows": replace(
         SMALL,
-        attention=AttentionConfig(kind="window:4"),
-        encoder=EncoderConfig(attention=AttentionConfig(kind="window:3")),
+        attention=AttentionConfig(kind="window(4)"),
+        encoder=EncoderConfig(attention=AttentionConfig(kind="window(3)")),
     ),
     "full": replace(
         SMALL, attention=AttentionConfig(kind="full", max_span=64), encoder=EncoderConfig(attention=AttentionConfig())
     ),
     "mixed": replace(
         SMALL,
-        attention=replace(SPANS, kind="3 window:4 + 1 adaptive_span"),
-        encoder=EncoderConfig(attention=replace(SPANS, kind="2 window:3 + 2 adaptive_span")),
+        attention=replace(SPANS, kind="3 window(4) + 1 adaptive_span"),
+        encoder=EncoderConfig(attention=replace(SPANS, kind="2 window(3) + 2 adaptive_span")),
     ),
 }  # fmt: skip
 
@@ -166,7 +166,7 @@ def seen(mechanism, config: ModelConfig, parts, distance: Tensor) -> Tensor:
             z = next(spans).ratio[:, None, None] * a.max_span
             rows.append(((a.ramp + z - d) / a.ramp).clamp(0, 1))
         else:
-            width = a.max_span if part.kind == "full" else part.numbers["window"]
+            width = a.max_span if part.kind == "full" else part.params["window"]
             rows.append((d < width).double().expand(part.heads, -1, -1))
     return torch.cat(rows)
 
@@ -270,13 +270,13 @@ def test_cached_reading_is_the_teacher_forced_one(name: str) -> None:
     whole = model(source, x, source_padding=hidden).logits
     cache = model.start(source, hidden)
     kept = [(s.k.data_ptr(), s.v.data_ptr()) for s in cache.sources]
-    parts = [model.read(part, cache) for part in x.split([1, 1, 3, 1, T - 6], 1)]
+    parts = [model.decode(part, cache) for part in x.split([1, 1, 3, 1, T - 6], 1)]
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-9)
     assert kept == [(s.k.data_ptr(), s.v.data_ptr()) for s in cache.sources]  # made once
     cache = model.start(source, hidden)
-    model.read(x[:, :4], cache)
+    model.decode(x[:, :4], cache)
     cache.reorder(torch.tensor([2, 0]))
-    turned = model.read(x[[2, 0], 4:], cache.fork(1))
+    turned = model.decode(x[[2, 0], 4:], cache.fork(1))
     torch.testing.assert_close(turned, whole[[2, 0], 4:], rtol=1e-9, atol=1e-9)
 
 
@@ -292,7 +292,7 @@ def test_every_position_in_both_halves(kind: str) -> None:
     whole = model(source, x, source_padding=hidden).logits
     padded = torch.where(hidden, (source + 5) % VOCAB, source)
     cache = model.start(padded, hidden)
-    parts = [model.read(part, cache) for part in x.split([1, 1, 3, 1, T - 6], 1)]
+    parts = [model.decode(part, cache) for part in x.split([1, 1, 3, 1, T - 6], 1)]
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-9)
     wide = replace(config.encoder, attention=AttentionConfig(kind="full"), position=config.position)
     model = make(replace(config, encoder=wide))
@@ -393,10 +393,10 @@ def test_bad_input_gets_a_sentence() -> None:
             lambda: model(source, x, padding=hidden)
         ),
         r"^token 45 is outside the vocabulary of 23$": lambda: model(source + 23 * hidden, x),
-        r"^the cache of an encoder–decoder is not saved; read its source again instead$": (
+        r"^the KV cache of an encoder–decoder cannot be saved; call start again instead$": (
             lambda: model.start(source).save("x")
         ),
-        r"^x has shape \[2, 9\]; expected 3 rows, as the cache has$": lambda: model.read(x[:2], model.start(source)),
+        r"^x has shape \[2, 9\]; expected 3 rows, as the cache has$": lambda: model.decode(x[:2], model.start(source)),
         r"^at has shape \[2, 1\] and dtype torch.int64; expected places \[3, N\]$": (
             lambda: encoder()(source, at=torch.zeros(2, 1, dtype=torch.int64))
         ),
@@ -410,8 +410,8 @@ def test_bad_input_gets_a_sentence() -> None:
             lambda: replace(SMALL, kind="lm", encoder=EncoderConfig(), cross="dot")
         ),
         r"^model.encoder is set, and model.kind is 'lm'; expected kind 'seq2seq'$": lambda: replace(SMALL, kind="lm"),
-        r"^model.original is set, and model.kind is 'seq2seq'; the paper's code has language models only$": (
-            lambda: replace(SMALL, original=True)
+        r"^model.paper_compat is set, and model.kind is 'seq2seq'; the paper's code has language models only$": (
+            lambda: replace(SMALL, paper_compat=True)
         ),
     }
     for sentence, call in cases.items():

@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cases import Case, check, make, run
 from spanformer import BlockIndex, Rule, attend
-from spanformer.ops import banded
-from spanformer.ops.banded_plan import block_visible, make_plan
-from spanformer.ops.call import make_call
+from spanformer.ops.backends import banded
+from spanformer.ops.backends.banded_plan import block_visible, make_plan
+from spanformer.ops.lower import flatten, make_call
+from support.cases import Case, check, make, run
 
 TERMS = (
-    "span", "dynamic", "distance_bias", "distance_vec", "head_vec", "key_bias", "padding", "documents", "sinks",
+    "span", "dynamic", "distance_bias", "distance_vec", "head_vec", "key_bias", "padding", "documents", "sink_logits",
     "blocks", "key_span", "head_key_span",
 )  # fmt: skip
-EVERY = ("distance_bias", "documents", "sinks")  # go with anything
+EVERY = ("distance_bias", "documents", "sink_logits")  # go with anything
 SIZES = (1, 15, 16, 17, 63, 111, 129)
 KINDS = ("implicit", "shuffled", "rows")
 
@@ -59,7 +59,7 @@ def test_each_term_with_grouped_heads_fewer_queries_and_positions(term: str, pos
 @pytest.mark.parametrize(
     "case",
     named([
-        Case(tq=500, tk=500, terms=("span", "distance_bias", "sinks")),
+        Case(tq=500, tk=500, terms=("span", "distance_bias", "sink_logits")),
         Case(tq=500, tk=500, h=4, reach=(3, 64, 65, 200)),
         Case(tq=500, tk=500, h=4, hkv=1, reach=(300, 40, 40, 300), terms=("distance_vec", "padding")),
         Case(tq=500, tk=500, terms=("dynamic", "head_vec", "documents"), positions="rows", b=2),
@@ -67,25 +67,25 @@ def test_each_term_with_grouped_heads_fewer_queries_and_positions(term: str, pos
         Case(b=2, tq=111, tk=129, h=4, terms=("span", *EVERY, "distance_vec", "key_bias", "blocks")),
         Case(b=2, tq=111, tk=129, terms=("dynamic", *EVERY, "head_vec", "padding"), reach=(40, 9)),
         Case(b=2, tq=63, tk=111, terms=("span", *EVERY, "head_vec", "key_bias"), causal=False, positions="shuffled"),
-        Case(tq=500, tk=500, h=3, hkv=3, terms=("head_key_span", "sinks"), spans=(400.0,)),
+        Case(tq=500, tk=500, h=3, hkv=3, terms=("head_key_span", "sink_logits"), spans=(400.0,)),
         Case(b=2, tq=300, tk=500, terms=("key_span", "span", "blocks"), spans=(400.0,), positions="rows"),
         Case(b=2, tq=200, tk=300, terms=("key_span", "distance_vec"), spans=(90.0,), causal=False),
-        Case(b=2, tq=200, tk=300, terms=("key_span", "sinks", "key_bias"), spans=(90.0,), kept=3, dropout=0.2),
-        Case(tq=129, tk=129, terms=("span",), ramp=1.0),
+        Case(b=2, tq=200, tk=300, terms=("key_span", "sink_logits", "key_bias"), spans=(90.0,), sink_tokens=3,
+        dropout=0.2), Case(tq=129, tk=129, terms=("span",), ramp=1.0),
         Case(tq=129, tk=129, terms=("span",), spans=(0.0, 20.0)),
         Case(tq=129, tk=129, terms=("span",), spans=(0.25, 63.5)),
         Case(tq=129, tk=129, terms=("span",), spans=(500.0, 1e7)),
         Case(tq=129, tk=129, terms=("dynamic",), ramp=1.0, causal=False),
         Case(tq=129, tk=129, reach=(0, 1)),
-        Case(tq=129, tk=129, reach=(0, 1), causal=False, terms=("sinks", "span")),
-        Case(tq=129, tk=129, reach=(0, 0), terms=("sinks", "distance_bias", "head_vec")),
+        Case(tq=129, tk=129, reach=(0, 1), causal=False, terms=("sink_logits", "span")),
+        Case(tq=129, tk=129, reach=(0, 0), terms=("sink_logits", "distance_bias", "head_vec")),
         Case(tq=129, tk=129, logits=9.0),
         Case(tq=129, tk=129, logits=9.0, terms=("span", "distance_vec"), spans=(5.0, 31.5)),
         Case(b=3, tq=63, tk=63, terms=("padding", "span")),
         Case(b=3, tq=63, tk=63, terms=("padding", "distance_bias", "head_vec", "key_bias"), reach=(5, 9)),
-        Case(tq=111, tk=129, original=True, terms=("span", "distance_vec", "distance_bias")),
-        Case(b=2, tq=111, tk=129, original=True, terms=("dynamic", "head_vec"), reach=(40, 9), positions="rows"),
-        Case(tq=111, tk=129, original=True, reach=(1, 70)),
+        Case(tq=111, tk=129, paper_compat=True, terms=("span", "distance_vec", "distance_bias")),
+        Case(b=2, tq=111, tk=129, paper_compat=True, terms=("dynamic", "head_vec"), reach=(40, 9), positions="rows"),
+        Case(tq=111, tk=129, paper_compat=True, reach=(1, 70)),
         Case(tq=129, tk=63, causal=False, terms=("distance_bias", "head_vec"), reach=(20, 90)),
         Case(tq=1, tk=500, h=4, reach=(7, 100, 1000, 0), terms=("distance_vec", "key_bias")),
     ]),
@@ -95,7 +95,7 @@ def test_combinations(case: Case) -> None:
 
 
 @pytest.mark.parametrize("positions", KINDS)
-@pytest.mark.parametrize("terms", [(), ("span", "distance_bias"), ("blocks", "sinks")])
+@pytest.mark.parametrize("terms", [(), ("span", "distance_bias"), ("blocks", "sink_logits")])
 def test_dropout_drops_the_same_weights(terms: tuple[str, ...], positions: str) -> None:
     check(Case(b=2, h=4, hkv=2, tq=129, tk=200, terms=terms, dropout=0.3, reach=(9, 80), positions=positions), "banded")
 
@@ -105,9 +105,10 @@ def test_dropout_drops_the_same_weights(terms: tuple[str, ...], positions: str) 
     "case",
     named([
         Case(tq=63, tk=63),
-        Case(b=2, h=4, hkv=2, tq=111, tk=129, terms=("span", "distance_bias", "distance_vec", "sinks"), layout="bthd"),
-        Case(b=2, h=4, hkv=2, tq=111, tk=129, terms=("dynamic", "key_bias", "blocks"), reach=(50, 9), layout="bthd"),
-        Case(b=2, tq=111, tk=129, terms=("span", "head_vec", "padding"), causal=False, positions="rows", dropout=0.2),
+        Case(b=2, h=4, hkv=2, tq=111, tk=129, terms=("span", "distance_bias", "distance_vec", "sink_logits"),
+        layout="bthd"), Case(b=2, h=4, hkv=2, tq=111, tk=129, terms=("dynamic", "key_bias", "blocks"), reach=(50, 9),
+        layout="bthd"), Case(b=2, tq=111, tk=129, terms=("span", "head_vec", "padding"), causal=False,
+        positions="rows", dropout=0.2),
     ]),
 )  # fmt: skip
 def test_dtypes_and_layouts(case: Case, dtype: torch.dtype) -> None:
@@ -147,10 +148,10 @@ CASES = st.builds(
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(case=CASES, more=st.integers(0, 60), original=st.booleans())
-def test_any_case(case: Case, more: int, original: bool) -> None:
+@given(case=CASES, more=st.integers(0, 60), paper_compat=st.booleans())
+def test_any_case(case: Case, more: int, paper_compat: bool) -> None:
     case.tk = case.tq + more
-    case.original = original and case.causal
+    case.paper_compat = paper_compat and case.causal
     check(case, "banded")
 
 
@@ -158,9 +159,11 @@ def test_positions_that_are_a_run_are_planned_as_such() -> None:
     q, k = torch.randn(2, 2, 200, 8), torch.randn(2, 2, 300, 8)
     at = torch.arange(300) + torch.tensor([[1000], [-70]])
     rule = Rule(2, reach=[20, 50], distance_bias=torch.randn(2, 300))
-    regular = make_plan(make_call(q, k, k, rule, q_positions=at[:, 100:], k_positions=at))
+    regular = make_plan(flatten(make_call(q, k, k, rule, q_positions=at[:, 100:], k_positions=at)))
     assert regular.offset == 100
-    moved = make_plan(make_call(q, k, k, rule, q_positions=at[:, 100:] + torch.tensor([[0], [1]]), k_positions=at))
+    moved = make_plan(
+        flatten(make_call(q, k, k, rule, q_positions=at[:, 100:] + torch.tensor([[0], [1]]), k_positions=at))
+    )
     assert moved.offset is None
     out = attend(q, k, k, rule, backend="banded", q_positions=at[:, 100:], k_positions=at)
     torch.testing.assert_close(out, attend(q, k, k, rule, backend="reference"))
@@ -185,7 +188,7 @@ def test_any_integers_will_do_as_positions() -> None:
 def test_no_queries_and_no_keys() -> None:
     q, k = torch.randn(2, 2, 5, 4, requires_grad=True), torch.randn(2, 2, 0, 4)
     sinks = torch.tensor([1.0, 2.0], requires_grad=True)
-    out, lse = attend(q, k, k, Rule(2, causal=False, sinks=sinks), backend="banded")
+    out, lse = attend(q, k, k, Rule(2, causal=False, sink_logits=sinks), backend="banded")
     assert out.shape == q.shape and not out.any()
     torch.testing.assert_close(lse, sinks.detach()[:, None].expand(2, 2, 5))
     lse.sum().backward()
@@ -198,7 +201,7 @@ def test_no_queries_and_no_keys() -> None:
 
 @pytest.mark.parametrize("which", ["out", "lse"])
 def test_gradients_of_one_output_alone(which: str) -> None:
-    made = make(Case(tq=90, tk=90, terms=("span", "distance_bias", "head_vec", "key_bias", "sinks")))
+    made = make(Case(tq=90, tk=90, terms=("span", "distance_bias", "head_vec", "key_bias", "sink_logits")))
     (made.g_lse if which == "out" else made.g_out).zero_()
     truth = run(made, "reference", torch.float64)
     leaves = {name: t.detach().clone().requires_grad_() for name, t in made.inputs.items()}
@@ -213,7 +216,7 @@ def test_gradients_of_one_output_alone(which: str) -> None:
 
 
 def test_only_the_gradients_asked_for() -> None:
-    made = make(Case(tq=90, tk=90, terms=("span", "head_vec", "sinks", "key_bias", "distance_bias")))
+    made = make(Case(tq=90, tk=90, terms=("span", "head_vec", "sink_logits", "key_bias", "distance_bias")))
     truth = run(made, "reference", torch.float64)
     for name in made.inputs:
         leaves = {n: t.detach().clone().requires_grad_(n == name) for n, t in made.inputs.items()}
@@ -253,7 +256,7 @@ def span_of(*ranges: tuple[int, int, int], heads: int, length: int = 150) -> tor
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("where", ["q", "k", "v", "g_out", "g_lse"])
-@pytest.mark.parametrize("terms", [(), ("distance_vec", "sinks"), ("blocks", "dynamic")])
+@pytest.mark.parametrize("terms", [(), ("distance_vec", "sink_logits"), ("blocks", "dynamic")])
 def test_a_bad_number_is_felt_only_where_it_is_seen(terms: tuple[str, ...], where: str, value: float) -> None:
     """Token 70 of the first head goes bad. Elsewhere, every number is what it was before."""
     made = make(Case(h=4, hkv=2, tq=150, tk=150, d=4, terms=terms, reach=(20, 9, 140, 20), spans=(9.0,)))
@@ -275,7 +278,7 @@ def test_a_bad_number_is_felt_only_where_it_is_seen(terms: tuple[str, ...], wher
         "dv": keys if where in ("q", "k", "g_out") else none_k,
         "dspan": none_q,  # no ramp is in sight
         "ddistance_vec": (torch.arange(150) < 20)[None],  # the distances that a bad row reads
-        "dsinks": queries.any(-1)[0],
+        "dsink_logits": queries.any(-1)[0],
     }
     for name, got in after.items():
         found = ~(got.isfinite().all(-1) if got.ndim > 3 or name == "ddistance_vec" else got.isfinite())
@@ -371,7 +374,7 @@ def test_what_is_kept_for_the_backward_pass_is_inputs_and_outputs() -> None:
 
 def test_short_heads_are_planned_short() -> None:
     q = torch.zeros(1, 4, 4096, 8)
-    plan = make_plan(make_call(q, q, q, Rule(4, reach=[33, 40, 1, 5000])))
+    plan = make_plan(flatten(make_call(q, q, q, Rule(4, reach=[33, 40, 1, 5000]))))
     looked_at = dict.fromkeys(range(4), 0)
     for step in plan.steps:
         for head in step.heads:
@@ -393,7 +396,7 @@ def test_block_visible_is_that_of_the_block_index() -> None:
 @pytest.mark.parametrize(
     "case",
     named([
-        Case(b=2, h=4, hkv=2, tq=111, tk=129, terms=("span", "distance_bias", "distance_vec", "sinks")),
+        Case(b=2, h=4, hkv=2, tq=111, tk=129, terms=("span", "distance_bias", "distance_vec", "sink_logits")),
         Case(b=2, h=4, hkv=2, tq=111, tk=129, terms=("dynamic", "key_bias", "blocks"), reach=(50, 9), dropout=0.2),
         Case(b=2, tq=111, tk=129, terms=("span", "head_vec", "padding", "documents"), causal=False, positions="rows"),
     ]),

@@ -20,7 +20,7 @@ def tensors() -> dict[str, Tensor]:
         "reach": torch.tensor([5, 9]),
         "key_bias": torch.zeros(1, 1, T),
         "distance_bias": torch.zeros(H, T),
-        "sinks": torch.zeros(H),
+        "sink_logits": torch.zeros(H),
         "span": torch.tensor([3.0, 6.0]),
     }
 

@@ -28,6 +28,7 @@ assert all(map(torch.equal, traced, run(q)))
 """
 
 
+@pytest.mark.slow
 def test_attend_and_attend_rings_compile_whole_as_first_calls() -> None:
     done = subprocess.run([sys.executable, "-c", COLD], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -38,6 +39,7 @@ class Layer(torch.nn.Module):
         return attend(q, q, q, Rule(2, reach=7)).out
 
 
+@pytest.mark.slow
 def test_exported_program_runs_where_operators_are_imported(tmp_path: Path) -> None:
     q = torch.randn(1, 2, 20, 16)
     torch.export.save(torch.export.export(Layer(), (q,)), tmp_path / "layer.pt2")

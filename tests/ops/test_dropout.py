@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cases import Case, check
-from spanformer import Rule, attend
+from spanformer import Rule, Union, attend
+from support.cases import Case, check
 
 CASES = {
     "stride": Case(b=2, h=3, hkv=3, tq=40, tk=40, dropout=0.4, stride=(3,)),
@@ -17,9 +17,9 @@ CASES = {
     "stride, rows elsewhere": Case(b=2, tq=20, tk=41, dropout=0.4, stride=(4,), positions="rows"),
     "stride, any positions": Case(b=2, tq=20, tk=41, dropout=0.4, stride=(4,), positions="shuffled"),
     "skip": Case(b=2, tq=40, tk=40, dropout=0.4, stride=(2, 1), skip=(3,)),
-    "kept": Case(b=2, tq=40, tk=40, dropout=0.4, kept=3, reach=(5,)),
-    "kept, any positions": Case(b=2, tq=40, tk=40, dropout=0.4, kept=3, reach=(5,), positions="shuffled"),
-    "kept, stride": Case(b=2, tq=30, tk=40, dropout=0.4, kept=3, reach=(20,), stride=(3, 2)),
+    "sink_tokens": Case(b=2, tq=40, tk=40, dropout=0.4, sink_tokens=3, reach=(5,)),
+    "kept, any positions": Case(b=2, tq=40, tk=40, dropout=0.4, sink_tokens=3, reach=(5,), positions="shuffled"),
+    "kept, stride": Case(b=2, tq=30, tk=40, dropout=0.4, sink_tokens=3, reach=(20,), stride=(3, 2)),
     "values by distance": Case(b=2, tq=40, tk=40, dropout=0.4, stride=(3,), terms=("distance_value",)),
 }
 
@@ -31,9 +31,9 @@ def test_same_weights_are_dropped(backend: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "banded"])
-def test_same_weights_are_dropped_in_an_also(backend: str) -> None:
+def test_same_weights_are_dropped_in_a_union(backend: str) -> None:
     q, k, v = torch.randn(3, 2, 2, 40, 8, generator=torch.Generator().manual_seed(0)).unbind()
-    rule = Rule(2, reach=4, also=Rule(2, stride=4, skip=4))
+    rule = Union(Rule(2, reach=4), Rule(2, stride=4, skip=4))
     found = [
         attend(q, k, v, rule, backend=name, dropout=0.4, generator=torch.Generator().manual_seed(1)).out
         for name in ("reference", backend)

@@ -7,29 +7,36 @@ import dataclasses
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from cases import LEARNED, TERMS, Case, check, make, run
 from spanformer import BlockIndex, Rule, attend
-from spanformer.ops import flex
+from spanformer.ops import Attended
 from spanformer.ops.attend import AUTO
-from spanformer.ops.call import Attended, Call, make_call
-from spanformer.ops.flex_blocks import block_cover, padded_length
-from spanformer.ops.flex_mods import vec_width
-from spanformer.ops.reference import attend_reference, distances, visible_pairs
+from spanformer.ops.backends import flex
+from spanformer.ops.backends.flex_blocks import block_cover, padded_length
+from spanformer.ops.backends.flex_mods import vec_width
+from spanformer.ops.backends.reference import attend_reference, distances, visible_pairs
+from spanformer.ops.lower import Call, Lowered, flatten, make_call
+from support.cases import LEARNED, TERMS, Case, check, make, run
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
-BIG = ("span", "distance_bias", "distance_vec", "key_bias", "documents", "sinks", "blocks")
+BIG = ("span", "distance_bias", "distance_vec", "key_bias", "documents", "sink_logits", "blocks")
 
 
 def named(case: Case) -> str:
     return case.name
 
 
-def a_call(case: Case, dtype: torch.dtype = F32, grad: bool = False) -> tuple[dict[str, Tensor], Call]:
+def a_call(case: Case, dtype: torch.dtype = F32, grad: bool = False) -> tuple[dict[str, Tensor], Lowered]:
+    leaves, call = before_lowering(case, dtype, grad)
+    return leaves, flatten(call)
+
+
+def before_lowering(case: Case, dtype: torch.dtype = F32, grad: bool = False) -> tuple[dict[str, Tensor], Call]:
     made = make(case)
     leaves = {name: t.to(dtype).requires_grad_(grad) for name, t in made.inputs.items()}
     options = {name: value for name, value in made.fixed.items() if not name.endswith("_positions")}
@@ -67,7 +74,9 @@ def test_one_token():
     "case",
     [
         Case(b=2, h=4, hkv=2, tq=17, tk=129, terms=BIG),
-        Case(b=2, h=4, hkv=1, tq=63, tk=63, dv=24, terms=("dynamic", "padding", "head_vec", "sinks"), layout="bthd"),
+        Case(
+            b=2, h=4, hkv=1, tq=63, tk=63, dv=24, terms=("dynamic", "padding", "head_vec", "sink_logits"), layout="bthd"
+        ),
     ],
     ids=named,
 )
@@ -79,17 +88,17 @@ def test_combined_in_other_dtypes(case: Case, dtype: torch.dtype):
     "case",
     [
         Case(),
-        Case(h=6, hkv=2, tq=63, tk=129, terms=("dynamic", "distance_bias", "key_bias", "sinks")),
+        Case(h=6, hkv=2, tq=63, tk=129, terms=("dynamic", "distance_bias", "key_bias", "sink_logits")),
         Case(tq=5, tk=300, terms=BIG),
-        Case(tq=20, tk=150, causal=False, terms=("span", "distance_bias", "sinks")),
+        Case(tq=20, tk=150, causal=False, terms=("span", "distance_bias", "sink_logits")),
         Case(tq=150, tk=20, causal=False, terms=("span",), reach=(7, 30)),
-        Case(original=True, terms=("span", "distance_vec", "sinks"), spans=(0.0, 7.5)),
-        Case(original=True, tq=9, tk=140, terms=("dynamic", "distance_bias"), reach=(8, 64)),
+        Case(paper_compat=True, terms=("span", "distance_vec", "sink_logits"), spans=(0.0, 7.5)),
+        Case(paper_compat=True, tq=9, tk=140, terms=("dynamic", "distance_bias"), reach=(8, 64)),
         Case(positions="shuffled", tq=40, tk=130, terms=("span", "distance_bias", "blocks")),
         Case(positions="rows", b=3, tq=40, tk=130, terms=("dynamic", "distance_vec", "documents", "blocks")),
         Case(positions="rows", b=2, causal=False, terms=("span", "blocks")),
         Case(ramp=1.0, terms=("span",), spans=(0.0, 3.0, 2.5), h=3, hkv=3),
-        Case(terms=("span", "sinks"), spans=(0.0, 8.0, 9.25, 1e6), h=4, hkv=4),
+        Case(terms=("span", "sink_logits"), spans=(0.0, 8.0, 9.25, 1e6), h=4, hkv=4),
         Case(terms=("span",), logits=9.0, spans=(0.0, 4.0)),
         Case(tq=0, tk=5, terms=("span",)),
     ],
@@ -99,7 +108,7 @@ def test_awkward_calls(case: Case):
     check(case, "flex", F32)
 
 
-@pytest.mark.parametrize("terms", [(), ("span", "sinks")], ids=str)
+@pytest.mark.parametrize("terms", [(), ("span", "sink_logits")], ids=str)
 def test_rows_that_see_nothing(terms: tuple[str, ...]):
     case = Case(b=2, tq=17, tk=17, terms=(*terms, "padding"), reach=(0, 3))
     check(case, "flex", F32)
@@ -108,7 +117,11 @@ def test_rows_that_see_nothing(terms: tuple[str, ...]):
     nothing = ~visible_pairs(call, distances(call)).any(-1)
     assert nothing.any() and not nothing.all()
     assert (out[nothing] == 0).all()
-    sinks = leaves["sinks"][None, :, None].expand_as(lse) if "sinks" in terms else torch.full_like(lse, -torch.inf)
+    sinks = (
+        leaves["sink_logits"][None, :, None].expand_as(lse)
+        if "sink_logits" in terms
+        else torch.full_like(lse, -torch.inf)
+    )
     torch.testing.assert_close(lse[nothing], sinks[nothing])
     # −inf in the loss is the caller's; rows of zeros pass nothing on
     grads = torch.autograd.grad(out.square().sum(), list(leaves.values()), allow_unused=True)
@@ -120,10 +133,10 @@ def test_rows_that_see_nothing(terms: tuple[str, ...]):
 def test_no_keys_and_a_sink_of_no_weight():
     q, none = torch.randn(1, 2, 3, 16, requires_grad=True), torch.zeros(1, 2, 0, 16)
     sinks = torch.tensor([1.0, -torch.inf], requires_grad=True)
-    out, lse = attend(q, none, none, Rule(2, causal=False, sinks=sinks), backend="flex")
+    out, lse = attend(q, none, none, Rule(2, causal=False, sink_logits=sinks), backend="flex")
     assert (out == 0).all() and (lse[:, 0] == 1).all() and (lse[:, 1] == -torch.inf).all()
     k = torch.randn(1, 2, 3, 16)
-    out, lse = attend(q, k, k, Rule(2, sinks=sinks), backend="flex")
+    out, lse = attend(q, k, k, Rule(2, sink_logits=sinks), backend="flex")
     plain = attend(q, k, k, Rule(2), backend="flex")
     torch.testing.assert_close(out[:, 1], plain.out[:, 1])
     grads = torch.autograd.grad(out.sum() + lse.sum(), [q, sinks])
@@ -131,21 +144,23 @@ def test_no_keys_and_a_sink_of_no_weight():
 
 
 def test_lse_is_kept_in_float32_for_half_types():
-    _, call = a_call(Case(terms=("span", "sinks")), BF16)
+    _, call = a_call(Case(terms=("span", "sink_logits")), BF16)
     out, lse = flex.attend_flex(call)
     assert out.dtype == BF16 and lse.dtype == F32
 
 
-@pytest.mark.parametrize("original", [False, True])
-def test_the_future_changes_nothing(original: bool):
-    case = Case(b=2, tq=140, tk=140, original=original, terms=("span", "distance_bias", "key_bias"), spans=(3.5, 200.0))
+@pytest.mark.parametrize("paper_compat", [False, True])
+def test_the_future_changes_nothing(paper_compat: bool):
+    case = Case(
+        b=2, tq=140, tk=140, paper_compat=paper_compat, terms=("span", "distance_bias", "key_bias"), spans=(3.5, 200.0)
+    )
     _, call = a_call(case)
     before, now = flex.attend_flex(call), 70
     q, k, v = call.q.clone(), call.k.clone(), call.v.clone()
     q[:, :, now + 1 :] += 5
     for t in (k, v):
-        t[:, :, now + (0 if original else 1) :] -= 7  # the original does not see the token itself either
-    after = flex.attend_flex(make_call(q, k, v, call.rule))
+        t[:, :, now + (0 if paper_compat else 1) :] -= 7  # the paper_compat does not see the token itself either
+    after = flex.attend_flex(replace(call, q=q, k=k, v=v))
     assert torch.equal(before.out[:, :, : now + 1], after.out[:, :, : now + 1])
     assert torch.equal(before.lse[:, :, : now + 1], after.lse[:, :, : now + 1])
     assert not torch.equal(before.out[:, :, now + 1 :], after.out[:, :, now + 1 :])
@@ -155,11 +170,11 @@ def test_nan_shows_where_it_is_seen():
     _, call = a_call(Case(tq=9, tk=9))
     q, k = call.q.clone(), call.k.clone()
     q[0, 0, 4] = torch.nan
-    out, lse = flex.attend_flex(make_call(q, k, call.v, call.rule))
+    out, lse = flex.attend_flex(replace(call, q=q, k=k))
     assert out[0, 0, 4].isnan().all() and lse[0, 0, 4].isnan()
     assert out.isnan().sum() == 16 and lse.isnan().sum() == 1
     k[0, 1, 6] = torch.nan
-    out, _ = flex.attend_flex(make_call(call.q, k, call.v, call.rule))
+    out, _ = flex.attend_flex(replace(call, k=k))
     assert out[0, 1, 6:].isnan().all() and out[0, 1, :6].isfinite().all() and out[0, 0].isfinite().all()
 
 
@@ -187,7 +202,7 @@ BANDS = [
     Case(tq=300, tk=300, h=7, hkv=7, reach=(0, 1, 128, 129, 255, 256, 1000)),  # the farthest pair of two blocks: 255
     Case(tq=300, tk=700, h=5, hkv=5, terms=("span",), ramp=8.0, spans=(0.0, 120.0, 121.0, 248.5, 1e6)),
     Case(tq=1, tk=513, h=3, hkv=3, terms=("span",), reach=(1, 300, 512), spans=(500.0,)),
-    Case(tq=256, tk=384, h=4, hkv=4, original=True, terms=("span",), reach=(1, 128, 254, 255), spans=(300.0,)),
+    Case(tq=256, tk=384, h=4, hkv=4, paper_compat=True, terms=("span",), reach=(1, 128, 254, 255), spans=(300.0,)),
     Case(tq=300, tk=500, h=3, hkv=3, causal=False, terms=("span",), reach=(1, 200, 600), spans=(30.0, 150.0, 500.0)),
     Case(tq=640, tk=640, ramp=1.0, terms=("span",), spans=(127.0, 128.0)),
 ]
@@ -233,11 +248,11 @@ def test_block_lists_and_mask_mod_are_the_dense_visibility(case: Case):
 def test_full_blocks_of_patterns_and_documents_are_found():
     blocks = BlockIndex.from_dense(torch.ones(512, 512, dtype=torch.bool), 32)
     q = torch.randn(1, 1, 512, 16)
-    some, full = block_cover(make_call(q, q, q, Rule(1, blocks=blocks)))
+    some, full = block_cover(flatten(make_call(q, q, q, Rule(1, blocks=blocks))))
     assert torch.equal(some[0, 0], torch.ones(4, 4).tril().bool())
     assert torch.equal(full[0, 0], torch.ones(4, 4).tril(-1).bool())
     documents = torch.tensor([0, 0, 1, 1]).repeat_interleave(128)
-    some, full = block_cover(make_call(q, q, q, Rule(1, documents=documents)))
+    some, full = block_cover(flatten(make_call(q, q, q, Rule(1, documents=documents))))
     assert some.nonzero()[:, 2:].tolist() == [[0, 0], [1, 0], [1, 1], [2, 2], [3, 2], [3, 3]]
     assert full.nonzero()[:, 2:].tolist() == [[1, 0], [3, 2]]
 
@@ -263,7 +278,7 @@ def test_planning_never_waits_for_the_device(causal: bool, dynamic: bool):
     )
     q, k = rand(2, 2, 200, 16), rand(2, 2, 400, 16)
     where = {"q_positions": ids[:, 200:], "k_positions": ids} if causal else {}
-    made = flex.plan(Call(q, k, k, rule, 0.25, q_documents=ids[:, 200:], k_documents=ids, **where))
+    made = flex.plan(flatten(Call(q, k, k, 0.25, rule=rule, q_documents=ids[:, 200:], k_documents=ids, **where)))
     assert made.block_mask.kv_indices.shape == (2, 2, 2, 4)
 
 
@@ -271,13 +286,13 @@ def test_planning_never_waits_for_the_device(causal: bool, dynamic: bool):
 
 
 def test_refuses_dropout():
-    _, call = a_call(Case())
+    _, call = before_lowering(Case())
     with pytest.raises(ValueError, match="'flex' cannot serve this call: dropout acts on weights after the softmax"):
         attend(call.q, call.k, call.v, call.rule, dropout=0.1, backend="flex")
 
 
 def test_refuses_long_distance_vec_with_every_reason():
-    _, call = a_call(Case(tq=2, tk=1100, terms=("distance_vec",)))
+    _, call = before_lowering(Case(tq=2, tk=1100, terms=("distance_vec",)))
     with pytest.raises(ValueError) as error:
         attend(call.q, call.k, call.v, call.rule, dropout=0.5, backend="flex")
     text = str(error.value)
@@ -294,7 +309,7 @@ def test_serves_a_long_distance_vec_that_is_little_used(limit: dict):
 
 def test_refuses_patterns_of_too_many_cells(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(flex, "GRID_CELLS", 10)
-    _, call = a_call(Case(terms=("blocks",)))
+    _, call = before_lowering(Case(terms=("blocks",)))
     with pytest.raises(ValueError, match=r"blocks of size 16 make a grid of 12 cells, served up to 10"):
         attend(call.q, call.k, call.v, call.rule, backend="flex")
 
@@ -311,14 +326,14 @@ def test_refuses_an_empty_batch_and_other_devices():
 def test_refuses_what_the_cuda_kernels_do_not_take():
     """Asked directly: there is no such device here."""
     q, v = torch.zeros(1, 2, 5, 8, dtype=F64), torch.zeros(1, 2, 5, 512, dtype=F64)
-    assert flex._refuses_sizes(make_call(q, q, v, Rule(2))) == [
+    assert flex._refuses_sizes(flatten(make_call(q, q, v, Rule(2)))) == [
         "head size 8 of q and k; FlexAttention's CUDA kernels take 16 to 256",
         "head size 512 of v; FlexAttention's CUDA kernels take 16 to 256",
         "dtype torch.float64; FlexAttention's CUDA kernels sum in float32",
     ]
     for dtype in (F32, torch.float16, BF16):
         q = torch.zeros(1, 2, 5, 96, dtype=dtype)
-        assert flex._refuses_sizes(make_call(q, q, q, Rule(2))) == []
+        assert flex._refuses_sizes(flatten(make_call(q, q, q, Rule(2)))) == []
 
 
 def test_unusable_says_why(monkeypatch: pytest.MonkeyPatch):
@@ -342,7 +357,7 @@ def test_warns_once_that_the_cpu_is_for_tests(caplog: pytest.LogCaptureFixture):
 
 
 def test_importing_spanformer_does_not_import_it():
-    names = "'spanformer.ops.flex', 'torch.nn.attention.flex_attention'"
+    names = "'spanformer.ops.backends.flex', 'torch.nn.attention.flex_attention'"
     code = f"import sys, spanformer; print(*(name in sys.modules for name in ({names})))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
@@ -379,7 +394,7 @@ def test_gradients_through_the_compiled_path(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(flex._flex(), "_validate_device", lambda *_: None)
     leaves, call = a_call(Case(b=2, h=4, hkv=2, tq=100, tk=130, terms=BIG), F64, grad=True)
     out, lse = flex.run_public(flex.plan(call), compiled("aot_eager"))
-    got = flex._with_sinks(out[:, :, :100], lse[:, :, :100], call.rule.sinks)
+    got = flex._with_sinks(out[:, :, :100], lse[:, :, :100], call.sink_logits)
     truth = attend_reference(call)
     g_out, g_lse = torch.randn_like(truth.out), torch.randn_like(truth.lse)
     grads = [

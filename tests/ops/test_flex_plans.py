@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from small_models import SMALL, make, text, with_attention
 from spanformer import BlockIndex, Rule
 from spanformer.memory.groups import group_heads
-from spanformer.ops import flex
-from spanformer.ops.call import Attended, Call, make_call
-from spanformer.ops.flex_blocks import bucket
-from spanformer.ops.flex_plans import MOST, Plans
-from spanformer.ops.reference import attend_reference
+from spanformer.ops import Attended
+from spanformer.ops.backends import flex
+from spanformer.ops.backends.flex_blocks import bucket
+from spanformer.ops.backends.flex_plans import MOST, Plans
+from spanformer.ops.backends.reference import attend_reference
+from spanformer.ops.lower import Call, Lowered, flatten, make_call
+from support.small_models import SMALL, make, text, with_attention
 
 # --- variants ---------------------------------------------------------------------------------------------------------
 
@@ -45,26 +46,26 @@ def test_drifting_spans_and_lengths_meet_few_variants() -> None:
         q, k = (torch.empty(1, heads, t, 64, device="meta") for t in (tq, tk))
         table = torch.empty(heads, math.ceil(max(spans)) + 32, device="meta")
         rule = Rule(heads, span=torch.empty(heads, device="meta"), distance_bias=table)
-        variants.add(flex.variant(Call(q, k, k, rule, 0.125)))
+        variants.add(flex.variant(flatten(Call(q, k, k, 0.125, rule=rule))))
         by_whole_blocks.add((-(-tq // 128), -(-tk // 128)))
     assert len(by_whole_blocks) > 64  # what a limit of 64 kernels would not have survived
     sizes = [len({bucket(n) for n in range(1, tokens // 128 + 1)}) for tokens in (512, 512 + most)]
     assert len(variants) <= sizes[0] * sizes[1] < 64
 
 
-def a_call(tq: int, tk: int, **terms) -> Call:
+def a_call(tq: int, tk: int, **terms) -> Lowered:
     g = torch.Generator().manual_seed(tk)
     q, k, v = (torch.randn(1, 2, t, 16, generator=g) for t in (tq, tk, tk))
-    return make_call(q, k, v, Rule(2, **terms))
+    return flatten(make_call(q, k, v, Rule(2, **terms)))
 
 
-def tables(length: int, ahead: int = 0) -> dict:
+def tables(length: int, max_future: int = 0) -> dict:
     g = torch.Generator().manual_seed(length)
     return {
         "distance_bias": torch.randn(2, length, generator=g),
         "distance_vec": torch.randn(1, length, 16, generator=g),
-        "causal": not ahead,
-        "ahead": ahead,
+        "causal": not max_future,
+        "max_future": max_future,
     }
 
 
@@ -78,7 +79,7 @@ DRIFTS = {
         a_call(20, tk, span=torch.tensor([tk / 3, 9.0]), ramp=4.0, reach=[30, 50 + tk]) for tk in (130, 200, 256)
     ],
     "causal tables": [a_call(20, tk, **tables(tk)) for tk in (130, 200, 256)],
-    "tables that look ahead": [a_call(20, tk, **tables(2 * tk - 1, tk - 1)) for tk in (70, 100, 128)],
+    "tables that look max_future": [a_call(20, tk, **tables(2 * tk - 1, tk - 1)) for tk in (70, 100, 128)],
     "patterns": [a_call(20, tk, **pattern(tk)) for tk in (220, 230, 240)],
 }
 
@@ -106,7 +107,7 @@ def test_variants_beyond_torchs_limits_compile() -> None:
 
 
 @torch.no_grad()
-def assert_runs(call: Call, backend: object) -> None:
+def assert_runs(call: Lowered, backend: object) -> None:
     out, lse = flex.run_public(flex.plan(call), flex._compiled(flex.variant(call), backend))
     tq = call.q.shape[2]
     torch.testing.assert_close(Attended(out[:, :, :tq], lse[:, :, :tq]), attend_reference(call), atol=1e-5, rtol=1e-5)
@@ -116,7 +117,7 @@ def assert_runs(call: Call, backend: object) -> None:
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[Lowered]:
     """The calls whose block lists are made."""
     calls, lists = [], flex.block_lists
     monkeypatch.setattr(flex, "_plans", Plans())
@@ -127,22 +128,22 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 def run(rule: Rule, tokens: int = 40, dtype: torch.dtype = torch.float32) -> None:
     """Equal to the reference, whatever was planned before."""
     q, k, v = torch.randn(3, 1, rule.heads, tokens, 16, dtype=dtype)
-    call = make_call(q, k, v, rule)
+    call = flatten(make_call(q, k, v, rule))
     torch.testing.assert_close(flex.attend_flex(call), attend_reference(call), atol=1e-5, rtol=1e-5)
 
 
-def test_equal_reaches_are_planned_once(planned: list[Call]) -> None:
+def test_equal_reaches_are_planned_once(planned: list[Lowered]) -> None:
     for _ in range(3):
         run(Rule(2, reach=[5, 30]))
     assert len(planned) == 1
     run(Rule(2, reach=[5, 31]))
     run(Rule(2, reach=[5, 30]), tokens=41)
-    run(Rule(2, reach=[5, 30], original=True))
+    run(Rule(2, reach=[5, 30], paper_compat=True))
     run(Rule(2, reach=[5, 30], causal=False))
     assert len(planned) == 5
 
 
-def test_one_tensor_of_spans_is_planned_until_it_is_written(planned: list[Call]) -> None:
+def test_one_tensor_of_spans_is_planned_until_it_is_written(planned: list[Lowered]) -> None:
     span = torch.tensor([3.0, 9.0], requires_grad=True)
     for _ in range(3):
         run(Rule(2, span=span, ramp=4.0))
@@ -155,7 +156,7 @@ def test_one_tensor_of_spans_is_planned_until_it_is_written(planned: list[Call])
     assert len(planned) == 4
 
 
-def test_documents_padding_and_patterns_are_told_apart(planned: list[Call]) -> None:
+def test_documents_padding_and_patterns_are_told_apart(planned: list[Lowered]) -> None:
     documents, bias = torch.arange(40) // 9, torch.zeros(1, 1, 40)
     blocks = [BlockIndex.from_dense(torch.rand(40, 40) < 0.5, 8) for _ in range(2)]
     hidden = bias.clone()
@@ -170,22 +171,22 @@ def test_documents_padding_and_patterns_are_told_apart(planned: list[Call]) -> N
     assert len(planned) == len(rules)
 
 
-def test_few_plans_are_kept(planned: list[Call]) -> None:
+def test_few_plans_are_kept(planned: list[Lowered]) -> None:
     for _ in range(2):
         for reach in range(1, MOST + 2):
             run(Rule(2, reach=reach))
     assert len(flex._plans._known) == MOST and len(planned) == 2 * (MOST + 1)
 
 
-def test_plan_made_in_inference_mode_is_not_trained_with(planned: list[Call]) -> None:
+def test_plan_made_in_inference_mode_is_not_trained_with(planned: list[Lowered]) -> None:
     with torch.inference_mode():
         run(Rule(2, reach=9))
     q = torch.randn(1, 2, 40, 16, requires_grad=True)
-    flex.attend_flex(make_call(q, q, q, Rule(2, reach=9))).out.sum().backward()
+    flex.attend_flex(flatten(make_call(q, q, q, Rule(2, reach=9)))).out.sum().backward()
     assert len(planned) == 2 and isinstance(q.grad, Tensor)
 
 
-def test_layers_with_equal_windows_are_planned_once_a_step(planned: list[Call]) -> None:
+def test_layers_with_equal_windows_are_planned_once_a_step(planned: list[Lowered]) -> None:
     config = with_attention(SMALL, kind="window", window=12, backend="flex")
     lm = make(replace(config, layers=3))
     state = lm(text(1, 30)).state

@@ -6,17 +6,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cases import Case, make, run
 from spanformer import Rule, attend
+from support.cases import Case, make, run
 
 CASES = [
     Case(b=2, h=4, hkv=2, tq=63, tk=111, terms=("forget",)),
-    Case(b=2, h=4, hkv=2, tq=63, tk=111, terms=("head_forget", "sinks", "key_bias")),
-    Case(tq=129, tk=129, terms=("head_forget", "padding", "sinks"), reach=(20, 200)),
+    Case(b=2, h=4, hkv=2, tq=63, tk=111, terms=("head_forget", "sink_logits", "key_bias")),
+    Case(tq=129, tk=129, terms=("head_forget", "padding", "sink_logits"), reach=(20, 200)),
     Case(b=2, tq=63, tk=111, terms=("forget", "span", "distance_vec", "key_span"), positions="rows"),
-    Case(b=2, tq=17, tk=63, terms=("head_forget", "sinks"), kept=3, reach=(5, 9)),
+    Case(b=2, tq=17, tk=63, terms=("head_forget", "sink_logits"), sink_tokens=3, reach=(5, 9)),
     Case(b=2, tq=17, tk=63, terms=("forget", "documents", "blocks"), causal=False),
-    Case(tq=1, tk=1, terms=("forget", "sinks")),
+    Case(tq=1, tk=1, terms=("forget", "sink_logits")),
 ]
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import fuzz
-from cases import Case
 from spanformer.ops import kernel
+from support.cases import Case
 
 pytestmark = pytest.mark.skipif(kernel.problem() is not None, reason=f"native: {kernel.problem()}")
 
@@ -21,7 +21,17 @@ def test_random_cases(first: int) -> None:
 def test_draws_cover_every_kind_of_term() -> None:
     code = " ".join(fuzz.draw(seed).code for seed in range(400))
     terms = {f"'{term}'" for kinds in fuzz.KINDS.values() for term in kinds}
-    options = {"clipped_value", "stride=", "skip=", "also=", "apart=", "kept=", "ahead=", "dropout=", "original="}
+    options = {
+        "clipped_value",
+        "stride=",
+        "skip=",
+        "union_stride=",
+        "second_group=",
+        "sink_tokens=",
+        "max_future=",
+        "dropout=",
+        "paper_compat=",
+    }
     options |= {"positions='shuffled'", "positions='rows'", "layout='bthd'", "bits=8", "check_threads", "check_rings"}
     assert [what for what in sorted(terms | options) if what not in code] == []
 

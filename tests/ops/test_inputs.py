@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from cases import Case, check
 from spanformer import Rings, Rule, attend, attend_rings
+from support.cases import Case, check
 
 BACKENDS = ("native", "banded", "reference")
 EAGER = ("native", "banded")
@@ -22,12 +22,12 @@ def negated(t: Tensor) -> Tensor:
     return view
 
 
-@pytest.mark.parametrize("name", ["q", "k", "v", "span", "sinks", "key_bias", "q_positions", "documents"])
+@pytest.mark.parametrize("name", ["q", "k", "v", "span", "sink_logits", "key_bias", "q_positions", "documents"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_negative_bit_views(backend: str, name: str) -> None:
     g = torch.Generator().manual_seed(0)
     given = {n: torch.randn(1, 2, 20, 8, generator=g) for n in ("q", "k", "v")}
-    given |= {"span": torch.tensor([3.0, 5.5]), "sinks": torch.randn(2), "key_bias": torch.randn(1, 1, 20)}
+    given |= {"span": torch.tensor([3.0, 5.5]), "sink_logits": torch.randn(2), "key_bias": torch.randn(1, 1, 20)}
     given |= {
         "q_positions": torch.arange(20).flip(0),
         "k_positions": torch.arange(20),
@@ -36,7 +36,7 @@ def test_negative_bit_views(backend: str, name: str) -> None:
 
     def run(**changed: Tensor):
         x = given | changed
-        terms = {n: x[n] for n in ("span", "sinks", "key_bias", "documents")}
+        terms = {n: x[n] for n in ("span", "sink_logits", "key_bias", "documents")}
         positions = {n: x[n] for n in ("q_positions", "k_positions")}
         return attend(x["q"], x["k"], x["v"], Rule(2, ramp=4.0, **terms), backend=backend, **positions)
 
@@ -55,7 +55,7 @@ def test_negative_bit_gradients() -> None:
 
 @pytest.mark.parametrize("backend", EAGER)
 def test_negative_bit_queries_of_rings(backend: str) -> None:
-    q, new, rule = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8), Rule(2, sinks=torch.randn(2), reach=8)
+    q, new, rule = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8), Rule(2, sink_logits=torch.randn(2), reach=8)
     found = []
     for turn in (negated, lambda t: t):
         keys = torch.zeros(1, 16, 8)
@@ -97,8 +97,8 @@ def test_whole_key_spans_with_a_short_ramp(backend: str) -> None:
     [
         ({"ramp": 1e-46}, r"ramp is 1e-46; expected a positive, finite number of tokens, 1e-38 … 1e\+38"),
         ({"ramp": 1e39}, "ramp is 1e\\+39; expected a positive, finite number"),
-        ({"kept": 1.5}, "kept is 1.5; expected a whole number of tokens, 0 or more"),
-        ({"ahead": 0.5, "causal": False}, "ahead is 0.5; expected a whole number of distances"),
+        ({"sink_tokens": 1.5}, "sink_tokens is 1.5; expected a whole number of tokens, 0 or more"),
+        ({"max_future": 0.5, "causal": False}, "max_future is 0.5; expected a whole number of distances"),
         ({"heads": 2.0}, "heads is 2.0; expected a whole number of heads, 1 or more"),
     ],
     ids=str,
@@ -158,7 +158,7 @@ def test_no_keys_give_every_term_a_gradient_of_zeros(backend: str, sinks: list[f
         inputs = [torch.ones(1, 2, n, 8, requires_grad=True) for n in (3, 0, 0)]
         span = torch.tensor([3.0, 5.0], requires_grad=True)
         sink = None if sinks is None else torch.tensor(sinks, requires_grad=True)
-        out, lse = attend(*inputs, Rule(2, causal=False, span=span, sinks=sink), backend=name)
+        out, lse = attend(*inputs, Rule(2, causal=False, span=span, sink_logits=sink), backend=name)
         seen = lse > -math.inf
         learned = [*inputs, span, *([] if sink is None else [sink])]
         grads[name] = torch.autograd.grad(out.sum() + torch.where(seen, lse, 0).sum(), learned)
@@ -169,9 +169,9 @@ def test_no_keys_give_every_term_a_gradient_of_zeros(backend: str, sinks: list[f
 @pytest.mark.parametrize(
     "case",
     [
-        Case(tq=20, tk=33, d=256, causal=False, stride=(2,), terms=("clipped_value", "sinks")),
-        Case(tq=20, tk=33, d=256, causal=False, ahead=True, stride=(2,), dropout=0.2, terms=("distance_value",)),
-        Case(tq=300, tk=300, d=8, causal=False, ahead=True, terms=("distance_value",)),
+        Case(tq=20, tk=33, d=256, causal=False, stride=(2,), terms=("clipped_value", "sink_logits")),
+        Case(tq=20, tk=33, d=256, causal=False, max_future=True, stride=(2,), dropout=0.2, terms=("distance_value",)),
+        Case(tq=300, tk=300, d=8, causal=False, max_future=True, terms=("distance_value",)),
     ],
     ids=lambda case: case.name,
 )

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from spanformer import Rule, attend, backends
-from spanformer.ops import kernel, library
+from spanformer.ops import c_layout, kernel, library
 
 pytestmark = pytest.mark.skipif(kernel.problem() is not None, reason=f"native: {kernel.problem()}")
 LIBRARY = library.find()
-SIZES = kernel.CALL.size, kernel.DECODE.size
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def damaged(path: Path, how: str) -> Path:
 def test_damaged_library_is_not_loaded(tmp_path: Path, how: str) -> None:
     path = damaged(tmp_path / "_kernel.so", how)
     with pytest.raises(RuntimeError, match=r"the compiled kernel .*_kernel\.so is damaged.*; reinstall spanformer"):
-        library.load(path, kernel.ABI, SIZES)
+        library.load(path)
 
 
 @pytest.mark.usefixtures("unloaded")
@@ -79,7 +78,72 @@ def test_isa_variable_names_none_of_the_choices(monkeypatch: pytest.MonkeyPatch,
     if isa == "avx512" and kernel.library().isa == "avx512":
         pytest.skip("this processor has it")
     with pytest.raises(ValueError, match=rf"SPANFORMER_ISA is '{isa}'; expected one that .* have: .*portable"):
-        library.load(LIBRARY, kernel.ABI, SIZES)
+        library.load(LIBRARY)
+
+
+WRONG = {
+    "another order": (
+        "int threads dtype",
+        r"Call\.threads is int at byte 8 in the compiled kernel and int at byte 0 in",
+    ),
+    "another kind": ("float dtype", r"Call\.dtype is int at byte 0 in the compiled kernel and float at byte 0 in this"),
+    "a field more": ("int dtype window", r"Call\.window is missing in the compiled kernel and int at byte 8 in"),
+    "a field less": ("int dtype", r"Call\.B is int at byte 16 in the compiled kernel and int at byte 8 in"),
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_library_with_another_layout_is_refused(how: str) -> None:
+    line, sentence = WRONG[how]
+    rest = [f"{kind} {name}" for name, kind in c_layout.CALL.fields[1 if how == "another kind" else 2 :]]
+    table = c_layout.Table("Call", line, *rest)
+    with pytest.raises(RuntimeError, match=f"^{sentence}.*; reinstall spanformer to rebuild it$"):
+        library.load(LIBRARY, (table, c_layout.DECODE))
+
+
+def test_layout_names_a_struct_of_another_size() -> None:
+    layout = "\n".join(f"{name} {where}" for name, where in c_layout.DECODE.layout().items())
+    assert c_layout.differs(layout, (c_layout.DECODE,)) is None
+    longer = layout.replace("Decode 424 bytes", "Decode 432 bytes")
+    assert c_layout.differs(longer, (c_layout.DECODE,)) == (
+        "Decode is 432 bytes in the compiled kernel and 424 bytes in this version of spanformer"
+    )
+
+
+def test_packed_call_reads_by_name() -> None:
+    """Each value that `pack_call` packs stands in the field of its name."""
+    q, out, g = torch.randn(2, 4, 5, 8), torch.empty(2, 4, 5, 16), torch.randn(2, 4, 5, 16)
+    k, v, lse = torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 16), torch.empty(2, 4, 5)
+    terms = kernel.Terms(
+        torch.ones(2, 4, 5), torch.ones(4, 9), torch.ones(4, 10, 8), torch.ones(2, 2, 7), torch.ones(4),
+        torch.ones(2, 4, 7),
+    )  # fmt: skip
+    ids = [torch.zeros(2, n, dtype=torch.int64) for n in (5, 7, 5, 7)]
+    blocks = [torch.zeros(4, 3, dtype=torch.int64), *(torch.zeros(6, dtype=torch.int64) for _ in range(3))]
+    drop = [torch.zeros(2, n, dtype=torch.int64) for n in (4, 5, 7)]
+    reach, seed = torch.ones(4, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+    fixed = kernel.Fixed(0.5, 3.0, 0.25, True, 1, 6, reach, seed, *ids, 32, *blocks, *drop)
+    gradients = (*kernel.rows(g), *kernel.rows(q), *kernel.rows(k), *kernel.rows(v), *range(1, 8))
+    packed = kernel.pack_call(q, k, v, out, lse, terms, fixed, gradients)
+    call = c_layout.CALL.structure.from_buffer_copy(packed)
+    expected = {
+        "B": 2, "H": 4, "Hkv": 2, "Tq": 5, "Tk": 7, "D": 8, "Dv": 16, "causal": 1, "shift": 1, "max_future": 6,
+        "scale": 0.5, "ramp": 3.0, "dropout": 0.25, "lse": lse.data_ptr(), "reach": reach.data_ptr(),
+        "dynamic": 1, "bias_length": 9, "vec_length": 10, "vec_head": 80, "key_bias_batch": 14, "key_bias_head": 7,
+        "key_bias_group": 2, "key_span_batch": 28, "key_span_head": 7, "q_positions_batch": 5, "k_positions_batch": 7,
+        "q_documents_batch": 5, "k_documents_batch": 7, "block_size": 32, "block_rows": 2, "block_head": 3,
+        "drop_queries_batch": 5, "drop_keys_batch": 7, "seed": seed.data_ptr(),
+    }  # fmt: skip
+    expected |= {name: t.data_ptr() for name, t in terms._asdict().items()}
+    names = ("q_positions", "k_positions", "q_documents", "k_documents", "block_offsets", "block_columns",
+             "block_mask_ids", "block_masks", "drop_heads", "drop_queries", "drop_keys")  # fmt: skip
+    expected |= {name: t.data_ptr() for name, t in zip(names, (*ids, *blocks, *drop), strict=True)}
+    for name, t in (("q", q), ("k", k), ("v", v), ("out", out), ("g", g), ("dq", q), ("dk", k), ("dv", v)):
+        expected |= dict(zip((f"{name}_{part}" for part, _ in c_layout.ROWS), kernel.rows(t), strict=True))
+    last = ("g_lse", "d_span", "d_distance_bias", "d_distance_vec", "d_key_bias", "d_sink_logits", "d_key_span")
+    expected |= dict(zip(last, range(1, 8), strict=True))
+    given = {name for name, _ in c_layout.CALL.numbers()} - {"dtype", "threads"}
+    assert {name: getattr(call, name) for name in given} == expected
 
 
 COLD = """

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cases import LEARNED, Case, check, make, run
-from cases import TERMS as PLAIN
 from spanformer import Rule, attend
 from spanformer.ops import kernel
+from support.cases import LEARNED, Case, check, make, run
+from support.cases import TERMS as PLAIN
 
 pytestmark = pytest.mark.skipif(kernel.problem() is not None, reason=f"native: {kernel.problem()}")
 
@@ -47,13 +47,13 @@ CASES = {
     "plain": Case(tq=500, tk=500, d=64),
     "span": Case(tq=500, tk=500, d=64, terms=("span",), spans=(0, 40, 100.25, 999), h=4, hkv=4),
     "one key/value head": Case(h=8, hkv=1, tq=300, tk=300, d=64, terms=("span",), spans=(1, 20.5, 60, 1000)),
-    "original": Case(tq=129, tk=200, terms=("span", "distance_vec"), original=True, reach=(50, 20)),
-    "original, dynamic": Case(tq=129, tk=129, terms=("dynamic", "distance_bias"), original=True),
+    "paper_compat": Case(tq=129, tk=200, terms=("span", "distance_vec"), paper_compat=True, reach=(50, 20)),
+    "original, dynamic": Case(tq=129, tk=129, terms=("dynamic", "distance_bias"), paper_compat=True),
     "jumpy": Case(tq=300, tk=400, terms=("jumpy", "distance_bias"), spans=(150.0,)),
     "jumpy, both ways": Case(tq=300, tk=300, terms=("jumpy", "distance_vec"), spans=(150.0,), causal=False),
     "keys that expire": Case(tq=500, tk=600, h=4, hkv=2, terms=("key_span",), spans=(550.0,)),
     "keys that expire, for each head": Case(
-        b=2, tq=300, tk=500, terms=("head_key_span", "span", "documents", "sinks"), spans=(450.0,), dropout=0.3
+        b=2, tq=300, tk=500, terms=("head_key_span", "span", "documents", "sink_logits"), spans=(450.0,), dropout=0.3
     ),
     "keys that expire, in patterns": Case(
         b=2, tq=300, tk=300, terms=("key_span", "dynamic", "blocks", "distance_vec"), spans=(290.0,), causal=False
@@ -64,21 +64,21 @@ CASES = {
     "reach": Case(tq=200, tk=300, reach=(3, 150)),
     "reach, both ways": Case(tq=200, tk=200, reach=(3, 150), causal=False),
     "large logits": Case(tq=129, tk=129, d=64, logits=9.0, terms=("span",), spans=(20.5, 300)),
-    "rows that see nothing": Case(b=3, tq=17, tk=17, terms=("padding", "sinks")),
+    "rows that see nothing": Case(b=3, tq=17, tk=17, terms=("padding", "sink_logits")),
     "values wider than keys": Case(tq=63, tk=63, d=7, dv=40, terms=("span",)),
     "head size 256": Case(tq=33, tk=63, d=256, terms=("distance_vec",)),
     "transposed rows": Case(b=2, h=4, hkv=2, tq=63, tk=111, d=16, layout="bthd", terms=("span",)),
     "everything": Case(
         b=2, h=4, hkv=2, tq=129, tk=300, reach=(200, 40, 7), spans=(20, 100.5),
-        terms=("span", "distance_bias", "head_vec", "key_bias", "documents", "sinks", "blocks"),
+        terms=("span", "distance_bias", "head_vec", "key_bias", "documents", "sink_logits", "blocks"),
     ),
     "everything, dynamic, dropped": Case(
         b=2, h=4, hkv=1, tq=129, tk=300, dropout=0.3,
-        terms=("dynamic", "distance_bias", "distance_vec", "padding", "documents", "sinks", "blocks"),
+        terms=("dynamic", "distance_bias", "distance_vec", "padding", "documents", "sink_logits", "blocks"),
     ),
     "everything, shuffled": Case(
         b=2, h=2, tq=63, tk=111, positions="shuffled", dropout=0.2,
-        terms=("span", "distance_bias", "head_vec", "key_bias", "documents", "sinks", "blocks"),
+        terms=("span", "distance_bias", "head_vec", "key_bias", "documents", "sink_logits", "blocks"),
     ),
     "long": Case(tq=700, tk=1500, h=2, d=32, terms=("span", "distance_bias"), spans=(900.5, 30)),
     "long vectors": Case(tq=700, tk=1500, h=2, d=32, terms=("span", "distance_vec"), spans=(900.5, 30)),
@@ -115,7 +115,7 @@ def any_case(draw) -> Case:
         d=draw(st.sampled_from((1, 8, 16, 33, 64))),
         terms=tuple(terms),
         causal=causal,
-        original=causal and draw(st.booleans()),
+        paper_compat=causal and draw(st.booleans()),
         ramp=draw(st.sampled_from((1.0, 8.0, 32.0))),
         spans=draw(st.sampled_from(((0.0, 3.5), (16.0, 17.0), (40.25, 2000.0)))),
         reach=draw(st.sampled_from((None, (0, 5), (1, 64), (100, 30)))),
@@ -136,8 +136,8 @@ def test_any_case(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 7])
 def test_bit_identical_whatever_the_threads(threads: int) -> None:
     case = Case(
-        b=2, h=4, hkv=2, tq=700, tk=900, d=32, terms=("span", "distance_bias", "distance_vec", "key_bias", "sinks"),
-        spans=(10, 700.5, 64, 200), dropout=0.1,
+        b=2, h=4, hkv=2, tq=700, tk=900, d=32, terms=("span", "distance_bias", "distance_vec", "key_bias",
+        "sink_logits"), spans=(10, 700.5, 64, 200), dropout=0.1,
     )  # fmt: skip
     made, before = make(case), torch.get_num_threads()
     try:
@@ -270,7 +270,9 @@ def test_rows_that_overlap() -> None:
 def test_a_sink_of_no_weight_where_nothing_is_seen() -> None:
     padding = torch.zeros(1, 1, 40)
     padding[..., :10] = -torch.inf
-    against_the_oracle(*torch.randn(3, 1, 2, 40, 16).unbind(), sinks=torch.tensor([-torch.inf, 0.0]), key_bias=padding)
+    against_the_oracle(
+        *torch.randn(3, 1, 2, 40, 16).unbind(), sink_logits=torch.tensor([-torch.inf, 0.0]), key_bias=padding
+    )
 
 
 @pytest.mark.parametrize(("b", "tk"), [(0, 5), (2, 0)])
@@ -342,19 +344,19 @@ def test_a_bias_too_low_to_matter_hides_as_infinity_does() -> None:
 
 
 def _operator_arguments(case: Case) -> tuple:
-    from spanformer.ops.call import make_call
-    from spanformer.ops.native import _fixed, _learned
+    from spanformer.ops.backends.native import _fixed, _learned
+    from spanformer.ops.lower import flatten, make_call
 
     made = make(case)
     leaves = {name: t.float().requires_grad_() for name, t in made.inputs.items()}
     options = {key: value for key, value in made.fixed.items() if not key.endswith("_positions")}
     rule = Rule(case.h, **options, **{name: leaves[name] for name in LEARNED if name in leaves})
-    call = make_call(leaves["q"], leaves["k"], leaves["v"], rule)
+    call = flatten(make_call(leaves["q"], leaves["k"], leaves["v"], rule))
     return (call.q, call.k, call.v, *_learned(call), *_fixed(call))
 
 
 @pytest.mark.parametrize(
-    "terms", [(), ("span", "distance_bias", "sinks"), ("dynamic", "key_bias", "documents", "blocks")]
+    "terms", [(), ("span", "distance_bias", "sink_logits"), ("dynamic", "key_bias", "documents", "blocks")]
 )
 def test_opcheck(terms: tuple[str, ...]) -> None:
     arguments = _operator_arguments(Case(b=2, h=4, hkv=2, tq=20, tk=33, terms=terms))
@@ -373,11 +375,11 @@ def test_compiles_into_one_graph(terms: tuple[str, ...]) -> None:
 
 OTHER_CODE = """
 import torch
-from cases import Case, check
+from support.cases import Case, check
 from spanformer.ops import kernel
 
 assert kernel.library().isa == "{isa}", kernel.library().isa
-terms = ("span", "distance_bias", "head_vec", "sinks")
+terms = ("span", "distance_bias", "head_vec", "sink_logits")
 check(Case(b=2, h=4, hkv=2, tq=129, tk=200, d=24, terms=terms), "native")
 check(Case(b=2, h=4, hkv=2, tq=129, tk=200, d=24, terms=(*terms, "key_bias", "documents"), dropout=0.2), "native")
 check(Case(tq=111, tk=129, terms=("dynamic", "documents", "blocks"), causal=False), "native", torch.bfloat16)

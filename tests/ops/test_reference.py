@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cases import KEYS, LEARNED, TABLE_TERMS, TERMS, Case, Made, make
 from spanformer import Attended, BlockIndex, Rule, attend, merge
+from support.cases import KEYS, LEARNED, TABLE_TERMS, TERMS, Case, Made, make
 
 F64 = torch.float64
 
@@ -62,7 +62,7 @@ def place(ids, b: int, n: int) -> int:
 def by_loops(made: Made, seed: int | None = None) -> tuple[list, list]:
     """out and lse as nested lists: Python floats, one pair at a time."""
     c, t, fixed = made.case, {name: x.tolist() for name, x in made.inputs.items()}, made.fixed
-    shift = 1 if c.original else 0
+    shift = 1 if c.paper_compat else 0
     q_pos = range(c.tk - c.tq, c.tk) if fixed["q_positions"] is None else fixed["q_positions"].tolist()
     k_pos = range(c.tk) if fixed["k_positions"] is None else fixed["k_positions"].tolist()
     outs, lses = [], []
@@ -74,7 +74,7 @@ def by_loops(made: Made, seed: int | None = None) -> tuple[list, list]:
             d = p_i - p_j - shift
             if c.causal and d < 0:
                 continue
-            entry = d + fixed["ahead"] if fixed.get("ahead") else abs(d)
+            entry = d + fixed["max_future"] if fixed.get("max_future") else abs(d)
             d = abs(d)
             if "reach" in fixed and d >= fixed["reach"][h]:
                 continue
@@ -114,11 +114,11 @@ def by_loops(made: Made, seed: int | None = None) -> tuple[list, list]:
                 value = t["v"][b][group][j]
                 if "distance_value" in t:
                     table = t["distance_value"][h if len(t["distance_value"]) > 1 else 0]
-                    at = p_i - p_j - shift + len(table) // 2 if fixed.get("ahead") else d
+                    at = p_i - p_j - shift + len(table) // 2 if fixed.get("max_future") else d
                     added = table[min(max(at, 0), len(table) - 1)]
                     value = [x + y for x, y in zip(value, added, strict=True)]
                 values.append((weight * stays, value))
-        total = sum(numerators) + (math.exp(t["sinks"][h]) if "sinks" in t else 0.0)
+        total = sum(numerators) + (math.exp(t["sink_logits"][h]) if "sink_logits" in t else 0.0)
         width = c.dv or c.d
         outs.append([sum(w * value[n] for w, value in values) / total if total else 0.0 for n in range(width)])
         lses.append(math.log(total) if total else -math.inf)
@@ -144,8 +144,8 @@ def check_by_loops(case: Case) -> None:
 
 
 SMALL = {"b": 2, "h": 4, "hkv": 2, "tq": 7, "tk": 11, "d": 3, "dv": 2, "ramp": 2.5, "spans": (1.3, 4.0, 0.0, 30.0)}
-KINDS = ({}, {"causal": False}, {"original": True})
-SIGNED = {"causal": False, "ahead": True}
+KINDS = ({}, {"causal": False}, {"paper_compat": True})
+SIGNED = {"causal": False, "max_future": True}
 TABLES = ("distance_bias", "distance_vec", "head_vec", *TABLE_TERMS)
 
 
@@ -154,10 +154,10 @@ TABLES = ("distance_bias", "distance_vec", "head_vec", *TABLE_TERMS)
 def test_signed_tables_equal_scalar_loops(term, positions):
     kind = {"causal": False} if term == "clipped_value" else SIGNED
     check_by_loops(Case(**SMALL, terms=(term,), positions=positions, **kind))
-    check_by_loops(Case(**SMALL, terms=(term, "span", "sinks"), positions=positions, reach=(3, 0, 20, 1), **kind))
+    check_by_loops(Case(**SMALL, terms=(term, "span", "sink_logits"), positions=positions, reach=(3, 0, 20, 1), **kind))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=["causal", "both ways", "original"])
+@pytest.mark.parametrize("kind", KINDS, ids=["causal", "both ways", "paper_compat"])
 @pytest.mark.parametrize("term", (None, *TERMS, *TABLE_TERMS, *KEYS))
 def test_every_term_equals_scalar_loops(term, kind):
     for positions, reach in itertools.product(("implicit", "shuffled", "rows"), (None, (3, 0, 20, 1))):
@@ -179,7 +179,7 @@ def test_combinations_of_terms_equal_scalar_loops():
         )
         terms += tuple(
             term
-            for term in ("distance_bias", "documents", "sinks", "blocks", "key_span", "forget")
+            for term in ("distance_bias", "documents", "sink_logits", "blocks", "key_span", "forget")
             if draw.random() < 0.5
         )
         check_by_loops(
@@ -198,7 +198,7 @@ def test_combinations_of_terms_equal_scalar_loops():
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 9), (5, 5), (3, 0), (0, 4), (9, 5)])
 def test_awkward_sizes(sizes):
     tq, tk = sizes
-    case = Case(**{**SMALL, "tq": tq, "tk": tk}, terms=("span", "sinks", "distance_bias"), causal=tq <= tk)
+    case = Case(**{**SMALL, "tq": tq, "tk": tk}, terms=("span", "sink_logits", "distance_bias"), causal=tq <= tk)
     check_by_loops(case)
 
 
@@ -249,7 +249,7 @@ def test_the_originals_conventions(spans):
     s, r, t = 8, 4.0, 20
     q, k, v = qkv(t=t)
     table, z = rand(s, 4, seed=5), torch.tensor(spans, dtype=F64)
-    rule = Rule(2, span=z, ramp=r, reach=[s, s], distance_vec=table[None], original=True)
+    rule = Rule(2, span=z, ramp=r, reach=[s, s], distance_vec=table[None], paper_compat=True)
     out, lse = reference(q, k, v, rule)
     assert out[:, :, 0].eq(0).all() and lse[:, :, 0].eq(-math.inf).all()  # the first token has nothing before it
     for h, i in itertools.product(range(2), range(1, t)):
@@ -280,16 +280,16 @@ def function_of(made: Made, names: list[str], dropout: float = 0.0):
     return run
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=["causal", "both ways", "original"])
+@pytest.mark.parametrize("kind", KINDS, ids=["causal", "both ways", "paper_compat"])
 @pytest.mark.parametrize(
     "terms",
     [
         (),
         ("span",),
-        ("dynamic", "sinks"),
+        ("dynamic", "sink_logits"),
         ("distance_bias", "padding"),
         ("head_vec", "documents"),
-        ("span", "distance_bias", "distance_vec", "key_bias", "sinks"),
+        ("span", "distance_bias", "distance_vec", "key_bias", "sink_logits"),
         ("dynamic", "key_bias", "blocks"),
         ("span", "distance_bias", "distance_vec", "distance_scale", "distance_value"),
     ],
@@ -303,20 +303,20 @@ def test_gradcheck(terms, kind):
 
 
 def test_gradcheck_with_dropout():
-    made = make(Case(**TINY, terms=("span", "sinks")))
+    made = make(Case(**TINY, terms=("span", "sink_logits")))
     leaves = [t.requires_grad_() for t in made.inputs.values()]
     assert torch.autograd.gradcheck(function_of(made, list(made.inputs), dropout=0.4), leaves)
 
 
 def test_gradgradcheck():
-    terms = ("span", "distance_bias", "distance_vec", "key_bias", "sinks")
+    terms = ("span", "distance_bias", "distance_vec", "key_bias", "sink_logits")
     made = make(Case(**{**TINY, "b": 1, "tq": 3, "tk": 3}, terms=terms))
     leaves = [t.requires_grad_() for t in made.inputs.values()]
     assert torch.autograd.gradgradcheck(function_of(made, list(made.inputs)), leaves)
 
 
 def test_a_whole_number_span_has_its_gradient_strictly_inside_the_ramp():
-    """At d = z (m just reached 1) and d = z + R (m just reached 0) the mask has a kink; neither side counts."""
+    """At d = z (m just reached 1) and d = z + R (m just reached 0) the mask has an edge; neither side counts."""
     q, k, v = qkv(h=1, t=12)
     g = rand(1, 1, 12, 4, seed=9)
     z = torch.tensor([3.0], dtype=F64, requires_grad=True)
@@ -359,9 +359,11 @@ def test_low_precision_does_not_blur_how_far_a_head_sees(dtype):
 
 
 @pytest.mark.parametrize("original", [False, True])
-@pytest.mark.parametrize("terms", [(), ("span", "distance_bias", "key_bias", "sinks"), ("dynamic", "distance_vec")])
+@pytest.mark.parametrize(
+    "terms", [(), ("span", "distance_bias", "key_bias", "sink_logits"), ("dynamic", "distance_vec")]
+)
 def test_the_future_cannot_be_felt(terms, original):
-    made = make(Case(b=2, tq=12, tk=12, d=4, ramp=3.0, terms=terms, original=original))
+    made = make(Case(b=2, tq=12, tk=12, d=4, ramp=3.0, terms=terms, paper_compat=original))
     run = function_of(made, ["k", "v"])
     out, lse = run(made.inputs["k"], made.inputs["v"])
     for t in range(12):
@@ -438,11 +440,11 @@ def test_a_row_that_sees_nothing_gives_zeros_and_no_gradient(sinks):
         "key_bias": torch.full((1, 1, t), -math.inf, dtype=F64, requires_grad=True),
     }
     if sinks:
-        learned["sinks"] = rand(2, seed=6).requires_grad_()
+        learned["sink_logits"] = rand(2, seed=6).requires_grad_()
     out, lse = reference(q, k, v, Rule(2, ramp=2.0, **learned))
     assert out.eq(0).all()
     if sinks:
-        assert torch.allclose(lse, learned["sinks"][None, :, None].expand_as(lse))
+        assert torch.allclose(lse, learned["sink_logits"][None, :, None].expand_as(lse))
     else:
         assert lse.eq(-math.inf).all()
     for grad in torch.autograd.grad(out.sum(), (q, k, v, *learned.values()), allow_unused=True):
@@ -468,10 +470,10 @@ def test_merging_split_keys_equals_the_whole_with_gradients(cuts):
     g, g_lse = rand(2, 2, t, 4, seed=7), rand(2, 2, t, seed=8)
     at = torch.arange(t)
     rule = Rule(2, span=z, ramp=3.0)
-    whole = reference(q, k, v, rule + Rule(2, sinks=sinks))
+    whole = reference(q, k, v, rule + Rule(2, sink_logits=sinks))
     edges, parts = [0, *cuts, t], []
     for n, (a, b) in enumerate(itertools.pairwise(edges)):
-        part = rule + Rule(2, sinks=sinks) if n == 0 else rule  # the sink is one more key: in one part only
+        part = rule + Rule(2, sink_logits=sinks) if n == 0 else rule  # the sink is one more key: in one part only
         parts.append(reference(q, k[:, :, a:b], v[:, :, a:b], part, q_positions=at, k_positions=at[a:b]))
     joined = merge(parts)
     assert torch.allclose(joined.out, whole.out, atol=1e-12) and torch.allclose(joined.lse, whole.lse, atol=1e-12)

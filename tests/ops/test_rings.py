@@ -15,8 +15,8 @@ TERMS = {
     "bias": {"distance_bias": torch.randn(H, LENGTH, generator=torch.Generator().manual_seed(1))},
     "vectors": {"distance_vec": torch.randn(1, LENGTH, D, generator=torch.Generator().manual_seed(2))},
     "vectors per head": {"distance_vec": torch.randn(H, LENGTH, D, generator=torch.Generator().manual_seed(3))},
-    "sinks": {"sinks": torch.randn(H, generator=torch.Generator().manual_seed(4))},
-    "original": {"original": True},
+    "sink_logits": {"sink_logits": torch.randn(H, generator=torch.Generator().manual_seed(4))},
+    "paper_compat": {"paper_compat": True},
     "values": {"distance_value": torch.randn(1, 9, DV, generator=torch.Generator().manual_seed(5))},
     "scale": {
         "distance_scale": torch.randn(H, LENGTH, generator=torch.Generator().manual_seed(6)),
@@ -54,7 +54,7 @@ def test_equals_attention_over_everything(terms, dynamic, newest, backend, dtype
     )
     span = torch.rand(B, H, 1, generator=g) * 40 if dynamic else torch.tensor([3.5, 20, 0, 60.0])
     rule = Rule(H, span=span, ramp=8.0, reach=[50, 50, 7, 50], **TERMS[terms])
-    shift = int(rule.original)
+    shift = int(rule.paper_compat)
     limits = rule.limits()
     capacity = [min(max(limits[2 * g : 2 * g + 2]) + shift, LENGTH) for g in range(HKV)]
     out, lse = attend_rings(q, rings_of(k, v, capacity, newest), rule, backend=backend)
@@ -64,8 +64,8 @@ def test_equals_attention_over_everything(terms, dynamic, newest, backend, dtype
         truth = Rule(H, span=row.double(), ramp=8.0, reach=[50, 50, 7, 50], **terms64)
         if seen == 0:
             expected = (torch.zeros(1, H, 1, DV), torch.full((1, H, 1), -torch.inf))
-            if rule.sinks is not None:
-                expected = (expected[0], rule.sinks[None, :, None])
+            if rule.sink_logits is not None:
+                expected = (expected[0], rule.sink_logits[None, :, None])
         else:
             expected = attend(
                 q[b : b + 1].double(), k[b : b + 1, :, :seen].double(), v[b : b + 1, :, :seen].double(), truth,
@@ -147,17 +147,17 @@ def test_bad_rings_are_named() -> None:
     k, newest = torch.randn(1, 20, 8), torch.tensor([19])
     half = torch.tensor([8, 8])
     with pytest.raises(
-        ValueError, match=r"capacity is \[8, 8\] with 3 kept beside each; expected at least 1 slot a head"
+        ValueError, match=r"capacity is \[8, 8\] with 3 sink tokens beside each; expected at least 1 slot a head"
     ):
-        Rings(k, k, half, newest, kept=3)
+        Rings(k, k, half, newest, sink_tokens=3)
     with pytest.raises(ValueError, match=r"oldest has shape \[1\].*expected int64 \[1, 2\] on the CPU"):
-        Rings(k, k, half, newest, kept=2, oldest=newest)
+        Rings(k, k, half, newest, sink_tokens=2, oldest=newest)
     with pytest.raises(ValueError, match=r"keys has dtype torch\.float32; expected torch\.int8 with scales"):
-        Rings(k, k, half, newest, kept=2, scales=(k[..., 0], k[..., 0]))
+        Rings(k, k, half, newest, sink_tokens=2, scales=(k[..., 0], k[..., 0]))
     with pytest.raises(ValueError, match=r"scales has shape \[1, 19\].*expected contiguous float32 \[1, 20\]"):
-        Rings(k.to(torch.int8), k.to(torch.int8), half, newest, kept=2, scales=(k[:, 1:, 0], k[:, 1:, 0]))
+        Rings(k.to(torch.int8), k.to(torch.int8), half, newest, sink_tokens=2, scales=(k[:, 1:, 0], k[:, 1:, 0]))
     with pytest.raises(ValueError, match="the rule keeps 0 first tokens and the rings 2"):
-        attend_rings(torch.randn(1, 2, 1, 8), Rings(k, k, half, newest, kept=2), Rule(2, reach=5))
+        attend_rings(torch.randn(1, 2, 1, 8), Rings(k, k, half, newest, sink_tokens=2), Rule(2, reach=5))
 
 
 def test_values_too_wide_for_the_kernel_go_to_banded() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from spanformer import HeadCache, Rings, Rule, attend_rings
 from spanformer.ops import kernel
-from spanformer.ops.rings_operator import arguments
+from spanformer.ops.decode.operator import arguments
 
 BACKENDS = ["banded"] if kernel.problem() else ["native", "banded"]
 B, H, HKV, D, VOCAB, KEPT = 2, 4, 2, 16, 11, 2
@@ -18,11 +18,11 @@ REACH = [12, 5]  # of the key/value heads
 
 
 def new_cache(bits=0) -> HeadCache:
-    return HeadCache(B, REACH, D, kept=KEPT, bits=bits)
+    return HeadCache(B, REACH, D, sink_tokens=KEPT, bits=bits)
 
 
 def a_rule(span: Tensor) -> Rule:
-    return Rule(H, span=span, ramp=4.0, reach=[12, 12, 5, 5], kept=KEPT)
+    return Rule(H, span=span, ramp=4.0, reach=[12, 12, 5, 5], sink_tokens=KEPT)
 
 
 class Step(nn.Module):
@@ -129,7 +129,11 @@ def test_compiled_cache_decodes_in_one_graph() -> None:
 
 TERMS = {
     "span": {"span": torch.tensor([3.0, 9.0, 2.0, 1.0]), "ramp": 2.0},
-    "tables": {"distance_bias": torch.randn(H, 20), "distance_vec": torch.randn(1, 20, D), "sinks": torch.zeros(H)},
+    "tables": {
+        "distance_bias": torch.randn(H, 20),
+        "distance_vec": torch.randn(1, 20, D),
+        "sink_logits": torch.zeros(H),
+    },
     "banded": {"distance_scale": torch.rand(H, 20), "distance_value": torch.randn(1, 3, D)},
 }
 
@@ -150,15 +154,15 @@ def test_opcheck(terms: str, write: bool) -> None:
 def test_new_keys_and_values_are_written_at_the_newest_position(backend: str, bits) -> None:
     """Rows at different positions: in a ring that has wrapped, among the kept ones, and nowhere."""
     newest = torch.tensor([17, 1, -1])
-    cache = HeadCache(3, REACH, D, kept=KEPT, bits=bits)
+    cache = HeadCache(3, REACH, D, sink_tokens=KEPT, bits=bits)
     cache.append(*torch.randn(2, 3, HKV, 17, D))
     before, rings = cache.store.memory.clone(), cache.store.rings(newest, KEPT, None)
-    expected = HeadCache(3, REACH, D, kept=KEPT, bits=bits)
+    expected = HeadCache(3, REACH, D, sink_tokens=KEPT, bits=bits)
     expected.store.memory.copy_(before)
     q, (k, v) = torch.randn(3, H, 1, D), torch.randn(2, 3, HKV, 1, D)
     expected.place.copy_(newest.clamp(min=0))
     expected.append(k, v, lengths=(newest >= 0).long())
-    rule = Rule(H, reach=[12, 12, 5, 5], kept=KEPT)
+    rule = Rule(H, reach=[12, 12, 5, 5], sink_tokens=KEPT)
     got = attend_rings(q, rings, rule, new=(k, v), backend=backend)
     assert torch.equal(cache.store.memory, expected.store.memory)
     assert not torch.equal(cache.store.memory, before)

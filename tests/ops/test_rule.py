@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spanformer import Attended, BlockIndex, Rule, attend, backends, choose_backend
-from spanformer.ops.backend import Backend
+from spanformer.ops.backends.base import Backend
 from spanformer.ops.dropout import draw_seed, keep
 from spanformer.ops.rule import UNLIMITED
 
@@ -34,7 +34,7 @@ def qkv(b: int = 2, h: int = 4, hkv: int = 2, tq: int = 6, tk: int = 6, d: int =
 class TestSum:
     def test_of_empty_rules(self):
         rule = Rule(3) + Rule(3)
-        assert rule.heads == 3 and rule.causal and not rule.original and rule.ramp == 32.0
+        assert rule.heads == 3 and rule.causal and not rule.paper_compat and rule.ramp == 32.0
         terms = (
             "reach",
             "span",
@@ -42,9 +42,8 @@ class TestSum:
             "distance_vec",
             "key_bias",
             "documents",
-            "sinks",
+            "sink_logits",
             "blocks",
-            "penalty",
         )
         assert all(getattr(rule, name) is None for name in terms)
 
@@ -55,9 +54,8 @@ class TestSum:
             "distance_vec": torch.ones(1, 5, 3),
             "key_bias": torch.ones(1, 1, 4),
             "documents": torch.arange(4),
-            "sinks": torch.ones(2),
+            "sink_logits": torch.ones(2),
             "blocks": BlockIndex.from_dense(torch.ones(4, 4, dtype=torch.bool), 2),
-            "penalty": torch.tensor(3.0),
         }
         for name, value in terms.items():
             one = Rule(2, **{name: value})
@@ -73,7 +71,7 @@ class TestSum:
         flags = [False, True]
         for a, b in itertools.product(flags, flags):
             assert (Rule(1, causal=a) + Rule(1, causal=b)).causal == (a or b)
-            assert (Rule(1, original=a) + Rule(1, original=b)).original == (a or b)
+            assert (Rule(1, paper_compat=a) + Rule(1, paper_compat=b)).paper_compat == (a or b)
 
     def test_the_shorter_reach_per_head(self):
         assert (Rule(3, reach=[5, 2, 9]) + Rule(3, reach=4)).reach.tolist() == [4, 2, 4]
@@ -124,7 +122,7 @@ class TestSum:
 
     def test_two_sinks_weigh_as_much_as_their_sum(self):
         a, b = torch.tensor([1.0, -2.0]), torch.tensor([0.5, 3.0])
-        both = (Rule(2, sinks=a) + Rule(2, sinks=b)).sinks
+        both = (Rule(2, sink_logits=a) + Rule(2, sink_logits=b)).sink_logits
         assert torch.allclose(both.exp(), a.exp() + b.exp())
 
     def test_blocks_intersect(self):
@@ -133,11 +131,6 @@ class TestSum:
         both = Rule(1, blocks=BlockIndex.from_dense(a, 8)) + Rule(1, blocks=BlockIndex.from_dense(b, 8))
         at = torch.arange(17)
         assert torch.equal(both.blocks.visible(at, at)[0], a & b)
-
-    def test_penalties_add_and_keep_their_gradients(self):
-        a, b = torch.tensor(2.0, requires_grad=True), torch.tensor(3.0)
-        both = Rule(1, penalty=a) + Rule(1, penalty=b)
-        assert both.penalty.item() == 5.0 and both.penalty.requires_grad
 
     def test_what_cannot_be_added(self):
         with refused("rules of 2 and 3 heads cannot be added"):
@@ -150,8 +143,10 @@ class TestSum:
         q, k, v = qkv()
         bias, sinks = torch.randn(4, 6), torch.randn(4)
         span = torch.tensor([1.0, 2.5, 0.0, 9.0])
-        parts = Rule(4, span=span, ramp=2.0) + Rule(4, distance_bias=bias) + Rule(4, reach=3) + Rule(4, sinks=sinks)
-        whole = Rule(4, span=span, ramp=2.0, distance_bias=bias, reach=3, sinks=sinks)
+        parts = (
+            Rule(4, span=span, ramp=2.0) + Rule(4, distance_bias=bias) + Rule(4, reach=3) + Rule(4, sink_logits=sinks)
+        )
+        whole = Rule(4, span=span, ramp=2.0, distance_bias=bias, reach=3, sink_logits=sinks)
         mine, other = (attend(q, k, v, rule, backend="reference") for rule in (parts, whole))
         assert torch.equal(mine.out, other.out) and torch.equal(mine.lse, other.lse)
 
@@ -211,22 +206,20 @@ class TestBadRules:
             ({"key_bias": torch.ones(2, 6)}, ["key_bias has shape [2, 6]", "expected [1 or B, 1 or Hkv or H, Tk]"]),
             ({"key_bias": torch.ones(2, 3, 6)}, ["key_bias has shape [2, 3, 6]", "1 or Hkv or H"]),
             ({"key_bias": torch.ones(2, 1, 6).bool()}, ["key_bias", "torch.bool", "floating-point", "−inf hides"]),
-            ({"sinks": torch.ones(2)}, ["sinks has shape [2]", "expected [4]"]),
-            ({"sinks": torch.ones(4).long()}, ["sinks", "torch.int64", "floating-point"]),
+            ({"sink_logits": torch.ones(2)}, ["sink_logits has shape [2]", "expected [4]"]),
+            ({"sink_logits": torch.ones(4).long()}, ["sink_logits", "torch.int64", "floating-point"]),
             ({"documents": torch.ones(6)}, ["documents", "torch.float32", "expected integer ids"]),
             ({"documents": torch.ones(1, 2, 6).long()}, ["documents has shape [1, 2, 6]", "expected [T] or [B, T]"]),
             ({"reach": []}, ["reach has shape [0]", "expected [4]"]),
             ({"reach": torch.ones(4, device="meta").long()}, ["reach is on meta", "holds no numbers"]),
             ({"span": 64.0}, ["span is a float", "expected a tensor"]),
-            ({"penalty": 0.5}, ["penalty is a float", "expected a tensor"]),
             ({"distance_bias": torch.ones(4, 0)}, ["distance_bias has shape [4, 0]", "L at least 1"]),
             ({"distance_vec": torch.ones(1, 0, 8)}, ["distance_vec has shape [1, 0, 8]", "L at least 1"]),
             ({"key_bias": torch.ones(2, 0, 6)}, ["key_bias has shape [2, 0, 6]", "1 or Hkv or H"]),
             ({"documents": [0, 0, 1]}, ["documents is neither", "nor a pair"]),
             ({"documents": (torch.arange(6),) * 3}, ["documents is neither", "nor a pair"]),
             ({"documents": (torch.arange(6), None)}, ["documents is neither", "nor a pair"]),
-            ({"penalty": torch.ones(4)}, ["penalty has shape [4]", "expected a scalar"]),
-            ({"original": True, "causal": False}, ["original=True", "needs causal=True"]),
+            ({"paper_compat": True, "causal": False}, ["paper_compat=True", "needs causal=True"]),
             (
                 {"blocks": BlockIndex.from_dense(torch.ones(3, 8, 8, dtype=torch.bool), 8)},
                 ["blocks.offsets has shape [3, 2]", "expected [1 or 4, rows + 1]"],
@@ -322,7 +315,7 @@ class TestBadCalls:
             ),
             (
                 {"blocks": BlockIndex.from_dense(torch.ones(4, 4, dtype=torch.bool), 4)},
-                ["blocks describes positions 0 … 3", "a query stands at 5"],
+                ["blocks describes positions 0 … 3", "a query is at 5"],
             ),
         ],
     )
@@ -337,7 +330,7 @@ class TestBadCalls:
             ("distance_bias", (4, 6)),
             ("distance_vec", (1, 6, 8)),
             ("key_bias", (1, 1, 6)),
-            ("sinks", (4,)),
+            ("sink_logits", (4,)),
         ],
     )
     def test_terms_on_another_device(self, name, shape):
@@ -356,7 +349,7 @@ class TestBadCalls:
         blocks = BlockIndex.from_dense(torch.ones(8, 8, dtype=torch.bool), 4)
         at, before = torch.arange(6), torch.arange(6) - 3
         for q_positions, k_positions, what in ((at, before, "key"), (before, at, "query")):
-            with refused("blocks describes positions 0 … 7", f"a {what} stands at -3"):
+            with refused("blocks describes positions 0 … 7", f"a {what} is at -3"):
                 attend(
                     *qkv(),
                     Rule(4, blocks=blocks),
@@ -364,7 +357,7 @@ class TestBadCalls:
                     q_positions=q_positions,
                     k_positions=k_positions,
                 )
-        with refused("blocks describes positions 0 … 7", "a query stands at -3"):
+        with refused("blocks describes positions 0 … 7", "a query is at -3"):
             attend(*qkv(tk=3), Rule(4, causal=False, blocks=blocks), backend="reference")
 
     def test_blocks_without_any_key(self):
@@ -381,7 +374,7 @@ class TestBadCalls:
     def test_a_table_may_be_as_short_as_the_reach(self):
         attend(*qkv(), Rule(4, distance_bias=torch.ones(4, 4), reach=[1, 2, 4, 3]), backend="reference")
         attend(*qkv(), Rule(4, distance_bias=torch.ones(4, 4), span=torch.ones(4), ramp=2.5), backend="reference")
-        attend(*qkv(), Rule(4, distance_bias=torch.ones(4, 5), original=True), backend="reference")
+        attend(*qkv(), Rule(4, distance_bias=torch.ones(4, 5), paper_compat=True), backend="reference")
 
     def test_a_table_need_not_span_the_gap_between_rows_of_a_batch(self):
         far = torch.stack([torch.arange(6), torch.arange(6) + 1000])
@@ -677,7 +670,7 @@ class TestDropout:
 
     @pytest.mark.parametrize("name", [name for name in dispatch.NAMES if name != "reference"])
     def test_every_backend_drops_the_same_weights(self, name):
-        reasons = pytest.importorskip(f"spanformer.ops.{name}").BACKEND.unusable()
+        reasons = pytest.importorskip(f"spanformer.ops.backends.{name}").BACKEND.unusable()
         if reasons:
             pytest.skip("; ".join(reasons))
         q, k, v = qkv(d=16)

@@ -18,7 +18,7 @@ def results(backend: str, sink: float, dtype: torch.dtype, **terms) -> dict[str,
     g = torch.Generator().manual_seed(0)
     inputs = [torch.randn(1, 2, 40, 8, generator=g).to(dtype).requires_grad_() for _ in range(3)]
     sinks = torch.tensor([sink, 0.3], requires_grad=True)
-    out, lse = attend(*inputs, Rule(2, sinks=sinks, **terms), backend=backend)
+    out, lse = attend(*inputs, Rule(2, sink_logits=sinks, **terms), backend=backend)
     grads = torch.autograd.grad(out.float().sum() + torch.where(lse == -math.inf, 0, lse).sum(), [*inputs, sinks])
     return dict(zip(NAMES, (out, lse, *grads), strict=True))
 
@@ -55,6 +55,6 @@ def test_sink_of_minus_infinity_is_none(backend: str) -> None:
 def test_nan_or_infinite_sink_in_rings(backend: str, sink: float) -> None:
     keys = torch.randn(1, 16, 8)
     rings = Rings(keys, keys, torch.tensor([8, 8]), torch.tensor([7]))
-    rule = Rule(2, sinks=torch.tensor([sink, 0.3]), reach=8)
+    rule = Rule(2, sink_logits=torch.tensor([sink, 0.3]), reach=8)
     out, lse = attend_rings(torch.randn(1, 2, 1, 8), rings, rule, backend=backend)
     assert out[:, 0].isnan().all() and lse[:, 0].isnan().all() and out[:, 1].isfinite().all()

@@ -9,16 +9,16 @@ import math
 import pytest
 import torch
 
-from cases import Case, check
-from spanformer import Rule, attend, choose_backend
+from spanformer import Rule, Union, attend, choose_backend
+from support.cases import Case, check
 
 F64 = torch.float64
-SIGNED = {"causal": False, "ahead": True}
+SIGNED = {"causal": False, "max_future": True}
 TABLES = ("distance_bias", "distance_vec", "head_vec")
 CASES = [
     *(Case(tq=t, tk=t, terms=(term,), **SIGNED) for term in TABLES for t in (2, 63, 129)),
     Case(b=2, h=4, hkv=2, tq=111, tk=111, terms=("span", "distance_bias", "distance_vec", "key_bias"), **SIGNED),
-    Case(b=2, tq=40, tk=111, dv=24, terms=("dynamic", "head_vec", "sinks"), **SIGNED),
+    Case(b=2, tq=40, tk=111, dv=24, terms=("dynamic", "head_vec", "sink_logits"), **SIGNED),
     Case(b=2, tq=70, tk=111, terms=("distance_bias", "documents"), reach=(3, 60), **SIGNED),
     Case(b=2, tq=33, tk=63, terms=("distance_bias", "blocks"), **SIGNED),
     *(
@@ -32,15 +32,16 @@ CASES = [
 ]  # fmt: skip
 VALUES = [
     *(Case(tq=t, tk=t, terms=(term,)) for term in ("distance_value", "head_value") for t in (1, 4, 63, 129)),
-    Case(b=2, h=4, hkv=2, tq=17, tk=63, dv=24, terms=("distance_value", "span", "sinks", "distance_bias")),
-    Case(tq=63, tk=63, terms=("head_value", "dynamic", "padding"), b=2, original=True),
-    Case(tq=63, tk=63, terms=("distance_value", "documents", "sinks"), b=2, dropout=0.3),
+    Case(b=2, h=4, hkv=2, tq=17, tk=63, dv=24, terms=("distance_value", "span", "sink_logits", "distance_bias")),
+    Case(tq=63, tk=63, terms=("head_value", "dynamic", "padding"), b=2, paper_compat=True),
+    Case(tq=63, tk=63, terms=("distance_value", "documents", "sink_logits"), b=2, dropout=0.3),
     Case(tq=40, tk=40, terms=("distance_value", "span"), causal=False, reach=(3, 30)),
     Case(tq=40, tk=40, terms=("distance_value", "blocks"), causal=False),
-    Case(tq=21, tk=30, terms=("distance_value", "span", "sinks"), **SIGNED),
+    Case(tq=21, tk=30, terms=("distance_value", "span", "sink_logits"), **SIGNED),
     Case(tq=21, tk=30, terms=("clipped_value",), causal=False),
-    Case(tq=63, tk=63, b=2, terms=("clipped_value", "span", "sinks", "documents"), causal=False, dropout=0.3),
+    Case(tq=63, tk=63, b=2, terms=("clipped_value", "span", "sink_logits", "documents"), causal=False, dropout=0.3),
     Case(tq=63, tk=63, b=2, terms=("clipped_value", "padding"), causal=False, reach=(2, 40)),
+    Case(b=2, tq=9, tk=2, terms=("clipped_value",), causal=False, reach=(7,), union_stride=4),  # more queries than keys
     *(
         Case(b=2, tq=17, tk=40, positions=positions, terms=("distance_value", "span", "key_bias"))
         for positions in ("shuffled", "rows")
@@ -49,11 +50,13 @@ VALUES = [
 ]
 SCALES = [
     *(Case(tq=t, tk=t, terms=("distance_scale",)) for t in (1, 63, 129)),
-    Case(b=2, h=4, hkv=2, tq=40, tk=111, terms=("distance_scale", "span", "distance_bias", "distance_vec", "sinks")),
+    Case(
+        b=2, h=4, hkv=2, tq=40, tk=111, terms=("distance_scale", "span", "distance_bias", "distance_vec", "sink_logits")
+    ),
     Case(b=2, tq=63, tk=63, terms=("distance_scale", "dynamic", "padding"), causal=False, dropout=0.3),
     Case(b=2, tq=63, tk=63, terms=("distance_scale", "distance_value", "head_vec", "documents"), **SIGNED),
     Case(b=2, tq=17, tk=40, positions="rows", terms=("distance_scale", "span", "head_vec"), **SIGNED),
-    Case(tq=17, tk=40, positions="shuffled", terms=("distance_scale", "span"), original=True),
+    Case(tq=17, tk=40, positions="shuffled", terms=("distance_scale", "span"), paper_compat=True),
 ]
 
 
@@ -80,7 +83,7 @@ def test_with_strides_and_skips(stride: tuple[int, ...], backend: str) -> None:
     base = {"b": 2, "tq": 33, "tk": 63, "stride": stride, "skip": (0, 2)}
     for terms, kind in (
         (("distance_bias", "head_vec"), SIGNED),
-        (("distance_value", "span", "sinks"), {}),
+        (("distance_value", "span", "sink_logits"), {}),
         (("clipped_value", "span"), {"causal": False}),
         (("distance_value", "distance_vec"), {"tq": 2}),
     ):
@@ -138,7 +141,7 @@ def test_values_make_nothing_of_the_size_of_all_pairs() -> None:
 def value_at(rule: Rule, name: str, d: int) -> torch.Tensor:
     """What a rule's table says at distance d, by the words of its docstring."""
     table = getattr(rule, name)
-    ahead = table.shape[1] // 2 if rule.ahead and name == "distance_value" else rule.ahead
+    ahead = table.shape[1] // 2 if rule.max_future and name == "distance_value" else rule.max_future
     at = d if rule.causal else d + ahead if ahead else abs(d)
     if name == "distance_value":
         at = min(max(at, 0), table.shape[1] - 1)
@@ -151,9 +154,11 @@ def rules(seed: int) -> list[Rule]:
     rand = lambda *shape: torch.randn(*shape, generator=g, dtype=F64)  # noqa: E731
     made = []
     for ahead, length in ((0, 6), (4, 9), (3, 12), (0, 5)):
-        made.append(Rule(2, causal=False, ahead=ahead, distance_bias=rand(2, length), distance_scale=rand(2, length)))
-        made.append(Rule(2, causal=False, ahead=ahead, distance_vec=rand(1, length, 3)))
-        made.append(Rule(2, causal=False, ahead=ahead, distance_value=rand(2, length // 2 * 2 + 1, 3)))
+        made.append(
+            Rule(2, causal=False, max_future=ahead, distance_bias=rand(2, length), distance_scale=rand(2, length))
+        )
+        made.append(Rule(2, causal=False, max_future=ahead, distance_vec=rand(1, length, 3)))
+        made.append(Rule(2, causal=False, max_future=ahead, distance_value=rand(2, length // 2 * 2 + 1, 3)))
     return made
 
 
@@ -174,9 +179,9 @@ def test_a_sum_of_rules_says_at_every_distance_what_its_parts_say(causal: bool) 
 
 
 def test_values_go_on_beyond_their_ends_in_a_sum() -> None:
-    short, long = (Rule(1, causal=False, ahead=n, distance_value=torch.randn(1, 2 * n + 1, 2)) for n in (1, 4))
+    short, long = (Rule(1, causal=False, max_future=n, distance_value=torch.randn(1, 2 * n + 1, 2)) for n in (1, 4))
     both = short + long
-    assert both.ahead == 4 and both.distance_value.shape[1] == 9
+    assert both.max_future == 4 and both.distance_value.shape[1] == 9
     for d in range(-9, 10):
         expected = value_at(short, "distance_value", d) + value_at(long, "distance_value", d)
         torch.testing.assert_close(value_at(both, "distance_value", d), expected)
@@ -194,10 +199,10 @@ def test_tables_hold_for_both_parts_of_a_union(causal: bool) -> None:
     g = torch.Generator().manual_seed(0)
     rand = lambda *shape: torch.randn(*shape, generator=g, dtype=F64, requires_grad=True)  # noqa: E731
     q, k, v, values, scales = rand(1, 2, 21, 4), rand(1, 2, 21, 4), rand(1, 2, 21, 4), rand(1, 5, 4), rand(2, 41)
-    seen = Rule(2, causal=causal, reach=4, also=Rule(2, causal=causal, stride=3, skip=4))
+    seen = Union(Rule(2, causal=causal, reach=4), Rule(2, causal=causal, stride=3, skip=4))
     tables = {"distance_value": values, "distance_scale": scales}
-    rule = seen + Rule(2, causal=False, ahead=20, **tables)
-    assert rule.also is not None and rule.also.distance_value is None
+    rule = seen + Rule(2, causal=False, max_future=20, **tables)
+    assert [leaf.distance_value is None for leaf in rule.leaves()] == [False, True]
     got, truth = (attend(q, k, v, rule, backend=backend).out for backend in ("banded", "reference"))
     torch.testing.assert_close(got, truth, rtol=1e-10, atol=1e-12)
     d = torch.arange(21)[:, None] - torch.arange(21)
@@ -216,27 +221,27 @@ def test_tables_hold_for_both_parts_of_a_union(causal: bool) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Rule(2, ahead=-1), "ahead is -1; expected a whole number of distances, 0 or more"),
-        (lambda: Rule(2, ahead=3), "ahead is 3 with causal=True, which sees nothing ahead"),
+        (lambda: Rule(2, max_future=-1), "max_future is -1; expected a whole number of distances, 0 or more"),
+        (lambda: Rule(2, max_future=3), "max_future is 3 with causal=True, which never sees the future"),
         (
-            lambda: Rule(2, causal=False, ahead=3, distance_bias=torch.zeros(2, 3)),
-            r"distance_bias has shape \[2, 3\] and ahead is 3; expected an entry for distance 0, so at least 4",
+            lambda: Rule(2, causal=False, max_future=3, distance_bias=torch.zeros(2, 3)),
+            r"distance_bias has shape \[2, 3\] and max_future is 3; expected an entry for distance 0, so at least 4",
         ),
         (
-            lambda: Rule(2, causal=False, ahead=3, distance_value=torch.zeros(1, 4, 2)),
-            r"distance_value has shape \[1, 4, 2\] and ahead is 3; expected an odd number of entries",
+            lambda: Rule(2, causal=False, max_future=3, distance_value=torch.zeros(1, 4, 2)),
+            r"distance_value has shape \[1, 4, 2\] and max_future is 3; expected an odd number of entries",
         ),
         (
             lambda: (
-                Rule(1, causal=False, ahead=1, distance_bias=torch.zeros(1, 3))
+                Rule(1, causal=False, max_future=1, distance_bias=torch.zeros(1, 3))
                 + Rule(1, causal=False, distance_bias=torch.zeros(1, 1))
             ),
-            "a table of one entry, for distance 0 alone, cannot be added to a rule that looks ahead",
+            "a table of one entry, for distance 0 alone, cannot be added to a rule that sees the future",
         ),
         (lambda: Rule(2, distance_scale=torch.zeros(1, 3)), r"distance_scale has shape \[1, 3\].*expected \[2, L\]"),
         (lambda: Rule(2, distance_value=torch.zeros(2, 3)), r"distance_value has shape .*expected \[1 or 2, L, Dv\]"),
         (lambda: Rule(2, distance_value=[1]), "distance_value is a list; expected a tensor"),
-        (lambda: Rule(2, kept=1, distance_scale=torch.zeros(2, 3)), "kept is 1 beside distance_scale"),
+        (lambda: Rule(2, sink_tokens=1, distance_scale=torch.zeros(2, 3)), "sink_tokens is 1 beside distance_scale"),
         (
             lambda: Rule(1, distance_value=torch.zeros(1, 3, 4)) + Rule(1, distance_value=torch.zeros(1, 3, 5)),
             "distance_value of shapes .* cannot be added; expected one head size",
@@ -252,11 +257,11 @@ def test_rules_that_are_refused(make, message: str) -> None:
     ("rule", "message"),
     [
         (
-            Rule(1, causal=False, ahead=2, distance_bias=torch.zeros(1, 8)),
-            r"distance_bias has shape .*, distances -2 … 5; heads here reach 4 ahead, so ahead must be at least 4",
+            Rule(1, causal=False, max_future=2, distance_bias=torch.zeros(1, 8)),
+            r"distance_bias has shape .*, distances -2 … 5; heads here reach 4 tokens of the future",
         ),
         (
-            Rule(1, causal=False, ahead=4, distance_vec=torch.zeros(1, 8, 3)),
+            Rule(1, causal=False, max_future=4, distance_vec=torch.zeros(1, 8, 3)),
             r"distance_vec has shape .*, distances -4 … 3; heads here reach 5 distances, so it needs at least 5",
         ),
         (Rule(1, distance_scale=torch.zeros(1, 4)), "distance_scale has shape .* needs at least 5"),
@@ -278,7 +283,7 @@ def test_traced_they_are_the_same() -> None:
     )
 
     def run() -> torch.Tensor:
-        signed = Rule(2, causal=False, ahead=19, distance_vec=vectors, distance_value=values)
+        signed = Rule(2, causal=False, max_future=19, distance_vec=vectors, distance_value=values)
         rule = Rule(2, causal=False) + signed + Rule(2, causal=False, distance_bias=biases)
         return attend(q, k, v, rule, backend="native").out
 

@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from spanformer import BlockIndex, Rings, Rule, attend, attend_rings
+from spanformer import BlockIndex, HeadGroups, Rings, Rule, Union, attend, attend_rings
 
 H, T, D = 2, 12, 16
 G = torch.Generator().manual_seed(0)
@@ -28,23 +28,26 @@ SAMPLES = {
     "distance_vec": {"distance_vec": rand(1, T, D)},
     "distance_value": {"distance_value": rand(1, 4, D)},
     "distance_scale": {"distance_scale": rand(H, T)},
-    "ahead": {"causal": False, "ahead": T - 1, "distance_bias": rand(H, 2 * T - 1)},
+    "max_future": {"causal": False, "max_future": T - 1, "distance_bias": rand(H, 2 * T - 1)},
     "key_bias": {"key_bias": rand(1, 1, T)},
     "key_span": {"key_span": rand(1, 1, T).abs(), "ramp": 4.0},
     "forget": {"forget": -rand(1, H, T).abs().cumsum(-1)},
     "documents": {"documents": torch.arange(T) // 4},
-    "sinks": {"sinks": rand(H)},
-    "kept": {"reach": 3, "kept": 2},
+    "sink_logits": {"sink_logits": rand(H)},
+    "sink_tokens": {"reach": 3, "sink_tokens": 2},
     "blocks": {"blocks": BlockIndex.from_dense(BAND[None].expand(H, T, T), 16)},
-    "original": {"original": True},
-    "apart": {"apart": (Rule(1, reach=3), Rule(1, kept=1, reach=2))},
+    "paper_compat": {"paper_compat": True},
     "stride": {"stride": [2, 3]},
     "skip": {"skip": [1, 4]},
-    "also": {"reach": 3, "also": Rule(H, stride=4, skip=4)},
 }
 """for each term a rule that has it, and that would mean something else without it"""
-MEANINGLESS = {"heads": "a size", "penalty": "for the loss alone"}
-WITHOUT = {"span": {"span": None}, "ramp": {"ramp": 4.0}, "ahead": {"ahead": 0}, "kept": {"kept": 0}}
+MEANINGLESS = {"heads": "a size"}
+WITHOUT = {
+    "span": {"span": None},
+    "ramp": {"ramp": 4.0},
+    "max_future": {"max_future": 0},
+    "sink_tokens": {"sink_tokens": 0},
+}
 BACKENDS = ("native", "flex", "banded")
 Q, K, V = rand(1, H, T, D), rand(1, H, T, D), rand(1, H, T, D)
 
@@ -76,11 +79,42 @@ def test_a_backend_serves_or_refuses_each(term: str, backend: str) -> None:
     torch.testing.assert_close(found.lse, expected.lse, rtol=1e-4, atol=1e-5)
 
 
+SEVERAL = {
+    "HeadGroups": HeadGroups([Rule(1, reach=3), Rule(1, sink_tokens=1, reach=2)]),
+    "Union": Union(Rule(H, reach=3, sink_tokens=2), Rule(H, stride=4, skip=4)),
+    "HeadGroups of a Union": HeadGroups([Union(Rule(1, reach=3), Rule(1, stride=2, skip=4)), Rule(1, skip=2)]),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SEVERAL)
+def test_backend_serves_several_rules(name: str, backend: str) -> None:
+    with torch.no_grad():
+        expected, found = (attend(Q, K, V, SEVERAL[name], backend=one) for one in ("reference", backend))
+    torch.testing.assert_close(found.out, expected.out, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.lse, expected.lse, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_rules_answer_as_one(name: str) -> None:
+    rule = SEVERAL[name]
+    alone = [rule.for_heads([head]) for head in range(H)]
+    assert rule.limits() == [part.limits()[0] for part in alone]
+    assert rule.reach_list() == [part.reach_list()[0] for part in alone]
+    assert rule.causal and not rule.paper_compat and not rule.dynamic
+    more = Rule(H, causal=False, key_bias=rand(1, 1, T))
+    left, right = (attend(Q, K, V, both, backend="reference").out for both in (rule + more, more + rule))
+    assert torch.equal(left, right) and not torch.equal(left, attend(Q, K, V, rule, backend="reference").out)
+    rings = Rings(K[0], V[0], torch.tensor([T]), torch.tensor([T - 1, T - 1]))
+    with pytest.raises(ValueError, match=f"rule is of type {type(rule).__name__}; expected a Rule"):
+        attend_rings(Q[0, :, None, -1:], rings, rule)  # pyright: ignore
+
+
 @pytest.mark.parametrize("backend", ["auto", "native", "banded"])
 @pytest.mark.parametrize("term", SAMPLES)
 def test_rings_serve_or_refuse_each(term: str, backend: str) -> None:
     rule = Rule(H, **SAMPLES[term])
-    kept = rule.kept
+    kept = rule.sink_tokens
     keys, values = (torch.cat([t[:, h, i] for h in range(H) for i in (slice(0, kept), slice(0, T))], 1) for t in (K, V))
     rings = Rings(keys, values, torch.tensor([T, T]), torch.tensor([T - 1]), kept)
     try:

@@ -31,7 +31,7 @@ def test_forward_mode_of_a_term_is_refused(backend: str) -> None:
     with forward_ad.dual_level():
         sinks = forward_ad.make_dual(torch.zeros(2), torch.ones(2))
         with pytest.raises(ValueError, match="no forward-mode derivatives"):
-            out(Q, backend, sinks=sinks)
+            out(Q, backend, sink_logits=sinks)
         assert out(Q, backend).isfinite().all()  # nothing here has a tangent
 
 
@@ -65,11 +65,11 @@ def test_auto_names_the_backend_that_has_them() -> None:
 
 def test_second_derivative_of_the_operator_is_refused() -> None:
     """torch would warn and go on, with a gradient that passes for a constant."""
-    from spanformer.ops.call import make_call
-    from spanformer.ops.native import _fixed, _learned
+    from spanformer.ops.backends.native import _fixed, _learned
+    from spanformer.ops.lower import flatten, make_call
 
     q = Q.clone().requires_grad_()
-    call = make_call(q, K, V, Rule(2))
+    call = flatten(make_call(q, K, V, Rule(2)))
     found, _ = torch.ops.spanformer.attend(q, K, V, *_learned(call), *_fixed(call))
     (grad,) = torch.autograd.grad(found.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match=r"no second derivative.*backend='reference'"):

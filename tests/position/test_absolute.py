@@ -48,12 +48,12 @@ def test_a_table_ends() -> None:
     module = Learned(4, 9)
     for start in (7, torch.tensor([7, 8, 9])):
         message = (
-            "a token stands at place 9 of its text, and learned positions end at 8; make them longer, begin the text "
-            "anew, or use sinusoidal or relative positions"
+            "a token is at position 9 of its text, and learned positions end at 8; increase their length, start a "
+            "new text, or use sinusoidal or relative positions"
         )
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             module.embed(torch.randn(1, 3, 4), start)
-    with pytest.raises(ValueError, match="a token stands at place -1"):
+    with pytest.raises(ValueError, match="a token is at position -1"):
         module.embed(torch.randn(1, 3, 4), torch.tensor([-1, 0, 1]))
     assert module.embed(torch.randn(1, 0, 4), 99).shape == (1, 0, 4)
 

@@ -10,7 +10,7 @@ import torch
 
 from spanformer.attention import View
 from spanformer.ops import Rule, attend
-from spanformer.position import POSITIONS, Alibi, DistanceBias, Position, Table
+from spanformer.position import Alibi, DistanceBias, Position, Table
 
 
 def scores(q: torch.Tensor, k: torch.Tensor, rule: Rule) -> torch.Tensor:
@@ -96,7 +96,7 @@ class TestTable:
     def test_by_the_originals_conventions_row_0_is_the_previous_token(self):
         q, k = qk(1, 6)
         module = Table(1, 4, 5).double()
-        rule = Rule(1, original=True, reach=5) + module.rule(View(), 5)
+        rule = Rule(1, paper_compat=True, reach=5) + module.rule(View(), 5)
         got = scores(q, k, rule)[0, 0]
         for i in range(1, 6):
             row = torch.stack([q[0, 0, i] @ (k[0, 0, j] + module.weight[i - j - 1]) / 2 for j in range(i)])
@@ -112,9 +112,9 @@ def test_the_base_changes_nothing():
     q, k = qk(2, 3)
     base, x = Position(), torch.randn(1, 3, 8)
     assert base.embed(x, 5) is x and base.rule(View(), 3) is None
-    turned = base.turn(q, k, View())
+    turned = base.encode(q, k, View())
     assert turned[0] is q and turned[1] is k
-    assert POSITIONS["none"] is Position and base.turner(lambda: torch.arange(3), q.dtype) is None
+    assert base.encode_at(lambda: torch.arange(3), q.dtype) is None
 
 
 @pytest.mark.parametrize("module", [Alibi(2), DistanceBias(2, 5), Table(2, 4, 5)], ids=["alibi", "bias", "table"])

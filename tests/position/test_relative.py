@@ -101,7 +101,7 @@ def test_equals_the_papers_equation(kind: str, causal: bool, places: str, backen
     q_at, k_at, given = PLACES[places]
     module, (q, k, v) = made(kind, causal), qkv(len(q_at), len(k_at))
     view = View(q_positions=torch.tensor(q_at), k_positions=torch.tensor(k_at)) if given else View()
-    turned = module.turn(q, k, view)
+    turned = module.encode(q, k, view)
     rule = Rule(H, causal=causal) + module.rule(view, max(*q_at, *k_at) + 1)
     got = attend(*turned, v, rule, backend=backend, q_positions=view.q_positions, k_positions=view.k_positions).out
     expected = by_equation(kind, module, q, k, v, q_at, k_at, causal)
@@ -116,9 +116,9 @@ def test_equals_the_papers_equation(kind: str, causal: bool, places: str, backen
 def test_the_future_is_not_felt(kind: str) -> None:
     module, (q, k, v) = made(kind, True), qkv(T, T)
     rule = Rule(H) + module.rule(View(), T)
-    first = attend(*module.turn(q, k, View()), v, rule, backend="banded").out
+    first = attend(*module.encode(q, k, View()), v, rule, backend="banded").out
     k, v = (torch.cat([t[:, :, :7], torch.randn_like(t[:, :, 7:]) * 9], 2) for t in (k, v))
-    again = attend(*module.turn(q, k, View()), v, rule, backend="banded").out
+    again = attend(*module.encode(q, k, View()), v, rule, backend="banded").out
     assert torch.equal(first[:, :, :7], again[:, :, :7]) and not torch.allclose(first[:, :, 7:], again[:, :, 7:])
 
 
@@ -129,7 +129,7 @@ def test_a_longer_table_says_the_same(kind: str) -> None:
         module = made(kind, causal)
         short, long = (Rule(H, causal=causal) + module.rule(View(), n) for n in (1, 300))
         q, k, v = qkv(1, 1)
-        one, other = (attend(*module.turn(q, k, View()), v, rule, backend="banded").out for rule in (short, long))
+        one, other = (attend(*module.encode(q, k, View()), v, rule, backend="banded").out for rule in (short, long))
         torch.testing.assert_close(one, other)
 
 

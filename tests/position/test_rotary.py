@@ -30,7 +30,7 @@ def qk(tq: int, tk: int, d: int, h: int = 4, hkv: int = 2, b: int = 2) -> tuple[
 
 
 def check(rotary: Rotary, q: Tensor, k: Tensor, view: View, q_at: Tensor, k_at: Tensor) -> None:
-    for got, x, at in zip(rotary.turn(q, k, view), (q, k), (q_at, k_at), strict=True):
+    for got, x, at in zip(rotary.encode(q, k, view), (q, k), (q_at, k_at), strict=True):
         expected = by_complex_numbers(x, at.expand(len(x), -1), rotary.base)
         assert got.dtype == x.dtype
         torch.testing.assert_close(got, expected)
@@ -58,7 +58,7 @@ def test_given_positions(rows):
 
 def test_one_of_the_two_alone():
     rotary, (q, k) = Rotary(8), qk(3, 9, 8)
-    turned_q, turned_k = rotary.turn(q, k, View())
+    turned_q, turned_k = rotary.encode(q, k, View())
     torch.testing.assert_close(rotary.rotate(q, torch.arange(6, 9)), turned_q)
     torch.testing.assert_close(rotary.rotate(k, torch.arange(9)), turned_k)
 
@@ -70,7 +70,7 @@ def test_scores_depend_on_the_distance_only(shift):
     scores = [
         turned[0] @ turned[1].transpose(-1, -2)
         for at in (here, there)
-        for turned in [rotary.turn(q, k, View(q_positions=at, k_positions=at))]
+        for turned in [rotary.encode(q, k, View(q_positions=at, k_positions=at))]
     ]
     torch.testing.assert_close(scores[0], scores[1], rtol=1e-6, atol=1e-8)  # float64 angles of 1e7 keep 9 digits
     in_float32 = rotary.rotate(q.float(), there)
@@ -79,9 +79,9 @@ def test_scores_depend_on_the_distance_only(shift):
 
 def test_more_queries_than_keys_still_end_together():
     rotary, (q, k) = Rotary(4), qk(5, 3, 4, hkv=4)
-    turned = rotary.turn(q, k, View())
+    turned = rotary.encode(q, k, View())
     places = View(q_positions=torch.arange(-2, 3), k_positions=torch.arange(3))
-    expected = rotary.turn(q, k, places)
+    expected = rotary.encode(q, k, places)
     torch.testing.assert_close(turned[0] @ turned[1].mT, expected[0] @ expected[1].mT)
 
 
@@ -89,13 +89,13 @@ def test_the_kept_table_follows_length_and_dtype_and_serves_training_after_infer
     rotary = Rotary(8)
     q, k = (x.float() for x in qk(2, 9, 8))
     with torch.inference_mode():
-        rotary.turn(q, k, View())
-    rotary.turn(q, k, View())[0].sum().backward()
+        rotary.encode(q, k, View())
+    rotary.encode(q, k, View())[0].sum().backward()
     for tk in (5, 16, 17, 40, 3):
         q, k = qk(2, tk, 8)
         keys = torch.arange(tk)[None]
         check(rotary, q, k, View(), keys[:, tk - 2 :], keys)
-        single = rotary.turn(q.float(), k.float(), View())[1]
+        single = rotary.encode(q.float(), k.float(), View())[1]
         assert single.dtype == torch.float32
         single.sum().backward()
     assert rotary.state_dict() == {}
@@ -104,18 +104,18 @@ def test_the_kept_table_follows_length_and_dtype_and_serves_training_after_infer
 def test_half_precision_is_rounded_once():
     rotary, (q, k) = Rotary(64), qk(50, 50, 64)
     q, k = q.detach().bfloat16(), k.detach().bfloat16()
-    got = rotary.turn(q, k, View())[0]
-    exact = rotary.turn(q.double(), k.double(), View())[0]
+    got = rotary.encode(q, k, View())[0]
+    exact = rotary.encode(q.double(), k.double(), View())[0]
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-5)
 
 
 def test_refusals():
     for size in (7, 0, -2):
-        message = f"head_dim is {size}; rotary positions turn pairs of components, so it must be even"
+        message = f"head_dim is {size}; rotary positions rotate pairs of components, so it must be even"
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
             Rotary(size)
     with pytest.raises(ValueError, match=r"^base is 0; expected a positive number$"):
         Rotary(8, base=0)
     with pytest.raises(ValueError, match=r"^heads have size 8; these rotary positions are made for 6$"):
-        Rotary(6).turn(*qk(2, 2, 8), View())
+        Rotary(6).encode(*qk(2, 2, 8), View())

@@ -65,7 +65,7 @@ def test_yarn_is_that_of_transformers(d: int, base: float, factor: float, traine
 def test_yarn_sharpens_scores_by_the_square_of_its_length() -> None:
     rotary = Rotary(8, scaling="yarn", factor=4.0, trained=64)
     x = torch.randn(1, 1, 1, 8, dtype=torch.float64)
-    q, k = rotary.turn(x, x, View())
+    q, k = rotary.encode(x, x, View())
     assert float((q * k).sum()) == pytest.approx(float((x * x).sum()) * (0.1 * math.log(4) + 1) ** 2)
 
 
@@ -75,8 +75,8 @@ def test_yarn_sharpens_scores_by_the_square_of_its_length() -> None:
         ({"scaling": "log"}, "scaling is 'log'; expected one of none, linear, ntk, yarn"),
         ({"factor": 2.0}, "factor is 2.0 with scaling 'none'; expected 1 or more, and 1 without scaling"),
         ({"scaling": "linear", "factor": 0.5}, "factor is 0.5 with scaling 'linear'; expected 1 or more"),
-        ({"scaling": "yarn", "factor": 2.0}, "trained is 0 with scaling 'yarn'; yarn alone needs to know"),
-        ({"trained": 9}, "trained is 9 with scaling 'none'; yarn alone needs to know the length of training"),
+        ({"scaling": "yarn", "factor": 2.0}, "trained is 0 with scaling 'yarn'; give the length of training"),
+        ({"trained": 9}, "trained is 9 with scaling 'none'; give the length of training for yarn only"),
         ({"scaling": "yarn", "trained": 9, "base": 1.0}, "base is 1.0; yarn needs one beyond 1"),
         ({"scaling": "ntk", "factor": 2.0, "head_dim": 2}, "head_dim is 2; ntk scaling needs at least 4"),
     ],

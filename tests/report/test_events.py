@@ -9,8 +9,8 @@ import os
 import numpy as np
 import pytest
 
-import synthetic_runs as synthetic
 from spanformer.report.events import read_run
+from support import synthetic_runs as synthetic
 
 SMALL = {"layers": 2, "heads": 2, "steps": 10}
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from spanformer.report.head_stats import CrossHeadStats, HeadStats
 from spanformer.report.heatmap_pictures import head_picture, maps_picture
-from spanformer.report.looks import CrossLooks, Looks
 
 T = 9
 
@@ -22,7 +22,7 @@ MAPS = [np.stack([shifted(0), shifted(1)]), np.stack([shifted(3), shifted(0)])]
 
 def test_every_head_has_a_panel_and_the_sentence_names_the_farthest(tmp_path):
     tokens = [*"$a b\ncdé", "token"]
-    picture = maps_picture(Looks(MAPS, tokens, tokens), "a $run$")
+    picture = maps_picture(HeadStats(MAPS, tokens, tokens), "a $run$")
     assert len(picture.figure.axes) == 4
     assert "head 1 of layer 2 looks farthest, 2.3 tokens back" in picture.sentence
     assert picture.save(tmp_path / "all.png").stat().st_size > 5000
@@ -30,12 +30,12 @@ def test_every_head_has_a_panel_and_the_sentence_names_the_farthest(tmp_path):
 
 @pytest.mark.parametrize("asked, found", [((0, 0), (2, 1)), ((1, 0), (1, 2)), ((0, 2), (1, 2)), ((2, 2), (2, 2))])
 def test_the_farthest_of_those_asked_for(asked, found):
-    assert Looks(MAPS, TOKENS, TOKENS).chosen(*asked) == found
+    assert HeadStats(MAPS, TOKENS, TOKENS).chosen(*asked) == found
 
 
 @pytest.mark.parametrize("tokens", [T, 1])
 def test_one_head_names_its_tokens(tmp_path, tokens):
-    looks = Looks([m[:, :tokens, :tokens] for m in MAPS], TOKENS[:tokens], TOKENS[:tokens], "decoder")
+    looks = HeadStats([m[:, :tokens, :tokens] for m in MAPS], TOKENS[:tokens], TOKENS[:tokens], "decoder")
     picture = head_picture(looks, 2, 1)
     axis = picture.figure.axes[0]
     assert [label.get_text() for label in axis.get_yticklabels()] == TOKENS[:tokens]
@@ -47,7 +47,7 @@ def test_one_head_names_its_tokens(tmp_path, tokens):
 def test_heads_at_another_text_are_told_apart_by_how_they_move(tmp_path):
     still, moving = np.eye(3)[[2, 2, 2, 2]], np.eye(3)[[0, 0, 2, 2]]
     even = np.full((4, 3), 1 / 3)
-    looks = CrossLooks([np.stack([still, even]), np.stack([moving, even])], [*"abcd"], [*"xyz"], "cross-attention")
+    looks = CrossHeadStats([np.stack([still, even]), np.stack([moving, even])], [*"abcd"], [*"xyz"], "cross-attention")
     assert looks.chosen() == (2, 1) and looks.measure(moving) == 0.5 and looks.measure(still) == 0
     for picture in (maps_picture(looks, "m"), head_picture(looks, 2, 1)):
         below = [axis for axis in picture.figure.axes if axis.get_xlabel() == "source: token looked at"]

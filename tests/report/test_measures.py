@@ -8,10 +8,10 @@ import math
 import numpy as np
 import pytest
 
-import synthetic_runs as synthetic
 from spanformer.cost.model import full, step_cost
 from spanformer.report import measures
 from spanformer.report.events import read_run
+from support import synthetic_runs as synthetic
 
 
 @pytest.fixture
@@ -29,10 +29,12 @@ def test_nats_per_token_become_bits_per_unit(run):
 def test_bits_of_tokens_that_are_asked_for_are_counted_for_each_of_them(tmp_path):
     rows = synthetic.events(layers=2, heads=3, steps=2, objective="encoder")
     masked = read_run(synthetic.write(tmp_path / "bytes", rows))
-    assert masked.start.unit == "masked byte"
+    assert masked.start.bits_unit == "masked byte"
     rows[0]["tokens"] = {"train": 300}  # of several bytes each
     pieces = read_run(synthetic.write(tmp_path / "pieces", rows))
-    assert pieces.start.unit == "masked token" and measures.bits_per_unit(pieces, math.log(2)) == pytest.approx(1.0)
+    assert pieces.start.bits_unit == "masked token" and measures.bits_per_unit(pieces, math.log(2)) == pytest.approx(
+        1.0
+    )
 
 
 def test_operations_are_counted_for_each_token_of_the_batch_they_were_measured_with(run):

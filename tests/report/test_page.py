@@ -10,9 +10,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-import synthetic_runs as synthetic
 from spanformer.report import drawing
 from spanformer.report.page import write_report
+from support import synthetic_runs as synthetic
 
 SMALL = {"layers": 2, "heads": 2, "steps": 6}
 VOID = {"meta", "img", "link", "br"}

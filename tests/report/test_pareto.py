@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-import synthetic_runs as synthetic
 from spanformer.report import pareto
 from spanformer.report.compare_table import HEADER, markdown, side_by_side
 from spanformer.report.events import read_run
 from spanformer.report.measures import NOTHING, attention_per_token
+from support import synthetic_runs as synthetic
 
 
 def made(folder, name, *, flops=6.1e10, peak=5.1e8, **options):

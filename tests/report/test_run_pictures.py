@@ -10,7 +10,6 @@ import sys
 import numpy as np
 import pytest
 
-import synthetic_runs as synthetic
 from spanformer.report import compare_pictures as compare
 from spanformer.report import drawing
 from spanformer.report.cost_pictures import cost_picture
@@ -19,6 +18,7 @@ from spanformer.report.events import read_run
 from spanformer.report.measures import attention_per_token, looks_back, predicted
 from spanformer.report.run_pictures import loss_picture, run_pictures
 from spanformer.report.span_pictures import heads_picture, history_picture, trend_picture
+from support import synthetic_runs as synthetic
 
 SMALL = {"layers": 2, "heads": 3, "steps": 12}
 

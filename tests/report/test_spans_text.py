@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-import synthetic_runs as synthetic
 from spanformer.report.events import read_run
 from spanformer.report.spans_text import WIDTH, spans_table, summary
+from support import synthetic_runs as synthetic
 
 SPANS, REACH = [[0.0, 12.25], [None, 1024.0]], [[32, 45], [1024, 1024]]
 

@@ -19,8 +19,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from torch import Tensor
 
 from spanformer.memory import Cache, HeadCache
+from spanformer.memory.cache import CacheSettings
 from spanformer.ops import Rule, kernel
-from spanformer.ops.rings_banded import quantise
+from spanformer.ops.decode.banded import quantise
 
 HEADS, KV_HEADS, SIZE, LAYERS = 4, 2, 8, 2
 SHARED = HEADS // KV_HEADS
@@ -47,7 +48,7 @@ class Setting:
         limits = [max(1, n // (1 + h)) for n in reach for h in range(SHARED)]
         span = torch.tensor([0.6 * n for n in limits]) if self.spans else None
         sinks = torch.linspace(-1, 1, HEADS) if self.sinks else None
-        return Rule(HEADS, reach=limits, span=span, ramp=3.0, kept=self.kept, sinks=sinks)
+        return Rule(HEADS, reach=limits, span=span, ramp=3.0, sink_tokens=self.kept, sink_logits=sinks)
 
 
 @dataclass
@@ -58,6 +59,8 @@ class Row:
     values: list[Tensor]
     forgotten: list[list[int]]
     """by layer and key/value head: positions below were lost when a ring was resized"""
+    resized: list[list[int]]
+    """by layer and key/value head: how many tokens the row had when the last of them were lost"""
     written: list[int]
     """by layer: the most tokens its rings were given; what is beyond the row's length was cropped"""
 
@@ -65,7 +68,22 @@ class Row:
         return self.keys[0].shape[1]
 
     def copy(self) -> Row:
-        return Row(list(self.keys), list(self.values), [list(each) for each in self.forgotten], list(self.written))
+        lost = ([list(each) for each in layers] for layers in (self.forgotten, self.resized))
+        return Row(list(self.keys), list(self.values), *lost, list(self.written))
+
+    def forget(self, layer: int, capacities: list[int]) -> None:
+        """Rings of these capacities [Hkv] are replaced: what they have overwritten is lost."""
+        for g, capacity in enumerate(capacities):
+            lost = min(self.written[layer] - capacity, len(self))
+            if lost > self.forgotten[layer][g]:
+                self.forgotten[layer][g], self.resized[layer][g] = lost, len(self)
+        self.written[layer] = len(self)
+
+    def crop(self, left: int) -> None:
+        """What is read from here on is a new text."""
+        self.keys, self.values = ([t[:, :left] for t in held] for held in (self.keys, self.values))
+        for layers in (self.forgotten, self.resized):
+            layers[:] = [[min(n, left) for n in each] for each in layers]
 
 
 class Model:
@@ -82,9 +100,10 @@ class Model:
         for reach in self.reach:
             place = layers[0].place if layers else None
             layers.append(
-                HeadCache(batch, reach, SIZE, kept=s.kept, slack=slack, bits=bits, zeros=s.zeros, place=place)
+                HeadCache(batch, reach, SIZE, sink_tokens=s.kept, slack=slack, bits=bits, zeros=s.zeros, place=place)
             )
-        return Cache(self, layers)
+        token_bytes = len(layers) * len(self.reach[0]) * 2 * SIZE * 4
+        return Cache(self, layers, layers[0].place, CacheSettings(s.zeros, slack, bits, token_bytes))
 
 
 @dataclass
@@ -130,8 +149,8 @@ def expected(row: Row, layer: int, pair: Pair, q: Tensor, k: Tensor, v: Tensor) 
             weight = torch.where(position >= forgotten, weight, 0.0)
         weight = torch.where((position < setting.kept) & (distance >= 0) & (position >= 0), 1.0, weight)
         score = q[head] @ keys.T / math.sqrt(SIZE) + weight.log()
-        if rule.sinks is not None:
-            sink = rule.sinks[head].double().expand(new, 1)
+        if rule.sink_logits is not None:
+            sink = rule.sink_logits[head].double().expand(new, 1)
             score, values = torch.cat([score, sink], 1), torch.cat([values, torch.zeros(1, SIZE).double()])
         lses.append(score.logsumexp(-1))
         outs.append(score.softmax(-1) @ values)
@@ -176,9 +195,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.setting = Setting(0 if zeros else kept, zeros, bits, spans, sinks)
         self.model = Model(self.setting, reach)
         none = [torch.zeros(KV_HEADS, 0, SIZE, dtype=torch.float64)] * LAYERS
-        rows = [
-            Row(list(none), list(none), [[0] * KV_HEADS for _ in range(LAYERS)], [0] * LAYERS) for _ in range(batch)
-        ]
+        nothing = [[0] * KV_HEADS] * LAYERS
+        rows = [Row(none, none, nothing, nothing, [0] * LAYERS).copy() for _ in range(batch)]
         return self._add(Pair(self.model.cache(batch, slack=slack, bits=bits), rows, reach, slack, self.setting))
 
     @rule(pair=pairs, tokens=st.integers(1, 12), seed=seeds, backend=st.sampled_from(BACKENDS), data=st.data())
@@ -219,19 +237,34 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(pair=pairs, data=st.data())
     def crop(self, pair: Pair, data: st.DataObject) -> None:
-        """What is accepted is as if the rest had not been read; what fits the slack is accepted; a refusal changes
-        nothing, which later reads show."""
         back = [data.draw(st.integers(0, min(len(row), pair.slack + 2)), label="back") for row in pair.rows]
+        self._crop(pair, back)
+
+    def _crop(self, pair: Pair, back: list[int]) -> bool:
+        """Whether it is accepted. An accepted crop is as if the rest had not been read; one that fits the slack, of
+        tokens read since a ring lost any, is accepted; a refusal changes nothing, which later reads show."""
         lengths = torch.tensor([len(row) - n for row, n in zip(pair.rows, back, strict=True)])
-        intact = all([len(row)] * LAYERS == row.written and not any(map(any, row.forgotten)) for row in pair.rows)
+        since = all(left >= max(map(max, row.resized)) for row, left in zip(pair.rows, lengths.tolist(), strict=True))
+        intact = since and all([len(row)] * LAYERS == row.written for row in pair.rows)
         try:
             pair.cache.crop(lengths)
         except ValueError as error:
             assert "overwritten" in str(error) and not (intact and max(back) <= pair.slack), (back, str(error))
-            return
+            return False
         for row, n in zip(pair.rows, back, strict=True):
-            left = len(row) - n
-            row.keys, row.values = ([t[:, :left] for t in held] for held in (row.keys, row.values))
+            if n:
+                self._check_crop(pair, row, len(row) - n)
+                row.crop(len(row) - n)
+        return True
+
+    def _check_crop(self, pair: Pair, row: Row, left: int) -> None:
+        """A row that had not read the rest would not have lost what its next token sees."""
+        for n, reach in enumerate(pair.reach):
+            for g, many in enumerate(reach):
+                first = max(left - many + 1, self.setting.kept)
+                assert left >= row.resized[n][g] or row.forgotten[n][g] <= first, (
+                    f"cropped to {left}: layer {n}, head {g}"
+                )
 
     @rule(pair=pairs, data=st.data())
     def reorder(self, pair: Pair, data: st.DataObject) -> None:
@@ -256,9 +289,7 @@ class CacheMachine(RuleBasedStateMachine):
                 continue
             layer.resize(reach[n], slack)
             for row in pair.rows:
-                for g, was in enumerate(pair.reach[n]):
-                    row.forgotten[n][g] = max(row.forgotten[n][g], row.written[n] - (was + pair.slack))
-                row.written[n] = len(row)
+                row.forget(n, [was + pair.slack for was in pair.reach[n]])
         pair.reach, pair.slack = reach, slack
         pair.rules = [self.setting.rule(each) for each in reach]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from original_model import Shape, random_state
 from spanformer.data import corpora
 from support.byte_llama import save_byte_llama
-from tiny_runs import write_text
+from support.original_model import Shape, random_state
+from support.tiny_runs import write_text
 
 ROOT = Path(__file__).resolve().parents[2]
 HUB = "HuggingFaceTB/SmolLM2-135M"

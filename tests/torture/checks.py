@@ -6,9 +6,9 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from same_runs import assert_same_checkpoint, assert_same_events
 from spanformer.model.folder import faults
 from spanformer.report.events import read_run
+from support.same_runs import assert_same_checkpoint, assert_same_events
 
 PNG_END = b"IEND\xaeB`\x82"
 

@@ -111,7 +111,7 @@ def _prepared(stage: Stage) -> None:
 
 
 def _caches(stage: Stage) -> None:
-    from small_models import SMALL, make
+    from support.small_models import SMALL, make
 
     lm, path = make(SMALL), stage.case() / "cache.safetensors"
     for how in HARMS * 4:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from small_models import SMALL, make, text
 from spanformer.memory.cache import Cache
+from support.small_models import SMALL, make, text
 
 ROUNDS, TOKENS = 30, 3
 
@@ -32,7 +32,7 @@ def save_caches(arguments: Sequence[str]) -> None:
     cache = Cache.load(path, lm) if path.exists() else lm.cache(2, slack=2)
     found = None
     for start in range(int(cache.seen[0]), ROUNDS * TOKENS, TOKENS):
-        found = lm.read(ids[:, start : start + TOKENS], cache)
+        found = lm.decode(ids[:, start : start + TOKENS], cache)
         cache.save(path)
     if found is not None:
         last.write_bytes(found.numpy().tobytes())

@@ -17,9 +17,9 @@ STARTING = "starting"
 # One line for every phase: where its work is done. Functions are replaced in every module that imported them.
 WHERE = {
     "preparing data": ("spanformer.data.prepare", "_write", "_put_in_place"),
-    "training": ("spanformer.train.run", "Run._one_step"),
-    "evaluating": ("spanformer.train.run", "Run._evaluate"),
-    "saving a checkpoint": ("spanformer.train.run", "Run._save"),
+    "training": ("spanformer.train.loop", "TrainingLoop._one_step"),
+    "evaluating": ("spanformer.train.loop", "TrainingLoop._evaluate"),
+    "saving a checkpoint": ("spanformer.train.loop", "TrainingLoop._save"),
     "reporting": ("spanformer.report.page", "write_report"),
     "fitting spans": ("spanformer.hf.plan", "FitRun.fit"),
     "saving a fitted model": ("spanformer.hf.saved", "save_fitted"),

@@ -26,7 +26,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 def preload(hf: bool) -> None:
     modules = ["torch._dynamo", "tyro", "spanformer.cli.train", "spanformer.cli.report", "spanformer.cli.data",
-               "spanformer.cli.outcome", "spanformer.train.run", "spanformer.model.load", "spanformer.infer",
+               "spanformer.cli.summary", "spanformer.train.run", "spanformer.model.load", "spanformer.infer",
                "matplotlib.backends.backend_agg", "torture.jobs"]  # fmt: skip
     _CONTEXT.set_forkserver_preload(modules + ["transformers", "spanformer.cli.fit_spans", "spanformer.hf.plan"] * hf)
 

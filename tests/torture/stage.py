@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from support.byte_llama import save_byte_llama
-from tiny_runs import options, write_text
+from support.tiny_runs import options, write_text
 from torture.phases import seconds_of
 from torture.processes import run
 from torture.tally import Tally

@@ -10,9 +10,9 @@ import pytest
 from spanformer.core.memory import machine_bytes, shown_bytes
 from spanformer.core.peak import peak_of, unsupported
 from spanformer.train.run import train
-from tiny_runs import tiny
+from support.tiny_runs import tiny
 
-ROOM = "of memory of this machine; lower "
+ROOM = "of memory on this machine; lower "
 ABSURD: dict[str, tuple[dict[str, Any], str]] = {
     "width": ({"model.dim": 10**9}, ROOM + "model.dim (now 1,000,000,000)"),
     "width beyond tensors": ({"model.dim": 10**30}, f"model.dim is {10**30}; expected at most 2,147,483,648"),
@@ -40,6 +40,7 @@ ABSURD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.skipif(unsupported() is not None, reason=str(unsupported()))
+@pytest.mark.slow
 def test_an_absurd_size_names_the_option_to_lower(tmp_path: Path) -> None:
     for name, (changes, expected) in ABSURD.items():
         said: list[str] = []

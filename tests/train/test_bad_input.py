@@ -17,11 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from refusals import refusal
 from spanformer.cli.main import main
 from spanformer.model import folder
 from spanformer.train.run import train
-from tiny_runs import options, tiny, write_text
+from support.refusals import refusal
+from support.tiny_runs import options, tiny, write_text
 
 
 def refused(folder: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture, *more: str) -> str:
@@ -36,7 +36,7 @@ TEXTS: dict[str, tuple[bytes, dict[str, Any], str]] = {
     "empty": (b"", {}, "source '{text}' is empty; expected some text"),
     "binary": (
         b"some text \x00 and more" * 50, {"data.tokens": "char"},
-        "{text} is binary, with a NUL byte at offset 10; only byte tokens take it",
+        "{text} is binary, with a NUL byte at offset 10; use byte tokens",
     ),
     "not UTF-8": (
         b"caf\xe9 " * 500, {"data.tokens": "word"},
@@ -44,7 +44,7 @@ TEXTS: dict[str, tuple[bytes, dict[str, Any], str]] = {
     ),
     "shorter than a block": (
         b"a text" * 10, {},
-        "51 tokens are too few for 4 lanes of blocks of 16, which need 68; use more text, fewer lanes or a shorter "
+        "51 tokens are too few for 4 lanes with blocks of 16, which need 68; use more text, fewer lanes or a shorter "
         "block",
     ),
     "no validation data": (
@@ -54,7 +54,7 @@ TEXTS: dict[str, tuple[bytes, dict[str, Any], str]] = {
     ),
     "one token to validate with": (
         b"text" * 100, {"data.valid": 0.0026},
-        "there is 1 token to validate with; expected 2 or more: use more text, a larger data.valid or a larger "
+        "the validation split has 1 token; expected 2 or more: use more text, a larger data.valid or a larger "
         "train.eval_tokens",
     ),
 }  # fmt: skip
@@ -73,12 +73,14 @@ def test_a_text_that_will_not_do(tmp_path: Path, capsys, name: str) -> None:
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "no GPU": ({"train.device": "cuda"}, "train.device is cuda, and PyTorch finds no GPU here; expected cpu or auto"),
+    "no GPU": ({"train.device": "cuda"}, "train.device is cuda, but PyTorch finds no GPU; expected cpu or auto"),
     "no such device": (
         {"train.device": "gpu"}, "train.device is 'gpu', which PyTorch cannot use here; expected cpu or auto",
     ),
     "vocabulary": ({"model.vocab": 20}, "model.vocab is 20; the data has 256 tokens, so expected at least that"),
-    "micro-batches": ({"train.micro": 3}, "train.micro is 3; expected a divisor of train.batch, 4 (see "),
+    "micro-batches": (
+        {"train.grad_accum_steps": 3}, "train.grad_accum_steps is 3; expected a divisor of train.batch, 4 (see ",
+    ),
     "learning rate": ({"optim.lr": "nan"}, "lr is nan; expected a finite number, 0 or more (see "),
     "minutes": ({"train.minutes": "inf"}, "train.minutes is inf; expected a finite number, 0 or more (see "),
     "spike": ({"train.spike": "nan"}, "train.spike is nan; expected a finite number, 0 or more (see "),
@@ -149,6 +151,7 @@ def as_anyone(arguments: list[str]) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gives up rights as Linux has them")
+@pytest.mark.slow
 def test_a_folder_without_permission(tmp_path: Path) -> None:
     train(tiny(tmp_path, {"train.steps": 3}))
     before = content(tmp_path / "run")
@@ -180,13 +183,13 @@ def test_no_room_for_the_first_checkpoint(tmp_path: Path, capsys, monkeypatch) -
 
 
 CHANGED = {
-    "width": ({"model.dim": 32}, "model.dim = 16, and this run has 32"),
-    "a deeper key": ({"model.attention.max_span": 64}, "model.attention.max_span = 32, and this run has 64"),
-    "tokens": ({"data.tokens": "char"}, "model.vocab = 256, and this run has "),
-    "lanes": ({"train.batch": 2}, "train.batch = 4, and this run has 2"),
-    "block": ({"train.block": 8}, "train.block = 16, and this run has 8"),
-    "seed": ({"train.seed": 2}, "train.seed = 1, and this run has 2"),
-    "optimiser": ({"optim.kind": "sgd"}, "optim.kind = 'adamw', and this run has 'sgd'"),
+    "width": ({"model.dim": 32}, "model.dim = 16, but this run has 32"),
+    "a deeper key": ({"model.attention.max_span": 64}, "model.attention.max_span = 32, but this run has 64"),
+    "tokens": ({"data.tokens": "char"}, "model.vocab = 256, but this run has "),
+    "lanes": ({"train.batch": 2}, "train.batch = 4, but this run has 2"),
+    "block": ({"train.block": 8}, "train.block = 16, but this run has 8"),
+    "seed": ({"train.seed": 2}, "train.seed = 1, but this run has 2"),
+    "optimiser": ({"optim.kind": "sgd"}, "optim.kind = 'adamw', but this run has 'sgd'"),
 }
 
 
@@ -197,7 +200,7 @@ def test_a_checkpoint_of_another_run(tmp_path: Path, capsys) -> None:
     for changes, expected in CHANGED.values():
         said = refused(tmp_path, changes, capsys, "--resume")
         assert said.startswith(f"{path} was made with {expected}"), said
-        assert said.endswith("; change it back, or begin another run with another --out")
+        assert said.endswith("; change it back, or start another run with another --out")
         assert content(tmp_path / "run") == before
 
 
@@ -209,7 +212,7 @@ def test_a_text_that_has_changed_since(tmp_path: Path, capsys) -> None:
     text.write_text(said.replace("a", "A"))
     assert refused(tmp_path, changes, capsys, "--resume") == (
         f"{tmp_path / 'run' / 'checkpoints' / 'step-00000003'} was made with another vocabulary than {text} has now; "
-        "give it the same text, or begin another run with another --out"
+        "use the same text, or start another run with another --out"
     )
     text.write_text(said + said[:40])
     assert f"was made with another text than {text} has now" in refused(tmp_path, changes, capsys, "--resume")
@@ -223,14 +226,14 @@ def test_resume_refuses_a_text_changed_in_place(tmp_path: Path, capsys) -> None:
     written = text.read_bytes()
     text.write_bytes(written[1:1000] + written[:1] + written[1000:])
     assert refused(tmp_path, {}, capsys, "--resume") == (
-        f"{path} was made with another text than {text} has now (train changed); give it the same text, or begin "
+        f"{path} was made with another text than {text} has now (train changed); use the same text, or start "
         "another run with another --out"
     )
     assert content(tmp_path / "run") == before
     text.write_bytes(written)
     assert train(tiny(tmp_path, {"resume": True})).steps == 12
     rewrite(tmp_path / "run" / "checkpoints" / "step-00000012", lambda meta: meta.pop("data"))
-    assert "does not say which text it was trained on" in refused(tmp_path, {}, capsys, "--resume")
+    assert "has no digest of its training text" in refused(tmp_path, {}, capsys, "--resume")
 
 
 RESIGNED: dict[str, tuple[Callable[[dict], object], str]] = {
@@ -249,7 +252,7 @@ RESIGNED: dict[str, tuple[Callable[[dict], object], str]] = {
     "seconds": (lambda meta: meta["progress"].update(seconds=[]), "seconds is []; expected a number"),
     "diagnosis": (lambda meta: meta["diagnosis"].update(started_at=["far"]), "diagnosis.started_at is 'far'; expecte"),
     "optimiser": (lambda meta: meta["optimizer"].update(groups=5), "the saved optimiser state is damaged"),
-    "configuration": (lambda meta: meta.update(config=None), "is not what a run saves"),
+    "configuration": (lambda meta: meta.update(config=None), "is not a run's checkpoint"),
 }
 
 
@@ -271,8 +274,8 @@ def test_a_resigned_checkpoint_with_other_tensors_is_refused(tmp_path: Path, cap
     moments = load_file(path / "optimizer.safetensors")
     odd = next(name for name in moments if name.endswith("/exp_avg"))
     for part, tensors, expected in (
-        ("memory", {"hidden.0": torch.zeros(4, 3, 16)}, "memory has 1 tensors, expected hidden.0 … 1 (see hidden.1)"),
-        ("memory", {f"hidden.{n}": torch.zeros(4, 3, 17) for n in (0, 1)}, "has shape [4, 3, 17]; expected [4, token"),
+        ("memory", {"0.hidden": torch.zeros(4, 3, 16)}, "memory has 1 tensors; expected 2 (see 1.hidden)"),
+        ("memory", {f"{n}.hidden": torch.zeros(4, 3, 17) for n in (0, 1)}, "has shape [4, 3, 17]; expected [4, token"),
         ("optimizer", moments | {odd: torch.zeros(3)}, f"the saved optimiser has {odd} in shape [3]; expected "),
     ):
         (path / f"{part}.safetensors").unlink()
@@ -294,7 +297,7 @@ def test_a_checkpoint_of_a_newer_version(tmp_path: Path, capsys) -> None:
     rewrite(path, lambda meta: meta["config"]["model"]["attention"].update(max_spans=3))
     said = refused(tmp_path, {}, capsys, "--resume")
     assert said.startswith(
-        f"unknown key model.attention.max_spans in {path}; did you mean model.attention.max_span? (known: kind, "
+        f"unknown key model.attention.max_spans in {path}; did you mean model.attention.max_span? (known: max_span, "
     )
     rewrite(path, lambda meta: meta.update(format=2))
     assert refused(tmp_path, {}, capsys, "--resume") == (
@@ -313,7 +316,7 @@ def test_a_run_file_of_a_newer_version(tmp_path: Path, capsys) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[model.attention]\nmaxspan = 8\n")
     assert refusal(["train", str(file)], capsys).startswith(
-        f"unknown key model.attention.maxspan in {file}; did you mean model.attention.max_span? (known: kind, max_s"
+        f"unknown key model.attention.maxspan in {file}; did you mean model.attention.max_span? (known: max_span, "
     )
 
 
@@ -342,7 +345,7 @@ def test_without_tensorboard(tmp_path: Path, capsys, monkeypatch) -> None:
     without("tensorboard", monkeypatch)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     assert refused(tmp_path, {"train.tensorboard": "on"}, capsys) == (
-        "train.tensorboard is 'on', and tensorboard is not installed; install it with: "
+        "train.tensorboard is 'on', but tensorboard is not installed; install it with: "
         "pip install 'spanformer[tensorboard]', or leave train.tensorboard at 'auto'"
     )
     assert not content(tmp_path / "run")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from products import Bfloat16Products
 from spanformer.cli.runfile import read_run
 from spanformer.core import processor
 from spanformer.ops import kernel
 from spanformer.train.config import RunConfig
 from spanformer.train.run import train
-from tiny_runs import tiny, write_text
+from support.products import Bfloat16Products
+from support.tiny_runs import tiny, write_text
 
 DEMO = Path(__file__).resolve().parents[2] / "runs" / "demo.toml"
 MUON = {"optim.kind": "muon", "train.steps": 2, "train.eval_every": 0, "train.save_every": 0}
@@ -30,6 +30,7 @@ def no_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: False)
 
 
+@pytest.mark.slow
 def test_the_demo_runs_none_without_units(tmp_path: Path, no_units: None) -> None:
     """Steps, evaluation and the measuring pass; its own model and optimiser, on a smaller batch of another text."""
     demo = read_run(RunConfig, "spanformer train", [str(DEMO)])

@@ -64,10 +64,10 @@ def test_damaged_ones_are_named_and_passed_over(tmp_path: Path) -> None:
     (b / "model.safetensors").write_bytes(content)
     said: list[str] = []
     assert checkpoints.newest(said.append) == a
-    assert [sentence.split(": ", 1)[0] for sentence in said] == [f"{path} is not whole" for path in (d, c, b)]
+    assert [sentence.split(": ", 1)[0] for sentence in said] == [f"{path} is not complete" for path in (d, c, b)]
     assert said[0].endswith("optimizer.safetensors is missing") and "meta.json cannot be read" in said[1]
     assert said[2].endswith("model.safetensors has another content than written")
-    with pytest.raises(ValueError, match=r"step-00000002 is not whole: .* than written; choose another checkpoint$"):
+    with pytest.raises(ValueError, match=r"step-00000002 is not complete: .* than written; choose another checkpoint$"):
         checkpoints.load(b)
     (a / "meta.json").unlink()
     assert checkpoints.newest(said.append) is None and len(said) == 3 + 4
@@ -98,7 +98,7 @@ def test_one_of_a_newer_format_is_not_passed_over(tmp_path: Path) -> None:
 def test_other_things_in_the_folder_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "step-1").mkdir()
     (tmp_path / "events.jsonl").touch()
-    (tmp_path / ".step-00000001.01234567.spanformer-new").mkdir()
+    (tmp_path / ".step-00000001.01234567.new").mkdir()
     checkpoints = Checkpoints(tmp_path, keep=1)
     assert checkpoints.newest(never) is None
     for step in (1, 2):
@@ -195,6 +195,7 @@ print("survived", last)
 """
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     source = Path(__file__).resolve().parents[2] / "src"
     done = subprocess.run(
@@ -310,15 +311,15 @@ def test_state_that_does_not_fit_names_the_parameter() -> None:
         return str(error.value)
 
     wider = refused(Net(6), ours("adamw"))
-    assert wider == "the saved optimiser state of first.weight is for shape [5, 3]; this run's is [6, 3]"
-    assert refused(Net(), ours("sgd")) == "the saved optimiser is AdamW, this run's is SGD; expected the same one"
+    assert wider == "the saved optimiser state of first.weight has shape [5, 3]; expected [6, 3] for this run"
+    assert refused(Net(), ours("sgd")) == "the saved optimiser is AdamW and this run uses SGD; expected the same one"
     more, fewer = Net(), Net()
     more.extra = nn.Linear(2, 2, bias=False)
-    assert refused(more, ours("adamw")) == "the saved optimiser has no parameter extra.weight, which this run's has"
+    assert refused(more, ours("adamw")) == "the saved optimiser lacks the parameter extra.weight of this run"
     del fewer.unused
-    sentence = "the saved optimiser has a parameter unused, which this run's does not have"
+    sentence = "the saved optimiser has a parameter unused, which this run lacks"
     assert refused(fewer, ours("adamw")) == sentence
-    sentence = "the saved optimiser has ratio in group 2, this run's in 0"
+    sentence = "the saved optimiser has ratio in group 2; this run: 0"
     assert refused(Net(), lambda net: AdamW(net.parameters())) == sentence
     lost = {name: tensor for name, tensor in tensors.items() if name != "first.bias/exp_avg"}
     damaged = r"the saved optimiser state is damaged (KeyError('first.bias/exp_avg')); choose another checkpoint"

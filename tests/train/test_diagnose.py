@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from spanformer.core.events import NoteEvent
 from spanformer.model.config import AttentionConfig, ModelConfig
 from spanformer.train.config import RunConfig
 from spanformer.train.diagnose import PATIENCE, Diagnosis
 from spanformer.train.optim import OptimConfig
-from tiny_runs import tiny
+from support.tiny_runs import tiny
 
 CONFIG = RunConfig(
     model=ModelConfig(attention=AttentionConfig(max_span=1000, ramp=32.0, penalty=2e-6)),
@@ -20,10 +22,10 @@ CONFIG = RunConfig(
 SETTLED = 50 + PATIENCE
 STILL = (
     f"no span has moved by a token in {SETTLED} steps: raise optim.span_lr (now 0.02) or model.attention.ramp (now 32; "
-    "only distances on the ramp teach a span), or lower model.attention.penalty (now 2e-06)"
+    "only distances on the ramp give a span gradients), or lower model.attention.penalty (now 2e-06)"
 )
 LIMIT = (
-    "2 of 8 heads are at the longest span, 1,000 tokens: raise model.attention.max_span if longer context helps, or "
+    "2 of 8 heads have reached max_span, 1,000 tokens: raise model.attention.max_span if longer context helps, or "
     "model.attention.penalty (now 2e-06) if it costs too much"
 )
 COLLAPSE = (
@@ -34,57 +36,57 @@ COLLAPSE = (
 
 def test_spans_that_stand_still() -> None:
     diagnosis = Diagnosis(CONFIG, [0.0] * 4)
-    assert diagnosis.look(SETTLED - 1, [0.9, 0.0, 0.1, 0.0]) == []
-    assert diagnosis.look(SETTLED, [0.9, 0.0, 0.1, 0.0]) == [STILL]
-    assert diagnosis.look(SETTLED + 10, [0.9, 0.0, 0.1, 0.0]) == []
-    assert Diagnosis(CONFIG, [0.0] * 4).look(SETTLED, [0.0, 0.0, 1.5, 0.0]) == []
+    assert diagnosis.check(SETTLED - 1, [0.9, 0.0, 0.1, 0.0]) == []
+    assert diagnosis.check(SETTLED, [0.9, 0.0, 0.1, 0.0]) == [STILL]
+    assert diagnosis.check(SETTLED + 10, [0.9, 0.0, 0.1, 0.0]) == []
+    assert Diagnosis(CONFIG, [0.0] * 4).check(SETTLED, [0.0, 0.0, 1.5, 0.0]) == []
     free = replace(CONFIG, model=ModelConfig(attention=AttentionConfig(max_span=1000, ramp=32.0, penalty=0.0)))
-    (text,) = Diagnosis(free, [0.0]).look(SETTLED, [0.0])
+    (text,) = Diagnosis(free, [0.0]).check(SETTLED, [0.0])
     assert text == STILL.partition(", or lower")[0]  # there is no price to lower
-    assert Diagnosis(CONFIG, [5.0] * 2).look(SETTLED, [5.0, 3.5]) == []  # backwards is a movement too
+    assert Diagnosis(CONFIG, [5.0] * 2).check(SETTLED, [5.0, 3.5]) == []  # backwards is a movement too
 
 
 def test_the_learning_rate_named_is_the_one_in_use() -> None:
     config = replace(CONFIG, optim=replace(CONFIG.optim, span_lr=0.0))
-    (said,) = Diagnosis(config, [0.0]).look(SETTLED, [0.0])
+    (said,) = Diagnosis(config, [0.0]).check(SETTLED, [0.0])
     assert "raise optim.span_lr (now 0.001)" in said
 
 
 def test_spans_at_their_limit() -> None:
     diagnosis = Diagnosis(CONFIG, [0.0] * 8)
-    assert diagnosis.look(SETTLED, [990.0, *[10.0] * 7]) == []
-    assert diagnosis.look(SETTLED - 1, [990.0, 1000.0, *[10.0] * 6]) == []
-    assert diagnosis.look(SETTLED, [990.0, 1000.0, *[10.0] * 6]) == [LIMIT]
-    assert diagnosis.look(SETTLED + 10, [1000.0] * 8) == []
+    assert diagnosis.check(SETTLED, [990.0, *[10.0] * 7]) == []
+    assert diagnosis.check(SETTLED - 1, [990.0, 1000.0, *[10.0] * 6]) == []
+    assert diagnosis.check(SETTLED, [990.0, 1000.0, *[10.0] * 6]) == [LIMIT]
+    assert diagnosis.check(SETTLED + 10, [1000.0] * 8) == []
     started_there = replace(CONFIG.model.attention, init=1.0)
     config = replace(CONFIG, model=replace(CONFIG.model, attention=started_there))
-    assert Diagnosis(config, [1000.0] * 4).look(SETTLED, [1000.0, 1000.0, 1000.0, 500.0]) == []
+    assert Diagnosis(config, [1000.0] * 4).check(SETTLED, [1000.0, 1000.0, 1000.0, 500.0]) == []
 
 
 def test_spans_that_collapsed() -> None:
     diagnosis = Diagnosis(CONFIG, [0.0] * 2)
-    assert diagnosis.look(10, [80.0, 3.0]) == []
-    assert diagnosis.look(20, [1.1, 0.0]) == []
-    assert diagnosis.look(30, [0.9, 0.0]) == [COLLAPSE]
-    assert diagnosis.look(40, [0.0, 0.0]) == []
+    assert diagnosis.check(10, [80.0, 3.0]) == []
+    assert diagnosis.check(20, [1.1, 0.0]) == []
+    assert diagnosis.check(30, [0.9, 0.0]) == [COLLAPSE]
+    assert diagnosis.check(40, [0.0, 0.0]) == []
     never_long = Diagnosis(CONFIG, [0.0] * 2)
-    assert never_long.look(10, [60.0, 3.0]) + never_long.look(30, [0.5, 0.0]) == []
-    assert Diagnosis(CONFIG, [80.0, 0.0]).look(10, [0.0, 0.0]) == [COLLAPSE]  # where they started counts
+    assert never_long.check(10, [60.0, 3.0]) + never_long.check(30, [0.5, 0.0]) == []
+    assert Diagnosis(CONFIG, [80.0, 0.0]).check(10, [0.0, 0.0]) == [COLLAPSE]  # where they started counts
 
 
 def test_dynamic_spans_are_compared_with_the_first_that_were_seen() -> None:
     diagnosis = Diagnosis(CONFIG, [])
-    assert diagnosis.look(10, [30.0, 30.0]) == [] and diagnosis.look(SETTLED, [30.2, 29.9]) == [STILL]
-    assert Diagnosis(CONFIG, []).look(SETTLED, []) == []
+    assert diagnosis.check(10, [30.0, 30.0]) == [] and diagnosis.check(SETTLED, [30.2, 29.9]) == [STILL]
+    assert Diagnosis(CONFIG, []).check(SETTLED, []) == []
 
 
 def test_what_was_said_is_not_said_again_after_resuming() -> None:
     diagnosis = Diagnosis(CONFIG, [0.0] * 2)
-    diagnosis.look(10, [80.0, 3.0])
-    assert diagnosis.look(20, [0.0, 0.0]) == [COLLAPSE]
+    diagnosis.check(10, [80.0, 3.0])
+    assert diagnosis.check(20, [0.0, 0.0]) == [COLLAPSE]
     resumed = Diagnosis(CONFIG, [0.0] * 2)
     resumed.load(diagnosis.state())
-    assert resumed.look(30, [0.0, 0.0]) == [] and resumed.longest_ever == 80.0
+    assert resumed.check(30, [0.0, 0.0]) == [] and resumed.longest_ever == 80.0
 
 
 def test_a_run_says_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,9 +96,9 @@ def test_a_run_says_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(diagnose, "PATIENCE", 4)
     still = {"optim.span_lr": 1e-9, "model.attention.penalty": 0.0}
-    told: list[dict] = []
-    train(tiny(tmp_path, still | {"train.steps": 9}), watch=told.append)
-    train(tiny(tmp_path, still | {"resume": True}), watch=told.append)
-    (note,) = [row for row in told if row["event"] == "note"]
-    assert note["step"] == 7 and note["text"].startswith("no span has moved by a token in 7 steps: raise optim.span_lr")
-    assert [row.text for row in read_run(tmp_path / "run").notes] == [note["text"]]
+    seen: list[Any] = []
+    train(tiny(tmp_path, still | {"train.steps": 9}), watch=seen.append)
+    train(tiny(tmp_path, still | {"resume": True}), watch=seen.append)
+    (note,) = [event for event in seen if isinstance(event, NoteEvent)]
+    assert note.step == 7 and note.text.startswith("no span has moved by a token in 7 steps: raise optim.span_lr")
+    assert [row.text for row in read_run(tmp_path / "run").notes] == [note.text]

@@ -16,15 +16,15 @@ import pytest
 import torch
 
 import spanformer
-from distributed_jobs import run_job
 from spanformer.cli.main import main
+from spanformer.core.fields import build
 from spanformer.model.config import ModelConfig
-from spanformer.model.fields import build
 from spanformer.model.folder import faults, read_meta, read_part
 from spanformer.model.lm import LM
 from spanformer.model.part import Part
 from spanformer.train.checkpoint import Checkpoints
-from spanformer.train.world import World
+from spanformer.train.distributed import World
+from support.distributed_jobs import run_job
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
 
@@ -57,7 +57,7 @@ PAPER = {
     "norm": "layer",
     "order": "post",
     "persistent": 5,
-    "original": True,
+    "paper_compat": True,
 }
 CLUSTERS = {**MODERN, "embedding": {"tied": True, "cutoffs": [9, 20]}}
 EXPERTS = {**PAPER, "feedforward": {"kind": "gelu", "dim": 20, "experts": 3, "balance": 0.0}}
@@ -75,7 +75,7 @@ SPANS = {"max_span": 20, "init": 0.4, "penalty": 1e-3, "tied": True}
 OTHERS = {
     # static spans: the price of dynamic ones is a mean over places, and padding differs between processes
     "pairs": ({"kind": "seq2seq", **MODERN, "attention": SPANS, "encoder": {"layers": 1, "attention": SPANS}}, ADAMW),
-    "masked": ({"kind": "encoder", **PAPER, "original": False, "vocab": 41}, ADAGRAD),
+    "masked": ({"kind": "encoder", **PAPER, "paper_compat": False, "vocab": 41}, ADAGRAD),
 }
 """what is no language model, and carries no memory"""
 
@@ -91,7 +91,7 @@ def job(folder: Path, name: str, case: str, *, resume: Path | None = None, **tra
     model, optim = (CASES | OTHERS)[case]
     source = str(folder / "text.txt") if case != "pairs" else "numbers"
     train = train if case != "pairs" else {"block": 66} | train
-    settings = {"batch": 4, "block": 32, "micro": 2, "steps": STEPS, "eval_every": 0, "eval_tokens": 600,
+    settings = {"batch": 4, "block": 32, "grad_accum_steps": 2, "steps": STEPS, "eval_every": 0, "eval_tokens": 600,
                 "save_every": SAVED, "keep": 9, "log_every": 1, "tensorboard": "off", "measure": False}  # fmt: skip
     config = {
         "out": str(folder / name),
@@ -115,7 +115,7 @@ def torchrun(*arguments: str) -> subprocess.Popen[str]:
 
 def run_by_two(folder: Path, jobs: list[dict]) -> None:
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    started = torchrun(str(Path(__file__).parents[1] / "distributed_jobs.py"), str(folder / "jobs.json"))
+    started = torchrun(str(Path(__file__).parents[1] / "support" / "distributed_jobs.py"), str(folder / "jobs.json"))
     _, said = communicate(started)
     assert started.returncode == 0, said
 
@@ -158,7 +158,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     threads = torch.get_num_threads()
     for case in CASES | OTHERS:
         run_job(job(folder, f"one-{case}", case))
-        run_job(job(folder, f"pieces-{case}", case, micro=4))
+        run_job(job(folder, f"pieces-{case}", case, grad_accum_steps=4))
     both = [(case, engine) for case in CASES | OTHERS for engine in ("ddp", "fsdp")]
     jobs = [job(folder, f"{engine}-{case}", case, engine=engine) for case, engine in both]
     for case in ("adamw", "adagrad"):
@@ -283,7 +283,7 @@ def test_one_process_refuses_to_shard(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit, match="2"):
         main(["train", *options(tmp_path), "--train.engine", "fsdp"])
     assert capsys.readouterr().err == (
-        "spanformer: train.engine is fsdp with one process; start it by torchrun, or leave engine at auto\n"
+        "spanformer: train.engine is fsdp with one process; start the run with torchrun, or use engine auto\n"
     )
 
 
@@ -291,12 +291,16 @@ def test_one_process_refuses_to_shard(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
-        ("--train.batch 3 --train.micro 1", "train.batch is 3; expected a multiple of the number of processes, 2"),
+        (
+            "--train.batch 3 --train.grad_accum_steps 1",
+            "train.batch is 3; expected a multiple of the number of processes, 2",
+        ),
         ("--optim.lr x", "--optim.lr is 'x'; expected a number (see spanformer train {run} --help)"),
         ("--out {full}", "{full} exists already; continue the run in it with --resume, or choose another --out"),
     ],
     ids=["all", "before they meet", "the first alone"],
 )
+@pytest.mark.slow
 def test_processes_refuse_in_one_sentence(tmp_path: Path, extra: str, sentence: str) -> None:
     """Whichever of them meet the mistake, and however early: none waits for another that has gone."""
     names = {"full": tmp_path / "full", "run": tmp_path / "run.toml"}
@@ -347,6 +351,7 @@ def wait_for(run: Path, event: str, least: int, started: subprocess.Popen[str]) 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+@pytest.mark.slow
 def test_ended_and_killed_runs_go_on(tmp_path: Path, engine: str) -> None:
     """Told to end, it saves and leaves; a process killed, torchrun starts all again; no step comes out otherwise."""
     settings = {"steps": 60, "save_every": 10, "engine": engine, "sharded": engine == "fsdp"}
@@ -361,7 +366,7 @@ def test_ended_and_killed_runs_go_on(tmp_path: Path, engine: str) -> None:
     (stopped,) = rows(run, "stop").values()
     assert stopped["reason"] == "SIGTERM" and 5 <= stopped["step"] < 40
     assert faults(checkpoint(run, stopped["step"])) == []
-    assert said == f"stopped by SIGTERM at step {stopped['step']}; go on with the same command and --resume\n"
+    assert said == f"stopped by SIGTERM at step {stopped['step']}; continue with the same command and --resume\n"
 
     started = torchrun("--max-restarts", "1", *command, "--resume")
     wait_for(run, "checkpoint", stopped["step"] + 5, started)

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+from spanformer.core.events import EvalEvent, StepEvent
 from spanformer.data import prepare
 from spanformer.model.config import AttentionConfig, EmbeddingConfig, FeedForwardConfig, ModelConfig
 from spanformer.model.lm import LM
 from spanformer.train.evaluate import Score, evaluate, evaluate_as_original
 from spanformer.train.run import train
-from tiny_runs import tiny
+from support.tiny_runs import tiny
 
 V, N = 29, 211
 CONFIG = ModelConfig(
@@ -77,12 +78,12 @@ def test_units_are_what_bits_are_told_for() -> None:
     assert per_unit.bits == pytest.approx(per_token.bits / 3.5) and per_unit.loss == per_token.loss
 
 
-@pytest.mark.parametrize("original", [False, True])
+@pytest.mark.parametrize("paper_compat", [False, True])
 @pytest.mark.parametrize(("lanes", "block", "length"), [(8, 5, 211), (4, 8, 211), (2, 26, 210), (3, 10, 63)])
-def test_the_papers_protocol(lanes: int, block: int, length: int, original: bool) -> None:
+def test_the_papers_protocol(lanes: int, block: int, length: int, paper_compat: bool) -> None:
     """Again, from its description: rows of equal length; block after block, while one more token than a block is left;
     the mean of the blocks' means."""
-    lm = model(ModelConfig(vocab=V, dim=24, layers=2, heads=3, original=original,
+    lm = model(ModelConfig(vocab=V, dim=24, layers=2, heads=3, paper_compat=paper_compat,
                            attention=AttentionConfig(max_span=300, ramp=20.0)))  # fmt: skip
     lm.eval()
     ids = text(length)
@@ -101,7 +102,9 @@ def test_the_papers_protocol(lanes: int, block: int, length: int, original: bool
 
 
 def test_the_papers_protocol_needs_a_block_in_each_lane() -> None:
-    with pytest.raises(ValueError, match=r"^the split has 80 tokens; expected more than 8 lanes of one block, 80$"):
+    with pytest.raises(
+        ValueError, match=r"^the split has 80 tokens; expected more than 8 lanes of one block each, 80$"
+    ):
         evaluate_as_original(model(), text(80), block=10)
 
 
@@ -128,11 +131,11 @@ def test_training_mode_comes_back_after_an_error() -> None:
 def test_evaluating_does_not_change_training(tmp_path: Path) -> None:
     losses = {}
     for often in (1, 0):
-        out, told = str(tmp_path / f"every-{often}"), []
+        out, seen = str(tmp_path / f"every-{often}"), []
         changes = {"out": out, "train.eval_every": often, "model.attention.dropout": 0.2, "train.save_every": 0}
-        train(tiny(tmp_path, changes), watch=told.append)
-        losses[often] = [row["loss"] for row in told if row["event"] == "step"]
-        assert len([row for row in told if row["event"] == "eval"]) == (13 if often else 2)
+        train(tiny(tmp_path, changes), watch=seen.append)
+        losses[often] = [event.loss for event in seen if isinstance(event, StepEvent)]
+        assert len([event for event in seen if isinstance(event, EvalEvent)]) == (13 if often else 2)
     assert losses[0] == losses[1]
 
 
@@ -147,7 +150,7 @@ def test_a_run_tells_what_evaluate_finds(tmp_path: Path) -> None:
     assert path is not None
     meta, parts = Checkpoints(path.parent).load(path)
     data = prepare(config.data)
-    from spanformer.model.fields import build
+    from spanformer.core.fields import build
 
     lm = LM(build(ModelConfig, meta["model"]))
     lm.load_state_dict(parts["model"])

@@ -8,20 +8,23 @@ import random
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from killing import start
-from same_runs import assert_same_checkpoint, assert_same_events, final
+from spanformer.core.events import NoteEvent
 from spanformer.data import Batch, Lanes
 from spanformer.report.events import read_run
 from spanformer.train.run import Result, train
-from tiny_runs import options, tiny
+from support.killing import start
+from support.same_runs import assert_same_checkpoint, assert_same_events, final
+from support.tiny_runs import options, tiny
 
 PAPER = {
-    "model.original": True, "model.order": "post", "model.norm": "layer", "model.position.kind": "table",
+    "model.paper_compat": True, "model.order": "post", "model.norm": "layer", "model.position.kind": "table",
     "model.feedforward.kind": "relu", "model.attention.dropout": 0.2, "model.feedforward.dropout": 0.1,
-    "model.embedding.dropout": 0.1, "optim.kind": "adagrad", "optim.lr": 0.07, "optim.clip": 0.03, "train.micro": 2,
+    "model.embedding.dropout": 0.1, "optim.kind": "adagrad", "optim.lr": 0.07, "optim.clip": 0.03,
+    "train.grad_accum_steps": 2,
 }  # fmt: skip
 MODERN = {
     "model.heads": 4, "model.kv_heads": 2, "model.attention.tied": True, "optim.schedule": "cosine",
@@ -43,7 +46,7 @@ def run_through(arguments: list[str], screen: Path, **how: int) -> int | None:
 
 
 def begun(process, out: Path, more: int) -> bool:
-    """Wait until the run has written so many rows more, or has ended."""
+    """Wait until the run has written this many rows more, or has ended."""
     enough, deadline = rows(out) + more, time.monotonic() + 60
     while process.is_alive() and rows(out) < enough and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -51,6 +54,7 @@ def begun(process, out: Path, more: int) -> bool:
 
 
 @pytest.mark.parametrize("changes", [PAPER, MODERN], ids=["paper", "modern"])
+@pytest.mark.slow
 def test_killed_at_random_moments(tmp_path: Path, changes: dict) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     screen = tmp_path / "screen"
@@ -73,6 +77,7 @@ def test_killed_at_random_moments(tmp_path: Path, changes: dict) -> None:
     assert_same_checkpoint(killed, straight)
 
 
+@pytest.mark.slow
 def test_killed_inside_saving(tmp_path: Path) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     screen = tmp_path / "screen"
@@ -106,11 +111,11 @@ INTERRUPTED = {
     "windows of several steps": {"train.log_every": 5, "train.eval_every": 4},
     "an evaluation is due": {"train.eval_every": 7, "train.save_every": 7},
     "dynamic spans": {"model.attention.kind": "dynamic_span"},
-    "hybrid layers": {"model.attention.stack": ["window:8", "1 full + 1 adaptive_span"]},
+    "hybrid layers": {"model.attention.stack": ["window(8)", "1 full + 1 adaptive_span"]},
     "experts": {"model.feedforward.experts": 3, "model.feedforward.dropout": 0.1},
     "persistent": {"model.persistent": 5, "model.feedforward.kind": "none", "model.attention.dropout": 0.1},
     "adaptive embedding": {"data.tokens": "word", "model.embedding.cutoffs": [10, 30], "model.embedding.tied": True},
-    "bfloat16": {"train.dtype": "bfloat16", "train.micro": 2},
+    "bfloat16": {"train.dtype": "bfloat16", "train.grad_accum_steps": 2},
     "sgd": {"optim.kind": "sgd"},
     "muon": {"optim.kind": "muon"},
     "recomputed activations": {"train.checkpointing": True, "model.attention.dropout": 0.2},
@@ -175,10 +180,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path: Path, 
         (newest / "meta.json").unlink()
     else:
         model.write_bytes(content if damage == "flipped" else content[:-100])
-    told: list[dict] = []
-    train(tiny(tmp_path, {"resume": True}), watch=told.append)
-    (note,) = [row["text"] for row in told if row["event"] == "note"]
-    assert note.startswith(f"{newest} is not whole: ")
+    seen: list[Any] = []
+    train(tiny(tmp_path, {"resume": True}), watch=seen.append)
+    (note,) = [event.text for event in seen if isinstance(event, NoteEvent)]
+    assert note.startswith(f"{newest} is not complete: ")
     assert [row.step for row in read_run(tmp_path / "run").resumes] == [6]
     straight, run = read_run(tmp_path / "straight"), read_run(tmp_path / "run")
     assert [row.loss for row in straight.steps] == [row.loss for row in run.steps]
@@ -190,9 +195,7 @@ def test_no_whole_checkpoint_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
     (only,) = (tmp_path / "run" / "checkpoints").iterdir()
     (only / "optimizer.safetensors").unlink()
     before = (tmp_path / "run" / "events.jsonl").read_bytes()
-    with pytest.raises(
-        ValueError, match=r"^no checkpoint can be continued from: .*optimizer.safetensors is missing; ch"
-    ):
+    with pytest.raises(ValueError, match=r"^no checkpoint is complete: .*optimizer.safetensors is missing; ch"):
         train(tiny(tmp_path, {"resume": True}))
     assert (tmp_path / "run" / "events.jsonl").read_bytes() == before and only.exists()
 
@@ -204,13 +207,13 @@ def test_killed_before_the_first_checkpoint(tmp_path: Path) -> None:
     (out / "events.jsonl").write_text(old)
     (out / "tensorboard").mkdir()
     (out / "tensorboard" / "events.out.tfevents.1").write_text("x")
-    said: list[dict] = []
-    result = train(tiny(tmp_path, {"resume": True}), watch=said.append)
+    seen: list[Any] = []
+    result = train(tiny(tmp_path, {"resume": True}), watch=seen.append)
     assert result.steps == 12 and read_run(out).steps[0].step == 1
     assert (out / "before-1" / "events.jsonl").read_text() == old
     assert (out / "before-1" / "tensorboard" / "events.out.tfevents.1").exists()
-    assert [row["text"] for row in said if row["event"] == "note"] == [
-        f"no checkpoint to continue from: the run begins anew, what an earlier one wrote is in {out / 'before-1'}"
+    assert [event.text for event in seen if isinstance(event, NoteEvent)] == [
+        f"no checkpoint to resume from: the run starts again; files of the earlier attempt are in {out / 'before-1'}"
     ]
 
 

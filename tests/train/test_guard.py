@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from spanformer.core.events import StopEvent
 from spanformer.report.events import read_run
+from spanformer.train import loop as running
 from spanformer.train import objective
-from spanformer.train import run as running
 from spanformer.train.checkpoint import Checkpoints
 from spanformer.train.guard import SETTLED, Guard, TooManySkips
 from spanformer.train.run import train
-from tiny_runs import tiny
+from support.tiny_runs import tiny
 
 
 def settled(spike: float = 3.0, max_skips: int = 2) -> Guard:
@@ -60,9 +62,7 @@ def test_refused_losses_do_not_move_the_average() -> None:
 def test_too_many() -> None:
     guard = Guard(3.0, 2)
     guard.count("the loss is nan")
-    with pytest.raises(
-        TooManySkips, match=r"^2 steps had to be skipped, the last because the loss is inf; lower optim.lr"
-    ):
+    with pytest.raises(TooManySkips, match=r"^2 steps were skipped, the last because the loss is inf; lower optim.lr"):
         guard.count("the loss is inf")
 
 
@@ -108,14 +108,14 @@ def test_a_run_leaves_bad_steps_out_and_counts_them(tmp_path: Path, monkeypatch,
 
 def test_a_run_of_nothing_but_bad_steps_ends(tmp_path: Path, monkeypatch) -> None:
     spoil(monkeypatch, dict.fromkeys(range(5, 100), math.nan))
-    told: list[dict] = []
+    seen: list[Any] = []
     good = tmp_path / "run" / "checkpoints" / "step-00000006"
     with pytest.raises(
-        ValueError, match=r"^stopped at step 8: 4 steps had to be skipped, .*; the last good checkpoint is"
+        ValueError, match=r"^stopped at step 8: 4 steps were skipped, .*; the last good checkpoint is"
     ) as end:
-        train(tiny(tmp_path, {"train.max_skips": 4}), watch=told.append)
+        train(tiny(tmp_path, {"train.max_skips": 4}), watch=seen.append)
     assert str(end.value).endswith(f"; the last good checkpoint is {good}")
-    assert told[-1]["event"] == "stop" and told[-1]["reason"].startswith("4 steps had to be skipped")
+    assert isinstance(seen[-1], StopEvent) and seen[-1].reason.startswith("4 steps were skipped")
     assert Checkpoints(good.parent).newest(lambda text: None) == good
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from killing import start
 from spanformer.cli.main import main
 from spanformer.core.lock import LOCK_FILE, lock_folder
 from spanformer.report.events import read_run
-from spanformer.train.again import measure_again
-from spanformer.train.place import UNLOCKED
+from spanformer.train.remeasure import measure_again
 from spanformer.train.run import train
-from tiny_runs import options, tiny
+from spanformer.train.run_folder import UNLOCKED
+from support.killing import start
+from support.tiny_runs import options, tiny
 
 
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture) -> str:
@@ -62,7 +62,7 @@ def test_comparison_sweep_fit_and_measurement_refuse_a_folder_in_use(tmp_path: P
     out.mkdir()
     run = options(tmp_path)
     commands = (
-        ["compare", *run, "--kinds", "full", "window:4"],
+        ["compare", *run, "--kinds", "full", "window(4)"],
         ["sweep", *run, "--limits", "8"],
         ["fit-spans", "no-model", "--data", str(tmp_path), "--out", str(out)],
     )

@@ -11,16 +11,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from spanformer.cost.model import Shape, full, step_cost
+from spanformer.core.shape import Shape
+from spanformer.cost.model import full, step_cost
+from spanformer.inspect import clocks
+from spanformer.inspect.clocks import AttentionClock, ProductClock
 from spanformer.model.config import AttentionConfig, EncoderConfig, FeedForwardConfig, ModelConfig, PositionConfig
-from spanformer.model.layered import Layered
 from spanformer.model.linear import counted_products
 from spanformer.model.lm import LM
 from spanformer.model.load import MODELS
+from spanformer.model.stack import TransformerStack
 from spanformer.report.events import read_run
-from spanformer.train import clocks
 from spanformer.train import measure as measuring
-from spanformer.train.clocks import AttentionClock, ProductClock
 from spanformer.train.config import RunConfig, TrainConfig
 from spanformer.train.measure import (
     MeasuredStep,
@@ -34,8 +35,8 @@ from spanformer.train.measure import (
 )
 from spanformer.train.optim import OptimConfig
 from spanformer.train.run import train
-from spanformer.train.step import Drawn
-from tiny_runs import tiny
+from spanformer.train.step import Batch
+from support.tiny_runs import tiny
 
 B, T, S = 2, 128, 512
 CONFIG = ModelConfig(
@@ -46,7 +47,7 @@ CONFIGS = {
     "plain": CONFIG,
     "grouped": replace(CONFIG, kv_heads=2),
     "experts": replace(CONFIG, feedforward=FeedForwardConfig(dim=64, experts=4)),
-    "hybrid": replace(CONFIG, attention=replace(CONFIG.attention, stack=("window:32", "adaptive_span"))),
+    "hybrid": replace(CONFIG, attention=replace(CONFIG.attention, stack=("window(32)", "adaptive_span"))),
 }
 
 
@@ -70,7 +71,9 @@ def shape(lm: LM) -> Shape:
     return Shape(c.layers, c.dim, c.heads, c.groups, c.head_dim, weights, c.persistent, c.vocab, T, B, S)  # pyright: ignore
 
 
-def other(kind: str, attention: str, reading: str = "full", cross: str = "scaled") -> tuple[Layered, dict[str, Any]]:
+def other(
+    kind: str, attention: str, reading: str = "full", cross: str = "scaled"
+) -> tuple[TransformerStack, dict[str, Any]]:
     """An encoder, or an encoder–decoder with what its encoder's heads are and how it is listened to; and a batch."""
     torch.manual_seed(0)
     own, position = AttentionConfig(kind=attention, max_span=S), PositionConfig(kind="alibi")
@@ -85,7 +88,7 @@ def other(kind: str, attention: str, reading: str = "full", cross: str = "scaled
 
 
 def by_hand(layers: int, tokens: int, keys: int) -> int:
-    """Layers of self-attention and feed-forward, each token of B rows looking at so many keys."""
+    """Layers of self-attention and feed-forward, each token of B rows looking at this many keys."""
     c = CONFIG
     weights = 2 * c.dim * c.head_dim * (c.heads + 2) + 3 * c.dim * c.feedforward.dim
     return B * tokens * layers * (6 * weights + 14 * c.dim * keys)
@@ -115,7 +118,7 @@ def test_everything_but_attention_is_predicted_exactly(name: str) -> None:
     assert counter.get_total_flops() == sum(parts.values())
 
 
-@pytest.mark.parametrize("attention", ["full", "chunked", "dot", "blockwise:2:32", "additive"])
+@pytest.mark.parametrize("attention", ["full", "chunked", "dot", "blockwise(2, 32)", "additive"])
 def test_an_encoders_operations_are_those_counted_by_hand(attention: str) -> None:
     """Blocks smaller than the backend's cost as much as its own. Additive scores map queries and keys, forward, when
     they are computed again and twice backward; what else is computed of a pair is as much as a product's."""
@@ -125,7 +128,7 @@ def test_an_encoders_operations_are_those_counted_by_hand(attention: str) -> Non
     assert count_flops(encoder, drawn) == by_hand(c.layers, 64, 64) + output + mapped
 
 
-@pytest.mark.parametrize("reading, keys", [("full", T), ("blockwise:2:64", T // 2)])
+@pytest.mark.parametrize("reading, keys", [("full", T), ("blockwise(2, 64)", T // 2)])
 @pytest.mark.parametrize("cross", ["scaled", "dot"])
 def test_an_encoder_decoders_operations_are_those_counted_by_hand(reading: str, keys: int, cross: str) -> None:
     """Keys and values of the source are made in every layer of the decoder; what it listens to is counted as well."""
@@ -140,7 +143,7 @@ def test_an_encoder_decoders_operations_are_those_counted_by_hand(reading: str, 
 
 def test_a_windows_operations_are_fewer_by_the_pairs_that_it_does_not_see() -> None:
     """As blocks of 64 keys are taken whole, up to twice the pairs that are seen."""
-    config = replace(CONFIG, kind="encoder", attention=AttentionConfig(kind="window:32", max_span=S))
+    config = replace(CONFIG, kind="encoder", attention=AttentionConfig(kind="window(32)", max_span=S))
     encoder, x = MODELS["encoder"](config), torch.randint(0, 40, (B, 512))
     drawn, place = {"x": x, "targets": x}, torch.arange(512)
     seen = int(((place[:, None] - place).abs() < 32).sum())
@@ -149,7 +152,7 @@ def test_a_windows_operations_are_fewer_by_the_pairs_that_it_does_not_see() -> N
     assert per_pair * (512**2 - 2 * seen) < saved <= per_pair * (512**2 - seen)
 
 
-@pytest.mark.parametrize("kind", ["sink_window:8", "2 window:8 + 2 full", "longformer:8:2", "additive", "chunked"])
+@pytest.mark.parametrize("kind", ["sink_window(8)", "2 window(8) + 2 full", "longformer(8, 2)", "additive", "chunked"])
 def test_attention_is_counted_whatever_holds_the_mechanism(kind: str) -> None:
     encoder, drawn = other("encoder", kind)
     apart = by_hand(CONFIG.layers, 64, 0) + 6 * drawn["targets"].numel() * CONFIG.dim * CONFIG.vocab
@@ -169,18 +172,19 @@ def test_the_model_with_full_attention_is_the_same_otherwise() -> None:
 
 KINDS = {
     "lm": lambda: (model(CONFIG), batch()),
-    "encoder": lambda: other("encoder", "window:8"),
-    "seq2seq": lambda: other("seq2seq", "window:8", "window:8"),
+    "encoder": lambda: other("encoder", "window(8)"),
+    "seq2seq": lambda: other("seq2seq", "window(8)", "window(8)"),
 }
 
 
-def as_drawn(arguments: dict[str, Any]) -> Drawn:
-    return Drawn(arguments, arguments["targets"].numel())
+def as_drawn(arguments: dict[str, Any]) -> Batch:
+    return Batch(arguments, arguments["targets"].numel())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.slow
 def test_what_is_measured(kind: str, recompute: bool, dtype: Any) -> None:
     measured, drawn = KINDS[kind]()
     measured.checkpointing = recompute
@@ -219,13 +223,13 @@ class Clock:
 def test_a_step_is_timed_with_its_optimiser(monkeypatch: pytest.MonkeyPatch, micro: int) -> None:
     """By a clock on which a call of attention takes 1 s, the update 100 s and the pass 7 s besides."""
     clock, lm = Clock(), model(NARROW)
-    step = MeasuredStep(lm, as_drawn(batch()), RunConfig(train=TrainConfig(micro=micro, batch=2)))
+    step = MeasuredStep(lm, as_drawn(batch()), RunConfig(train=TrainConfig(grad_accum_steps=micro, batch=2)))
     monkeypatch.setattr(measuring, "time", clock)
     monkeypatch.setattr(clocks, "time", clock)
     monkeypatch.setattr(measuring, "backward", clock.slow(measuring.backward, 7.0))
     monkeypatch.setattr(step.optimizer, "step", clock.slow(step.optimizer.step, 100.0))
     kind = type(lm.mechanisms()[0])
-    monkeypatch.setattr(kind, "mix", clock.slow(kind.mix, 1.0))
+    monkeypatch.setattr(kind, "forward", clock.slow(kind.forward, 1.0))
     assert step.time() == Times(107.0 + 2 * micro, 2.0 * micro, 0.0, 100.0)
     assert all(p.grad is None for p in lm.parameters())
 
@@ -275,7 +279,7 @@ def test_measuring_leaves_no_trace(kind: str) -> None:
 
 
 def test_counting_leaves_the_backends_as_they_are() -> None:
-    both, drawn = other("seq2seq", "sink_window:8", cross="general")
+    both, drawn = other("seq2seq", "sink_window(8)", cross="general")
     both.mechanisms()[0].backend = "reference"
     parts = [m for m in both.modules() if hasattr(m, "backend")]
     before = [m.backend for m in parts]
@@ -303,4 +307,4 @@ def test_too_little_memory_to_measure_is_no_failure(tmp_path: Path, monkeypatch:
     result = train(tiny(tmp_path, {"train.measure": True, "train.steps": 3}))
     run = read_run(tmp_path / "run")
     assert result.reason == "all steps done" and run.stop is not None and not run.costs
-    assert run.notes[-1].text.startswith("what a step costs could not be measured: DefaultCPUAllocator")
+    assert run.notes[-1].text.startswith("the cost of a step could not be measured: DefaultCPUAllocator")

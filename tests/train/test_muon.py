@@ -104,7 +104,7 @@ def test_no_gradient_no_step_and_a_closure_is_called(make) -> None:
 
 
 def test_what_is_no_matrix_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a parameter of Muon has shape \(3,\); expected a matrix"):
+    with pytest.raises(ValueError, match=r"a parameter given to Muon has shape \(3,\); expected a matrix"):
         Muon([nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3))])
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from same_runs import assert_same_checkpoint, assert_same_events
 from spanformer import Encoder, Seq2Seq, load
 from spanformer.cli.main import main
+from spanformer.core.events import EvalEvent
 from spanformer.data import Pairs, prepare
 from spanformer.data.numbers import words
 from spanformer.infer import answer
@@ -20,12 +20,14 @@ from spanformer.model.load import load_any
 from spanformer.report.events import read_run
 from spanformer.report.page import write_report
 from spanformer.report.spans_text import summary
+from spanformer.train.distributed import World
 from spanformer.train.evaluate import evaluate_masked, evaluate_pairs
+from spanformer.train.loop import TrainingLoop
 from spanformer.train.objective import make_objective
-from spanformer.train.run import Run, train
-from spanformer.train.step import Drawn, backward
-from spanformer.train.world import World
-from tiny_runs import tiny
+from spanformer.train.run import train, with_vocab
+from spanformer.train.step import Batch, backward
+from support.same_runs import assert_same_checkpoint, assert_same_events
+from support.tiny_runs import tiny
 
 PAIRS: dict[str, Any] = {
     "model.kind": "seq2seq", "model.encoder.attention.max_span": 8, "model.attention.dropout": 0.1, "train.batch": 8,
@@ -33,7 +35,7 @@ PAIRS: dict[str, Any] = {
 }  # fmt: skip
 MASKED: dict[str, Any] = {"model.kind": "encoder", "model.attention.dropout": 0.1}
 SENTENCES: dict[str, Any] = MASKED | {
-    "model.attention.kind": "etc:3:4", "model.position.kind": "none", "train.sentences": 0.3
+    "model.attention.kind": "etc(3, 4)", "model.position.kind": "none", "train.cpc_mask_ratio": 0.3
 }  # fmt: skip
 KINDS = {"seq2seq": PAIRS, "encoder": MASKED}
 ALONE = World(0, 1, torch.device("cpu"), "one")
@@ -66,12 +68,13 @@ def test_it_goes_on_exactly(tmp_path: Path, kind: str) -> None:
 def test_pieces_of_a_batch_are_the_whole(tmp_path: Path, kind: str) -> None:
     """Pieces may hold different numbers of tokens that count."""
     config = tiny(tmp_path, changes(kind, tmp_path, {"model.attention.dropout": 0.0}))
-    run = Run(config, prepare(config.data), ALONE, tmp_path / "run", None)
+    data = prepare(config.data)
+    run = TrainingLoop(with_vocab(config, data), data, ALONE, tmp_path / "run", None)
     model, drawn = run.model.double(), run.objective.draw()
     grads = []
     for micro in (1, 2, 4):
         model.zero_grad()
-        losses, state = backward(model, model, ALONE, drawn, None, micro=micro, dtype="float32")
+        losses, state = backward(model, model, ALONE, drawn, None, grad_accum_steps=micro, dtype="float32")
         grads.append([losses.loss, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
         assert state is None
     for other in grads[1:]:
@@ -90,15 +93,18 @@ def test_pieces_of_a_batch_are_the_whole(tmp_path: Path, kind: str) -> None:
 def test_several_processes_see_the_tokens_of_one(tmp_path: Path) -> None:
     """The rows of two processes are those of one; each token counts alike, however they fall."""
     config = tiny(tmp_path, changes("seq2seq", tmp_path, {"model.attention.dropout": 0.0, "model.vocab": 60}))
-    run = Run(config, prepare(config.data), ALONE, tmp_path / "run", None)
+    data = prepare(config.data)
+    run = TrainingLoop(with_vocab(config, data), data, ALONE, tmp_path / "run", None)
     run.model.double()
-    whole = backward(run.model, run.model, ALONE, run.objective.draw(), None, micro=1, dtype="float32")[0].loss
+    whole = backward(run.model, run.model, ALONE, run.objective.draw(), None, grad_accum_steps=1, dtype="float32")[
+        0
+    ].loss
     two = World(0, 2, torch.device("cpu"), "ddp")
     parts = []
     for rank in range(2):
-        half: Drawn = make_objective(run.data, run.config, World(rank, 2, two.device, "ddp").rows(8)).draw()
+        half: Batch = make_objective(run.data, run.config, World(rank, 2, two.device, "ddp").rows(8)).draw()
         assert len(half.arguments["x"]) == 4
-        parts.append(backward(run.model, run.model, two, half, None, micro=1, dtype="float32")[0].loss)
+        parts.append(backward(run.model, run.model, two, half, None, grad_accum_steps=1, dtype="float32")[0].loss)
     torch.testing.assert_close((parts[0] + parts[1]) / 2, whole, rtol=1e-9, atol=0)
 
 
@@ -115,6 +121,7 @@ def test_masks_follow_from_seed_and_place(tmp_path: Path) -> None:
     assert int(first[0].arguments["x"].max()) == 256
 
 
+@pytest.mark.slow
 def test_segments_are_masked_for_those_that_tell_them_apart(tmp_path: Path) -> None:
     config = tiny(tmp_path, SENTENCES | {"model.vocab": 257})
     data = prepare(config.data)
@@ -134,8 +141,8 @@ def test_segments_are_masked_for_those_that_tell_them_apart(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"model.attention.kind": "window:8"}, "not every layer has global tokens to be told apart"),
-        ({"model.attention.kind": "etc:3:16"}, "masks whole segments of 16 tokens, and a text has 16; expected a"),
+        ({"model.attention.kind": "window(8)"}, "not every layer has global tokens"),
+        ({"model.attention.kind": "etc(3, 16)"}, "masks whole segments of 16 tokens, but train.block is 16"),
     ],
 )
 def test_segments_that_cannot_be_told_apart_are_refused(tmp_path: Path, changed: dict, message: str) -> None:
@@ -145,10 +152,13 @@ def test_segments_that_cannot_be_told_apart_are_refused(tmp_path: Path, changed:
 
 
 def test_segments_are_for_encoders(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"train.sentences is 0.3, and model.kind is 'lm'; segments are masked for"):
-        tiny(tmp_path, {"train.sentences": 0.3})
+    with pytest.raises(
+        ValueError, match=r"train.cpc_mask_ratio is 0.3 and model.kind is 'lm'; expected 0, since only encoders"
+    ):
+        tiny(tmp_path, {"train.cpc_mask_ratio": 0.3})
 
 
+@pytest.mark.slow
 def test_exact_match_is_what_greedy_decoding_writes(tmp_path: Path) -> None:
     """Trained until some answers are right and some are not."""
     more = {"train.steps": 120, "optim.lr": 0.01, "model.attention.dropout": 0.0, "train.eval_every": 0,
@@ -202,10 +212,10 @@ def test_the_encoder_is_evaluated_on_the_same_masks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_commands(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture) -> None:
-    told: list[dict] = []
-    train(tiny(tmp_path, changes(kind, tmp_path, {"train.steps": 3})), watch=told.append)
+    seen: list[Any] = []
+    train(tiny(tmp_path, changes(kind, tmp_path, {"train.steps": 3})), watch=seen.append)
     out = str(tmp_path / "run")
-    assert all("exact" in row for row in told if row["event"] == "eval")
+    assert not any(math.isnan(event.exact) for event in seen if isinstance(event, EvalEvent))
     name = {"seq2seq": "exact match", "encoder": "masked tokens right"}[kind]
     run = read_run(tmp_path / "run")
     assert run.start.objective == kind and f"{name.capitalize()}: " in summary(run) and "FLOPs" not in summary(run)
@@ -229,11 +239,11 @@ def test_commands(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture) -> N
         main(["eval", out, "--beams", "2", "--limit", "2"])
         assert "of 2 pairs; 2 beams" in capsys.readouterr().out
         refused = {
-            ("--prompt", "1", "--top-k", "3"): "--top-k is for language models; an encoder–decoder takes --prompt",
-            ("--prompt", "Q"): "the model does not know the character 'Q'",
+            ("--prompt", "1", "--top-k", "3"): "--top-k is for language models; with an encoder–decoder use --prompt",
+            ("--prompt", "Q"): "the vocabulary lacks the character 'Q'",
         }
     else:
-        refused = {("--prompt", "x"): "holds a model of kind 'encoder', which writes no text"}
+        refused = {("--prompt", "x"): "holds a model of kind 'encoder', which cannot generate"}
     for arguments, sentence in refused.items():
         with pytest.raises(SystemExit):
             main(["generate", out, *arguments])
@@ -248,10 +258,10 @@ REFUSED = {
         "seq2seq", {"data.source": __file__},
         "data.source is the file .*, whose splits may cut a pair in two; expected 'numbers', or a folder with files ",
     ),
-    "words": ("seq2seq", {"data.tokens": "word"}, "tokens is 'word'; pairs of texts are read by 'char' or 'byte'"),
+    "words": ("seq2seq", {"data.tokens": "word"}, "tokens is 'word'; expected 'char' or 'byte' for pairs of texts"),
     "too long": ("seq2seq", {"train.block": 12}, "of train has a text of .* tokens with its end; train.block is 12"),
     "too few": ("seq2seq", {"train.batch": 500}, "there are 150 pairs to train on; expected at least a batch of 500"),
-    "vocab": ("seq2seq", {"model.vocab": 30}, "the data has 33 tokens and the model 2 of its own, so expected at"),
+    "vocab": ("seq2seq", {"model.vocab": 30}, "the data has 33 tokens and the model adds 2, so expected at"),
     "share": ("encoder", {"train.masked": 0.0}, "train.masked is 0.0; expected a share of the tokens, above 0 and at "),
     "lm": ("encoder", {"model.kind": "lm", "model.encoder.layers": 3}, "model.encoder is set, and model.kind is 'lm'"),
 }  # fmt: skip
@@ -266,5 +276,5 @@ def test_refusals(tmp_path: Path, name: str) -> None:
 
 def test_another_kind_is_not_continued(tmp_path: Path) -> None:
     train(tiny(tmp_path, MASKED | {"train.steps": 3, "model.vocab": 300}))
-    with pytest.raises(ValueError, match=r"was made with model.kind = 'encoder', and this run has 'lm'"):
+    with pytest.raises(ValueError, match=r"was made with model.kind = 'encoder', but this run has 'lm'"):
         train(tiny(tmp_path, {"resume": True, "model.vocab": 300}))

@@ -13,20 +13,21 @@ import numpy as np
 import pytest
 import torch
 
+from spanformer.core.events import EvalEvent, Event, StartEvent, StepEvent
+from spanformer.core.fields import build
 from spanformer.data import prepare
 from spanformer.model.config import ModelConfig
-from spanformer.model.fields import build
 from spanformer.model.lm import LM
 from spanformer.report.events import Run, read_run
+from spanformer.train import loop as running
 from spanformer.train import objective
 from spanformer.train import progress as progressing
-from spanformer.train import run as running
 from spanformer.train.checkpoint import Checkpoints
 from spanformer.train.config import RunConfig, TrainConfig
 from spanformer.train.optim import OptimConfig
 from spanformer.train.progress import Progress, schedule_factor
 from spanformer.train.run import Result, train
-from tiny_runs import tiny, write_text
+from support.tiny_runs import tiny, write_text
 
 SHORT = {"train.eval_every": 0, "train.save_every": 0}
 
@@ -52,11 +53,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "grouped, tied spans": {"model.heads": 4, "model.kv_heads": 2, "model.attention.tied": True},
     "paper": {
-        "model.original": True, "model.order": "post", "model.norm": "layer", "model.position.kind": "table",
+        "model.paper_compat": True, "model.order": "post", "model.norm": "layer", "model.position.kind": "table",
         "model.feedforward.kind": "relu", "optim.kind": "adagrad", "optim.lr": 0.07, "optim.clip": 0.03,
     },
-    "hybrid layers": {"model.attention.stack": ["window:8", "adaptive_span"]},
-    "hybrid heads": {"model.attention.stack": ["1 window:8 + 1 adaptive_span", "1 full + 1 dynamic_span"]},
+    "hybrid layers": {"model.attention.stack": ["window(8)", "adaptive_span"]},
+    "hybrid heads": {"model.attention.stack": ["1 window(8) + 1 adaptive_span", "1 full + 1 dynamic_span"]},
     "dynamic spans": {"model.attention.kind": "dynamic_span"},
     "experts": {"model.feedforward.experts": 3},
     "persistent": {"model.persistent": 6, "model.feedforward.kind": "none"},
@@ -73,7 +74,7 @@ def test_every_kind_learns(tmp_path: Path, name: str) -> None:
 
 
 def test_bfloat16(tmp_path: Path) -> None:
-    half = run(tmp_path, {"train.steps": 30, "train.dtype": "bfloat16", "train.micro": 2} | SHORT, "half")
+    half = run(tmp_path, {"train.steps": 30, "train.dtype": "bfloat16", "train.grad_accum_steps": 2} | SHORT, "half")
     whole = run(tmp_path, {"train.steps": 30} | SHORT, "whole")
     assert_it_learns(half)
     assert losses(half) != losses(whole)
@@ -96,7 +97,7 @@ def test_compiled(tmp_path: Path) -> None:
 
 def test_recomputed_activations(tmp_path: Path) -> None:
     changes = SHORT | {"model.attention.dropout": 0.2, "model.feedforward.dropout": 0.2}
-    kept = run(tmp_path, changes, "kept")
+    kept = run(tmp_path, changes, "sink_tokens")
     assert losses(run(tmp_path, changes | {"train.checkpointing": True}, "recomputed")) == losses(kept)
 
 
@@ -104,7 +105,9 @@ def test_pieces_of_a_batch(tmp_path: Path) -> None:
     """The same up to rounding: a difference of one part in 10⁷ that 12 steps of training let grow."""
     whole = losses(run(tmp_path, SHORT, "whole"))
     for pieces in (2, 4):
-        assert np.allclose(losses(run(tmp_path, SHORT | {"train.micro": pieces}, f"in {pieces}")), whole, rtol=1e-4)
+        assert np.allclose(
+            losses(run(tmp_path, SHORT | {"train.grad_accum_steps": pieces}, f"in {pieces}")), whole, rtol=1e-4
+        )
 
 
 def test_more_than_one_epoch(tmp_path: Path) -> None:
@@ -154,7 +157,7 @@ def test_only_an_evaluated_model_has_a_score(tmp_path: Path) -> None:
 
 
 def clocked(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Every step takes so many seconds by the clock, which it reads three times."""
+    """Every step takes this many seconds by the clock, which it reads three times."""
     reads = iter(range(1_000_000))
     monkeypatch.setattr(running.time, "perf_counter", lambda: next(reads) * seconds / 2)
 
@@ -164,7 +167,7 @@ def test_a_budget_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with monkeypatch.context() as patch:
         clocked(patch, 1.0)
         result = train(tiny(tmp_path, changes))
-    assert result.reason == "0.5 minutes are over"
+    assert result.reason == "0.5 minutes have passed"
     found = read_run(tmp_path / "run")
     last = found.steps[-1]
     assert last.step == result.steps and 29 <= result.steps <= 31 and last.seconds >= 30
@@ -193,10 +196,9 @@ def test_progress_averages_since_the_last_row() -> None:
     p = Progress(step=4, seconds=2.0, tokens=400)
     p.add(1.0, 0.5)
     p.add(3.0, 1.5)
-    assert p.row() == {"seconds": 2.0, "tokens": 400, "loss": 2.0, "penalty": 1.0, "tokens_per_second": 200.0}
+    assert (p.mean_loss, p.mean_penalty, p.tokens_per_second) == (2.0, 1.0, 200.0)
     p.clear()
-    row = p.row()
-    assert math.isnan(row["loss"]) and math.isnan(row["tokens_per_second"])
+    assert math.isnan(p.mean_loss) and math.isnan(p.mean_penalty) and math.isnan(p.tokens_per_second)
     other = progressing.Progress()
     other.load(p.state())
     assert other == p
@@ -206,13 +208,13 @@ TOKENS = {"byte": "byte", "char": "char", "word": "word", "bpe": "byte"}
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_bits_are_told_per_unit(tmp_path: Path, tokens: str) -> None:
+def test_bits_are_counted_per_unit(tmp_path: Path, tokens: str) -> None:
     """By hand, from the text itself: nats per token, tokens per unit."""
     changes = {"data.tokens": tokens, "train.steps": 2, "train.eval_tokens": 0, "train.log_every": 1}
     if tokens == "bpe":
         changes["data.vocab"] = 300
-    told: list[dict] = []
-    train(tiny(tmp_path, changes), watch=told.append)
+    seen: list[Any] = []
+    train(tiny(tmp_path, changes), watch=seen.append)
     raw = (tmp_path / "text.txt").read_bytes()
     size = len(raw)
     valid = raw[size - round(size * 0.05) - round(size * 0.1) : size - round(size * 0.05)]
@@ -222,21 +224,21 @@ def test_bits_are_told_per_unit(tmp_path: Path, tokens: str) -> None:
         "word": len(valid.decode(errors="ignore").replace("\n", " <eos> ").split()) + (not valid.endswith(b"\n")),
         "bpe": len(valid.decode(errors="ignore").encode()),
     }[tokens]
-    (start,) = [row for row in told if row["event"] == "start"]
-    assert start["unit"] == TOKENS[tokens] and start["units"]["valid"] == count
-    last = [row for row in told if row["event"] == "eval"][-1]
-    assert last["tokens"] == start["tokens"]["valid"]
-    assert last["bits"] == pytest.approx(last["loss"] * last["tokens"] / count / math.log(2), rel=1e-12)
-    step = [row for row in told if row["event"] == "step"][-1]
-    per_unit = start["tokens"]["train"] / start["units"]["train"]
-    assert step["bits"] == pytest.approx(step["loss"] * per_unit / math.log(2), rel=1e-12)
+    (start,) = [event for event in seen if isinstance(event, StartEvent)]
+    assert start.unit == TOKENS[tokens] and start.units["valid"] == count
+    last = [event for event in seen if isinstance(event, EvalEvent)][-1]
+    assert last.tokens == start.tokens["valid"]
+    assert last.bits == pytest.approx(last.loss * last.tokens / count / math.log(2), rel=1e-12)
+    step = [event for event in seen if isinstance(event, StepEvent)][-1]
+    per_unit = start.tokens["train"] / start.units["train"]
+    assert step.bits == pytest.approx(step.loss * per_unit / math.log(2), rel=1e-12)
     assert per_unit < 0.9 if tokens == "bpe" else per_unit == 1.0
 
 
-def test_every_event_is_told_and_written(tmp_path: Path) -> None:
-    told: list[dict] = []
-    train(tiny(tmp_path, {"train.measure": True}), watch=told.append)
-    kinds = [row["event"] for row in told if row["event"] not in ("progress", "steps")]
+def test_every_event_is_shown_and_written(tmp_path: Path) -> None:
+    seen: list[Any] = []
+    train(tiny(tmp_path, {"train.measure": True}), watch=seen.append)
+    kinds = [event.kind for event in seen if isinstance(event, Event)]
     assert kinds[:2] == ["start", "eval"] and kinds[-4:] == ["eval", "checkpoint", "cost", "stop"]
     assert kinds.count("step") == 12 and kinds.count("eval") == 5 and kinds.count("checkpoint") == 4
     written = (tmp_path / "run" / "events.jsonl").read_text().splitlines()

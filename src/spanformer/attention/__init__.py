@@ -1,7 +1,7 @@
-"""Attention mechanisms, by name: each says what its heads may see."""
+"""Attention mechanisms: each returns a rule for its heads. `spanformer.kinds` has their names and parameters."""
 
 from spanformer.attention.adaptive_span import AdaptiveSpan, read_spans
-from spanformer.attention.base import Attention, View
+from spanformer.attention.base import Attention, View, remembers_itself
 from spanformer.attention.big_bird import BigBird
 from spanformer.attention.blockwise import Blockwise
 from spanformer.attention.chunked import Chunked
@@ -15,41 +15,14 @@ from spanformer.attention.full import Full
 from spanformer.attention.image_local import ImageLocal1D, ImageLocal2D
 from spanformer.attention.longformer import Longformer
 from spanformer.attention.mixed import Mixed
+from spanformer.attention.mixed_memory import MixedMemory, mix, new_memory
 from spanformer.attention.patterned import Patterned
 from spanformer.attention.scoring import Additive, Bilinear, Dot, General
 from spanformer.attention.sinks import Sinks
 from spanformer.attention.sparse import FixedSparse, StridedSparse
 from spanformer.attention.window import Window
 
-ATTENTIONS = {
-    "adaptive_span": AdaptiveSpan,
-    "additive": Additive,
-    "big_bird": BigBird,
-    "bilinear": Bilinear,
-    "blockwise": Blockwise,
-    "chunked": Chunked,
-    "cross": Cross,
-    "dilated": DilatedWindow,
-    "dot": Dot,
-    "dynamic_span": DynamicSpan,
-    "etc": GlobalLocal,
-    "expire_span": ExpireSpan,
-    "fixed": FixedSparse,
-    "forgetting": Forgetting,
-    "full": Full,
-    "general": General,
-    "image_1d": ImageLocal1D,
-    "image_2d": ImageLocal2D,
-    "longformer": Longformer,
-    "mixed": Mixed,
-    "pattern": Patterned,
-    "sinks": Sinks,
-    "strided": StridedSparse,
-    "window": Window,
-}
-
 __all__ = [
-    "ATTENTIONS",
     "AdaptiveSpan",
     "Additive",
     "Attention",
@@ -71,10 +44,14 @@ __all__ = [
     "ImageLocal2D",
     "Longformer",
     "Mixed",
+    "MixedMemory",
     "Patterned",
     "Sinks",
     "StridedSparse",
     "View",
     "Window",
+    "mix",
+    "new_memory",
     "read_spans",
+    "remembers_itself",
 ]

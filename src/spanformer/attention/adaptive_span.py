@@ -3,9 +3,9 @@ https://arxiv.org/abs/1905.07799
 
     m_z(d) = clip((R + z − d) / R, 0, 1)        a_ij ∝ m_z(i − j) · exp(s_ij)        loss += λ · S · mean_h(z_h / S)
 
-Each head h learns its span z_h ∈ [0, S], stored as the ratio z_h / S: its gradient then carries S, which is what
-lets one learning rate serve spans of thousands of tokens. The gradient lives on the ramp, the R tokens beyond z,
-so a head only finds out about distances it can already faintly see.
+Each head h learns its span z_h ∈ [0, S], stored as the ratio z_h / S: its gradient then has a factor S, so that
+one learning rate serves spans of thousands of tokens. Only the ramp, the R tokens beyond z, has a gradient, so a head
+learns only about distances that already have some weight.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from spanformer.attention.base import Attention, View
-from spanformer.attention.kinks import with_kinks
+from spanformer.attention.base import Attention, View, one_rule
 from spanformer.attention.pattern.base import MOST
-from spanformer.ops import Attended, Rule
+from spanformer.attention.span_edge_gradient import with_span_edge_gradient
+from spanformer.kinds import HeadSpec
+from spanformer.ops import AnyRule, Attended, Rule
 
 
 class AdaptiveSpan(Attention):
-    """One learned span per head, or per key/value head, all of whose query heads then share it.
+    """One learned span per head, or per key/value head: its query heads then share the span.
 
-    Tied spans (`kv_heads`) let a grouped key/value cache forget what no query head of the group still sees.
-    `causal=False` looks as far ahead as back: d is then |i − j|.
-    `original=True` keeps the conventions of the paper's code: a token does not see itself, d counts from the
-    previous token, nothing beyond S is seen even on the ramp, and a whole span has a gradient at its kinks.
+    Tied spans (`kv_heads`) let a grouped KV cache drop keys that no query head of the group still sees.
+    `causal=False` sees as far into the future as back: d is then |i − j|.
+    `paper_compat=True` keeps the conventions of the paper's code: a token does not see itself, d counts from the
+    previous token, nothing beyond S is seen even on the ramp, and a whole span has a gradient at its edges.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class AdaptiveSpan(Attention):
         init: float = 0.0,
         penalty: float = 2e-6,
         kv_heads: int | None = None,
-        original: bool = False,
+        paper_compat: bool = False,
         causal: bool = True,
     ) -> None:
         super().__init__()
@@ -48,10 +49,17 @@ class AdaptiveSpan(Attention):
         if not 0 <= init <= 1:
             raise ValueError(f"init is {init}; expected a ratio of max_span, 0 … 1")
         self.heads, self.kv_heads, self.causal = heads, kv_heads or heads, causal
-        self.max_span, self.ramp, self.penalty, self.original = max_span, float(ramp), penalty, original
+        self.max_span, self.ramp, self.penalty_weight, self.paper_compat = max_span, float(ramp), penalty, paper_compat
         self.ratio = nn.Parameter(torch.full((self.kv_heads,), float(init)))
         """[heads], or [kv_heads] when tied: z / S"""
         self._read: tuple[tuple[int, int], list[float]] = ((0, 0), [])
+
+    @classmethod
+    def build(cls, spec: HeadSpec) -> AdaptiveSpan:
+        return cls(
+            spec.heads, spec.p.max_span, ramp=spec.p.ramp, init=spec.section.init, penalty=spec.section.penalty,
+            kv_heads=spec.tied_spans, paper_compat=spec.paper_compat, causal=spec.causal,
+        )  # fmt: skip
 
     def rule(self, view: View | None = None) -> Rule:
         return Rule(
@@ -59,31 +67,36 @@ class AdaptiveSpan(Attention):
             causal=self.causal,
             span=self._spans(),
             ramp=self.ramp,
-            penalty=self.penalty * self.max_span * self.ratio.mean(),
-            original=self.original,
-            reach=[self.max_span] * self.heads if self.original else None,
+            paper_compat=self.paper_compat,
+            reach=[self.max_span] * self.heads if self.paper_compat else None,
         )
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View) -> Attended:
-        found = super().mix(q, k, v, rule, view)
+    def penalty(self, rule: AnyRule | None = None, view: View | None = None) -> Tensor:
+        return self.penalty_weight * self.max_span * self.ratio.mean()
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: AnyRule, view: View) -> Attended:
+        found = super().forward(q, k, v, rule, view)
+        if not self.paper_compat:
+            return found
+        rule = one_rule(rule, "paper_compat=True")
         others = (view.q_positions, view.documents, view.padding, rule.distance_value, rule.distance_scale)
         plain = all(term is None for term in others)
-        return with_kinks(found, q, k, v, rule) if self.original and plain else found
+        return with_span_edge_gradient(found, q, k, v, rule) if plain else found
 
-    def spans(self) -> Tensor:
-        """[heads] spans in tokens, detached; on the parameter's device, so reading them is the caller's sync."""
+    def span_tensor(self) -> Tensor:
+        """[heads] spans in tokens, detached; on the parameter's device, so that only the caller's read is a sync."""
         return self._spans().detach()
 
-    def lookback(self) -> list[int]:
+    def context_length(self) -> list[int]:
         """[heads] how many earlier tokens each head can see now."""
         read_spans([self])
-        if self.original:  # and one more at a whole span, whose gradient takes part (see kinks.py)
+        if self.paper_compat:  # and one more at a whole span, whose gradient takes part (see span_edge_gradient.py)
             each = [min(math.floor(z + self.ramp) + 1, self.max_span) for z in self._read[1]]
         else:
             each = [math.ceil(z + self.ramp) - 1 for z in self._read[1]]
         return [n for n in each for _ in range(self.heads // self.kv_heads)]
 
-    def learned(self) -> list[float | None]:
+    def spans(self) -> list[float | None]:
         read_spans([self])
         return [z for z in self._read[1] for _ in range(self.heads // self.kv_heads)]
 
@@ -106,12 +119,13 @@ class AdaptiveSpan(Attention):
 
     def extra_repr(self) -> str:
         tied = f", kv_heads={self.kv_heads}" if self.kv_heads != self.heads else ""
-        kept = (", original=True" if self.original else "") + ("" if self.causal else ", causal=False")
-        return f"heads={self.heads}{tied}, max_span={self.max_span}, ramp={self.ramp:g}, penalty={self.penalty:g}{kept}"
+        more = (", paper_compat=True" if self.paper_compat else "") + ("" if self.causal else ", causal=False")
+        price = f"penalty={self.penalty_weight:g}{more}"
+        return f"heads={self.heads}{tied}, max_span={self.max_span}, ramp={self.ramp:g}, {price}"
 
 
 def read_spans(mechanisms: Sequence[AdaptiveSpan]) -> None:
-    """Read the ratios that changed since they were last read, all in one wait for the device; `lookback` then knows.
+    """Read the ratios that changed since they were last read, with one device sync for all modules.
 
     Changed means in place, as optimisers and `load_state_dict` do; a write through `.data` goes unnoticed.
     """

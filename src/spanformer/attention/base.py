@@ -1,4 +1,4 @@
-"""What an attention mechanism is: it says what each head may see (a Rule), and mixes values by it.
+"""The base class of attention mechanisms: `rule` returns what each head may see, `forward` runs attention by it.
 
 Shapes: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D and Dv head sizes of keys and values.
 """
@@ -9,17 +9,19 @@ import math
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spanformer.ops import Attended, Rule, attend
+from spanformer.memory.base import MemoryShape, OwnMemory
+from spanformer.ops import AnyRule, Attended, Rule, attend
 
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """What a mechanism may look at besides queries, keys and values. Every field is optional."""
+    """What a mechanism may read besides queries, keys and values. Every field is optional."""
 
     x: Tensor | None = None
     """[B, Tq, dim] the hidden states that the queries were made of."""
@@ -32,18 +34,18 @@ class View:
     padding: Tensor | None = None
     """[B, Tk] bool, True where a key is padding: nothing sees it."""
     start: int = 0
-    """Where in the text the first key stands: memory is trimmed, and a pattern may hold at certain places only."""
+    """The position of the first key in the text: memory is trimmed, and a pattern may depend on positions."""
     length: int | None = None
     """Tk, how many keys there are; None: as many as queries."""
     keys: Tensor | None = None
-    """[B, Tk, dim] the hidden states that the keys were made of, for a mechanism that `reads_keys`."""
-    chosen: Tensor | None = None
+    """[B, Tk, dim] the hidden states that the keys were made of, for a mechanism whose rule needs them."""
+    global_attention_mask: Tensor | None = None
     """[B, Tk] bool, True for the tokens of each example that see all others and are seen by them (Longformer)."""
     segments: Tensor | None = None
     """[B, n] integers, of a text behind m global tokens (ETC): which of those each of the last n keys belongs to; −1:
     none. Tk is m + n."""
-    turn: Callable[[Tensor, Tensor, View], tuple[Tensor, Tensor]] | None = None
-    """What the layer's position encoding did to q and k, for a mechanism that makes queries and keys of its own."""
+    encode: Callable[[Tensor, Tensor, View], tuple[Tensor, Tensor]] | None = None
+    """What the layer's position encoding does to q and k, for a mechanism that makes queries and keys of its own."""
 
     def rule(self, heads: int, *, causal: bool = True) -> Rule:
         """What the view itself hides: other documents and padded keys."""
@@ -59,53 +61,66 @@ class View:
         return Rule(heads, causal=causal, key_bias=bias, documents=self.documents)
 
 
+RuleNeeds = Literal["nothing", "positions", "states"]
+
+
 class Attention(nn.Module):
-    """The base of every mechanism. Most override only `rule`; those that are no masked softmax override `mix`."""
+    """The base of every mechanism. Most override only `rule`; those that are no masked softmax override `forward`."""
 
-    backend: str = "auto"
-    """which backend `mix` runs on, see `spanformer.attend`"""
-    dropout: float = 0.0
-    """of attention weights, while training"""
-    turnable: bool = True
-    """False if its scores would feel where turned queries and keys stand, and not only how far from each other"""
     heads: int
-    kept: int = 0
-    """how many first tokens of the text all heads go on seeing, see `Rule.kept`"""
-    placed: bool = False
-    """whether the rule depends on which keys there are: where they stand (view.start, view.length), or what they are
-    (view.keys). It is then asked for with every stretch of keys, and holds for that one only."""
-    reads_keys: bool = False
-    """whether the rule is made of the keys' hidden states, view.keys; such a mechanism is `placed` too"""
-    alone: bool = False
-    """whether its rule does not say all that its heads see, or `mix` is no masked softmax over it, so that they cannot
-    share a layer with other kinds, and a cache does not know them"""
 
-    own_queries: bool = False
-    """whether some tokens ask with queries that it makes itself, and not with the layer's"""
+    def __init__(self) -> None:
+        super().__init__()
+        self.backend = "auto"
+        """which backend `forward` runs on, see `spanformer.attend`"""
+        self.dropout = 0.0
+        """of attention weights, while training"""
+        self.sink_tokens = 0
+        """how many first tokens of the text all heads go on seeing"""
 
-    def rule(self, view: View) -> Rule:
-        """What each head may see. A layer adds its position encoding's rule to this one before mixing."""
-        raise NotImplementedError(f"{type(self).__name__} does not say what its heads see; override rule or mix")
+    def supports(
+        self, *, position: object | None = None, cache: bool = False, mixed: bool = False, persistent: bool = False
+    ) -> list[str]:
+        """Why it does not go with these, a sentence each; [] if it does.
 
-    def lookback(self) -> list[int]:
+        position: an encoding; cache: decoding from a KV cache; mixed: heads of other kinds in the same layer;
+        persistent: learned key/value vectors beside the text.
+        """
+        return []
+
+    def rule_needs(self) -> RuleNeeds:
+        """What `rule` depends on beside the queries: "nothing"; "positions" of the keys (view.start, view.length); or
+        "states", the hidden states that keys are made of (view.keys). A rule that depends on the keys is computed for
+        each stretch of keys, and holds for that one only."""
+        return "nothing"
+
+    def rule(self, view: View) -> AnyRule:
+        """What each head may see. A layer adds its position encoding's rule to this one before `forward`."""
+        raise NotImplementedError(f"{type(self).__name__} has no rule; override rule or forward")
+
+    def penalty(self, rule: AnyRule, view: View) -> Tensor | None:
+        """A scalar to add to the loss, or None. rule: what `rule` gave for these queries; view: theirs."""
+        return None
+
+    def context_length(self) -> list[int]:
         """[heads] how many earlier tokens each head can see now: what a layer must remember for it."""
-        raise NotImplementedError(f"{type(self).__name__} does not say how far its heads look back")
+        raise NotImplementedError(f"{type(self).__name__} has no context length; override context_length")
 
-    def learned(self) -> list[float | None]:
+    def spans(self) -> list[float | None]:
         """[heads] the span in tokens that each head has learned; None for one that learns none."""
         return [None] * self.heads
 
-    def looked(self) -> list[int]:
-        """[heads] how many distances each head looks at now, its own token among them; where tokens choose, the average
-        over those last read."""
-        return [n + 1 for n in self.lookback()]
+    def mean_context(self) -> list[int]:
+        """[heads] how many distances each head sees now, its own token included; for dynamic spans, the average over
+        the latest tokens."""
+        return [n + 1 for n in self.context_length()]
 
     def map_queries(self, q: Tensor) -> Tensor:
-        """q [B, H, Tq, D] → what is multiplied with the keys in their place. A layer does this with its queries before
-        a position encoding turns them; `mix` is given what comes of it."""
+        """q [B, H, Tq, D] → the queries that are multiplied with the keys. A layer calls this before its position
+        encoding; `forward` receives the result."""
         return q
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View) -> Attended:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: AnyRule, view: View) -> Attended:
         """q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] → out [B, H, Tq, Dv] and lse [B, H, Tq].
 
         The view's documents and padding hold whether or not `rule` already carries them.
@@ -121,15 +136,47 @@ class Attention(nn.Module):
             k_positions=view.k_positions,
         )
 
+    def new_memory(self, shape: MemoryShape) -> OwnMemory | None:
+        """An empty memory, for a mechanism that does not store keys and values. None: training stores hidden
+        states, and decoding keys and values."""
+        return None
+
     def start_from(self, query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
-        """Called by a layer with its fresh projections: one with projections of its own may start as a copy of them."""
+        """Called by a layer with its initial projections: a mechanism with projections of its own may copy them."""
 
     def after_step(self) -> None:
         """Called after every optimiser step, e.g. to put parameters back into their range."""
 
 
-def given_terms(rule: Rule, view: View, beside: Collection[str]) -> list[str]:
-    """The names of what a rule says, and a view's documents, other than the terms `beside`."""
+def remembers_itself(mechanism: Attention) -> bool:
+    """Whether a mechanism makes its own memory."""
+    return mechanism.new_memory(MemoryShape(batch=0, kv_heads=mechanism.heads, head_dim=1)) is not None
+
+
+def rotates(position: object) -> bool:
+    """Whether an encoding changes queries and keys."""
+    return getattr(position, "rotates", False) is True
+
+
+def own_output(mechanism: Attention, *, cache: bool, mixed: bool) -> list[str]:
+    """Why a mechanism whose output is no masked softmax under its rule has no KV cache and shares no layer."""
+    name, why = type(mechanism).__name__, "its heads do not see keys by a rule alone"
+    no_cache = f"{name} has no KV cache: {why}. Score the text by segments instead (lm(x, state))"
+    not_mixed = f"{name} cannot share a layer with other kinds: {why}. Give it all heads of a layer"
+    return [*([no_cache] if cache else []), *([not_mixed] if mixed else [])]
+
+
+def one_rule(rule: AnyRule, name: str) -> Rule:
+    """The rule of a mechanism that needs one rule for all its heads and pairs."""
+    if not isinstance(rule, Rule):
+        raise ValueError(f"{name} takes one Rule for all heads and pairs, not a {type(rule).__name__}")
+    return rule
+
+
+def given_terms(rule: AnyRule, view: View, beside: Collection[str]) -> list[str]:
+    """The names of the terms that are set in a rule, and a view's documents, except the terms `beside`."""
+    if not isinstance(rule, Rule):
+        return [type(rule).__name__]
     found = [f.name for f in fields(rule) if f.name not in beside and _given(getattr(rule, f.name), f.default)]
     return [*found, *(["documents"] if view.documents is not None and "documents" not in found else [])]
 
@@ -149,7 +196,7 @@ def key_states(view: View, dim: int) -> Tensor:
 
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """F.linear in float32 or wider, autocast or not: what is counted in tokens or summed over them needs the bits."""
+    """F.linear in float32 or wider, autocast or not: numbers of tokens and sums over tokens need the precision."""
     wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
     at = x.device.type
     with torch.autocast(at, enabled=False) if torch.amp.is_autocast_available(at) else nullcontext():

@@ -5,28 +5,29 @@ Big Bird: Transformers for Longer Sequences (Zaheer et al., 2020), https://arxiv
     a_ij ∝ exp(s_ij)   where block(j) is one of the w around block(i), one of the g first, one of r drawn for block(i),
                        or block(i) itself is one of the g first                          O(n·(w + g + r)·size) pairs
 
-The drawn blocks are none of the window's and none of the global ones. Causal draws come from earlier blocks and depend
-on the block's number alone, so that a growing text keeps what it saw; see pattern.Random.
+Random blocks are never blocks of the window or global ones. Causal samples come from earlier blocks and depend on the
+block's number alone, so that they stay the same as the text grows; see pattern.Random.
 """
 
 from __future__ import annotations
 
 from spanformer.attention.pattern import Block, Global, Random
 from spanformer.attention.patterned import Patterned
+from spanformer.kinds import HeadSpec
 
 
 class BigBird(Patterned):
     """block: tokens of one. window, tokens and random count blocks; the window is odd, its middle the token's own.
-    Every head draws for itself."""
+    Every head has its own random blocks."""
 
     def __init__(
         self,
         heads: int,
-        block: int = 64,
+        block: int = 16,
         *,
         window: int = 3,
-        tokens: int = 2,
-        random: int = 3,
+        tokens: int = 1,
+        random: int = 2,
         seed: int = 0,
         causal: bool = False,
         longest: int | None = None,
@@ -39,3 +40,11 @@ class BigBird(Patterned):
         near = Block(block, side * block, side * block) | Global(tokens * block)
         drawn = [Random(random, seed=seed + h, size=block, near=side, first=tokens) for h in range(heads)]
         super().__init__(heads, [near | draw for draw in drawn], causal=causal, longest=longest, size=block)
+
+    @classmethod
+    def build(cls, spec: HeadSpec) -> BigBird:
+        p = spec.p
+        return cls(
+            spec.heads, p.block, window=p.window, tokens=p.tokens, random=p.random, causal=spec.causal,
+            longest=spec.section.max_span,
+        )  # fmt: skip

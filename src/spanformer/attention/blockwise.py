@@ -4,7 +4,7 @@ Blockwise Self-Attention for Long Document Understanding (BlockBERT; Qiu et al.,
 
     a_ij ∝ exp(s_ij)   for π_h(⌊i·n/N⌋) = ⌊j·n/N⌋                                        O(N²/n) pairs
 
-The paper's permutations are shifts: the identity sees the near, the others carry what is far. By default half of the
+The paper's permutations are shifts: the identity sees near keys, the others far ones. By default half of the
 heads are the identity and the others the shifts by one, two, … blocks in turn.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from spanformer.attention.pattern import Blockwise as Permuted
 from spanformer.attention.patterned import Patterned
+from spanformer.kinds import HeadSpec
 
 MOST_BLOCKS = 4096
 
@@ -22,7 +23,7 @@ class Blockwise(Patterned):
     """blocks: n, how many the text is cut into. permutations: π of each head. size: tokens of a block instead, where
     the length of the text is not known beforehand; the permutation is then applied to every n blocks.
 
-    A causal head sees nothing from a block that its permutation sends ahead; its rows there are zero."""
+    A causal head sees nothing in a block whose permutation points to the future; its rows there are zero."""
 
     def __init__(
         self,
@@ -40,6 +41,10 @@ class Blockwise(Patterned):
                 shifted(blocks, 0 if h < (heads + 1) // 2 else h - (heads + 1) // 2 + 1) for h in range(heads)
             ]
         super().__init__(heads, [Permuted(tuple(p), size) for p in permutations], causal=causal)
+
+    @classmethod
+    def build(cls, spec: HeadSpec) -> Blockwise:
+        return cls(spec.heads, spec.p.blocks, size=spec.p.size, causal=spec.causal)
 
 
 def shifted(blocks: int, by: int) -> list[int]:

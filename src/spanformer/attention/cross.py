@@ -11,34 +11,32 @@ from __future__ import annotations
 from torch import Tensor
 
 from spanformer.attention.base import Attention, View, given_terms
-from spanformer.ops import Attended, Rule
+from spanformer.ops import AnyRule, Attended, Rule
 
-TERMS = ("heads", "causal", "ramp", "key_bias", "sinks", "penalty")  # that need no distance, and the ramp of none
+TERMS = ("heads", "causal", "ramp", "key_bias", "sink_logits")  # that need no distance, and the ramp of none
 
 
 class Cross(Attention):
-    causal = False
-
     def __init__(self, heads: int) -> None:
         super().__init__()
         if heads < 1:
             raise ValueError(f"heads is {heads}; expected at least 1")
-        self.heads = heads
+        self.heads, self.causal = heads, False
 
     def rule(self, view: View | None = None) -> Rule:
         return Rule(self.heads, causal=False)
 
-    def lookback(self) -> list[int]:
-        raise ValueError("cross-attention looks at another text, not back; its keys are the encoder's states")
+    def context_length(self) -> list[int]:
+        raise ValueError("cross-attention has no context length: its keys are the encoder's states")
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View) -> Attended:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: AnyRule, view: View) -> Attended:
         """view: the encoder's padding [B, Tk], and no positions."""
         distant = given_terms(rule, view, TERMS)
         distant += ["causal=True"] if rule.causal else []
         distant += ["positions"] if view.q_positions is not None or view.k_positions is not None else []
         if distant:
             raise ValueError(
-                f"{', '.join(distant)} goes by distances, and a decoder's and an encoder's tokens have none; give it "
-                "to the self-attentions"
+                f"{', '.join(distant)} depends on distances, which cross-attention does not have; set it in "
+                "self-attention only"
             )
-        return super().mix(q, k, v, rule, view)
+        return super().forward(q, k, v, rule, view)

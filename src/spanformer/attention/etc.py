@@ -21,29 +21,26 @@ import math
 import torch
 from torch import Tensor, nn
 
-from spanformer.attention.base import Attention, View, given_terms, key_states
+from spanformer.attention.base import Attention, View, given_terms, key_states, own_output, rotates
 from spanformer.attention.etc_inputs import Projected, Structure, Two, check_inputs, hide
-from spanformer.ops import Attended, Rule, attend, merge
+from spanformer.kinds import HeadSpec
+from spanformer.ops import AnyRule, Attended, Rule, attend, merge
 
 PARTS = ("l2l", "l2g", "g2g", "g2l")
-TERMS = ("heads", "causal", "reach", "ahead", "ramp", "penalty")
+TERMS = ("heads", "causal", "reach", "max_future", "ramp")
 """of the rule"""
 FARTHEST = 1 << 20  # tokens: every distance up to it has a row of its own
 
 
 class GlobalLocal(Attention):
     """ETC's attention. In a layer a text's global tokens come first, and `View.segments` says whose each of the others
-    is. Labels' vectors start at zero: at first no pair is told apart. `segment`: there is a global token for so many
-    long ones. `apart`: global tokens have queries of their own, and the parts beside l2l keys and values, which start
-    as the layer's; otherwise all use the layer's, as in the paper's models that start from BERT's."""
-
-    causal = False
-    alone = True
-    turnable = False  # the labels' vectors would not turn along
+    is. Labels' vectors start at zero: at first all pairs are alike. `segment`: there is a global token for this many
+    long ones. `own_projections`: global tokens have queries of their own, and the parts beside l2l keys and values,
+    which start as the layer's; otherwise all use the layer's, as in the paper's models that start from BERT's."""
 
     def __init__(
         self, heads: int, head_dim: int, radius: int, *, segment: int = 16, clip: int = 12, hard_g2l: bool = False,
-        apart: bool = False,
+        own_projections: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         if heads < 1 or head_dim < 1:
@@ -53,6 +50,7 @@ class GlobalLocal(Attention):
         if segment < 1:
             raise ValueError(f"segment is {segment}; expected at least 1 token for each global one")
         self.heads, self.radius, self.segment, self.clip, self.hard_g2l = heads, radius, segment, clip, hard_g2l
+        self.causal = False
         self.l2l = nn.Parameter(torch.zeros(heads, 2 * clip + 1, head_dim))
         """[H, 2·clip + 1, D]: row d + clip for distance d = i − j, as in g2g"""
         self.g2g = nn.Parameter(torch.zeros(heads, 2 * clip + 1, head_dim))
@@ -60,26 +58,65 @@ class GlobalLocal(Attention):
         """[H, 2, D]: row 1 for a pair of one segment, 0 for others, as in g2l"""
         self.g2l = nn.Parameter(torch.zeros(heads, 2, head_dim))
         names = ("query", *(f"{which}_{part}" for part in PARTS[1:] for which in ("key", "value")))
-        dim, self.own_queries = heads * head_dim, apart
-        self.own = nn.ModuleDict({name: nn.Linear(dim, dim, bias=False) for name in names if apart})
+        dim = heads * head_dim
+        self.own = nn.ModuleDict({name: nn.Linear(dim, dim, bias=False) for name in names if own_projections})
+
+    @classmethod
+    def build(cls, spec: HeadSpec, own_projections: bool = False) -> GlobalLocal:
+        if spec.causal:
+            raise ValueError(
+                f"{spec.kind} reads a text whole, in both directions; expected model.kind 'encoder' (for show: "
+                "--no-causal)"
+            )
+        if spec.kv_heads != spec.heads:
+            raise ValueError(
+                f"model.kv_heads is set, and {spec.kind} adds labels to the keys of every head; expected kv_heads 0"
+            )
+        p = spec.p
+        return cls(
+            spec.heads,
+            spec.head_dim,
+            p.radius,
+            segment=p.segment,
+            clip=p.clip,
+            hard_g2l=bool(p.hard),
+            own_projections=own_projections,
+        )
+
+    @classmethod
+    def build_projected(cls, spec: HeadSpec) -> GlobalLocal:
+        return cls.build(spec, own_projections=True)
+
+    def supports(
+        self, *, position: object | None = None, cache: bool = False, mixed: bool = False, persistent: bool = False
+    ) -> list[str]:
+        reasons = own_output(self, cache=cache, mixed=mixed)
+        if rotates(position):
+            reasons.append(
+                f"{type(position).__name__} rotates queries and keys, and the vectors of ETC's labels would not be "
+                "rotated with them; use absolute positions, or none"
+            )
+        if persistent and self.own:
+            reasons.append("model.persistent is set, and global tokens of etc_projected have queries of their own")
+        return reasons
 
     def rule(self, view: View | None = None) -> Rule:
-        """What long tokens see of each other; `mix` adds the other parts."""
-        return Rule(self.heads, causal=False, reach=self.radius + 1, ahead=self.radius)
+        """What long tokens see of each other; `forward` adds the other parts."""
+        return Rule(self.heads, causal=False, reach=self.radius + 1, max_future=self.radius)
 
-    def lookback(self) -> list[int]:
+    def context_length(self) -> list[int]:
         return [self.radius] * self.heads
 
     def start_from(self, query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
         for name in self.own:
             self.own[name] = copy.deepcopy({"query": query, "key": key, "value": value}[name.split("_")[0]])
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View) -> Attended:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: AnyRule, view: View) -> Attended:
         if view.segments is None:
             raise ValueError("view.segments is missing; expected the number [B, n] of each long token's global token")
         if others := given_terms(rule, view, TERMS):
             raise ValueError(
-                f"{', '.join(others)} was given; ETC tells distances by labels of its own, and hides nothing but "
+                f"{', '.join(others)} was given; ETC encodes distances by its own labels, and hides only "
                 "padding; expected position kind none, sinusoidal or learned"
             )
         if k.shape[1] != self.heads:
@@ -91,10 +128,11 @@ class GlobalLocal(Attention):
         of_long, of_top = (long_k, long_v), (top_k, top_v)
         given = Projected(q[:, :, m:], q[:, :, :m], of_long, of_top, of_top, of_long)
         hidden = (None, None) if view.padding is None else (view.padding[:, m:], view.padding[:, :m])
-        long, top = self(self._apart(given, view) if self.own else given, Structure(view.segments, *hidden))
+        given = self._project_own(given, view) if self.own else given
+        long, top = self.two_streams(given, Structure(view.segments, *hidden))
         return Attended(torch.cat([top.out, long.out], 2), torch.cat([top.lse, long.lse], 2))
 
-    def _apart(self, given: Projected, view: View) -> Projected:
+    def _project_own(self, given: Projected, view: View) -> Projected:
         """The same with projections of its own."""
         x, m = key_states(view, self.heads * given.q_long.shape[3]), given.q_global.shape[2]
         of = {"g": x[:, :m].contiguous(), "l": x[:, m:].contiguous()}  # one copy, not one for each product
@@ -106,11 +144,11 @@ class GlobalLocal(Attention):
         parts = {part: (made(f"key_{part}", part[2]), made(f"value_{part}", part[2])) for part in PARTS[1:]}
         return given._replace(q_global=made("query", "g"), **parts)
 
-    def forward(self, given: Projected, structure: Structure) -> tuple[Attended, Attended]:
+    def two_streams(self, given: Projected, structure: Structure) -> tuple[Attended, Attended]:
         """What the long tokens attend to, out [B, H, n, D] and lse [B, H, n], and the global ones, [B, H, m, ·]."""
         check_inputs(given, structure)
         m = given.q_global.shape[2]
-        # A long token stands where its segment's global token does: distance 0 says that the two belong together.
+        # A long token has the position of its segment's global token: pairs of one segment are at distance 0.
         at, places = structure.segments, torch.arange(m, device=structure.segments.device)
         no_token, no_global = hide(structure.long_padding), hide(structure.global_padding)
         long = merge(
@@ -132,7 +170,7 @@ class GlobalLocal(Attention):
         row = torch.arange(-radius, radius + 1, device=table.device).clamp(-self.clip, self.clip) + self.clip
         vectors = table.index_select(1, row)
         rule = Rule(
-            self.heads, causal=False, reach=radius + 1, ahead=radius, distance_vec=vectors, key_bias=bias
+            self.heads, causal=False, reach=radius + 1, max_future=radius, distance_vec=vectors, key_bias=bias
         )  # fmt: skip
         return self._attend(q, kv, rule, None)
 
@@ -146,9 +184,9 @@ class GlobalLocal(Attention):
         own = Rule(self.heads, causal=False, reach=1, key_bias=bias)
         found = [self._attend(q, (k + vectors[:, 1:], v), own, positions)]
         if not hard:
-            apart = torch.zeros(self.heads, m + 1, device=q.device)
-            apart[:, 0] = -math.inf
-            others = Rule(self.heads, causal=False, distance_bias=apart, key_bias=bias)
+            not_own = torch.zeros(self.heads, m + 1, device=q.device)
+            not_own[:, 0] = -math.inf
+            others = Rule(self.heads, causal=False, distance_bias=not_own, key_bias=bias)
             found.append(self._attend(q, (k + vectors[:, :1], v), others, positions))
         return found
 

@@ -1,4 +1,4 @@
-"""What ETC's attention is given: a long input and a few global tokens, and how they hang together.
+"""The inputs of ETC's attention: a long input, a few global tokens, and which long token belongs to which global one.
 
 Shapes: B batch, H heads, n long tokens, m global ones, D head size.
 """
@@ -30,7 +30,7 @@ class Projected(NamedTuple):
 
 
 class Structure(NamedTuple):
-    """How the two inputs hang together."""
+    """Which long token belongs to which global token, and padding."""
 
     segments: Tensor
     """[B, n] integers: which global token is the one of this token's segment; −1: none"""

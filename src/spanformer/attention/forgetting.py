@@ -2,8 +2,8 @@
 
     f_t = σ(w_f·x_t + b_f)        s_ij += Σ_{l = j+1 … i} log f_l = c_i − c_j        c_t = Σ_{l ≤ t} log f_l
 
-Every token says, for each head, how much of what came before it is to be forgotten. It tells near from far by itself,
-so the paper uses it without position encodings. Shapes: B batch, H heads, Tk keys, dim of hidden states.
+Every token has a forget gate per head, which scales down all earlier tokens. The gates encode order, so the paper uses
+no position encodings. Shapes: B batch, H heads, Tk keys, dim of hidden states.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from spanformer.attention.base import Attention, View, key_states, wide_linear
+from spanformer.attention.base import Attention, RuleNeeds, View, key_states, wide_linear
+from spanformer.kinds import HeadSpec
 from spanformer.ops import Rule
 
 
 class Forgetting(Attention):
-    """`max_span`: how far a head looks at most, itself included (what it has forgotten costs as much as what it has
-    not). `init` is the bias b_f: 0 starts with gates of about ½, as the paper; a larger one forgets less."""
-
-    placed = reads_keys = True
+    """`max_span`: how many tokens a head sees at most, itself included (forgotten tokens cost as much as others).
+    `init` is the bias b_f: 0 starts with gates of about ½, as the paper; a larger one forgets less."""
 
     def __init__(self, dim: int, heads: int, max_span: int, *, init: float = 0.0) -> None:
         super().__init__()
@@ -32,12 +31,19 @@ class Forgetting(Attention):
         self.bias = nn.Parameter(torch.full((heads,), float(init)))
         """[H]: b_f"""
 
+    @classmethod
+    def build(cls, spec: HeadSpec) -> Forgetting:
+        return cls(spec.dim, spec.heads, spec.p.max_span)
+
+    def rule_needs(self) -> RuleNeeds:
+        return "states"
+
     def rule(self, view: View) -> Rule:
         gates = F.logsigmoid(wide_linear(key_states(view, self.dim), self.weight, self.bias))  # [B, Tk, H]
         # in float64: c grows with the text, and only its differences mean anything
         return Rule(self.heads, reach=self.max_span, forget=gates.double().cumsum(1).transpose(1, 2))
 
-    def lookback(self) -> list[int]:
+    def context_length(self) -> list[int]:
         return [self.max_span - 1] * self.heads
 
     def extra_repr(self) -> str:

@@ -9,10 +9,17 @@ from __future__ import annotations
 
 from spanformer.attention.pattern import Full as Everything
 from spanformer.attention.patterned import Patterned
+from spanformer.attention.window import Window
+from spanformer.kinds import HeadSpec
 
 
 class Full(Patterned):
-    """longest: how many tokens a head sees at most, itself included, where memory must end somewhere."""
+    """longest: how many tokens a head sees at most, itself included, where memory is bounded."""
 
     def __init__(self, heads: int, *, causal: bool = True, longest: int | None = None) -> None:
         super().__init__(heads, Everything(), causal=causal, longest=longest)
+
+
+def build(spec: HeadSpec) -> Window:
+    """A model's memory is bounded by max_span, so full attention is a window of that length."""
+    return Window(spec.heads, spec.p.max_span, paper_compat=spec.paper_compat, causal=spec.causal)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from spanformer.attention.pattern import Block, Grid
 from spanformer.attention.patterned import Patterned
+from spanformer.kinds import HeadSpec
 
 
 class ImageLocal1D(Patterned):
@@ -23,6 +24,10 @@ class ImageLocal1D(Patterned):
 
     def __init__(self, heads: int, block: int, memory: int, *, causal: bool = True) -> None:
         super().__init__(heads, Block(block, memory, 0 if causal else memory), causal=causal)
+
+    @classmethod
+    def build(cls, spec: HeadSpec) -> ImageLocal1D:
+        return cls(spec.heads, spec.p.block, spec.p.memory, causal=spec.causal)
 
 
 class ImageLocal2D(Patterned):
@@ -32,6 +37,11 @@ class ImageLocal2D(Patterned):
         self, heads: int, width: int, block: tuple[int, int], memory: tuple[int, int], *, causal: bool = True
     ) -> None:
         super().__init__(heads, Grid(width, *block, *memory), causal=causal)
+
+    @classmethod
+    def build(cls, spec: HeadSpec) -> ImageLocal2D:
+        p = spec.p
+        return cls(spec.heads, p.width, (p.high, p.wide), (p.above, p.beside), causal=spec.causal)
 
 
 def order(width: int, height: int, block: tuple[int, int]) -> Tensor:

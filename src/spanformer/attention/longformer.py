@@ -19,9 +19,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from spanformer.attention.base import Attention, View, key_states
-from spanformer.attention.chosen import Chosen, check_chosen, choose, fixed
-from spanformer.ops import Attended, Rule, attend, merge
+from spanformer.attention.base import Attention, RuleNeeds, View, key_states, one_rule, own_output
+from spanformer.attention.global_tokens import GlobalTokens, check_mask, choose, fixed
+from spanformer.kinds import HeadSpec
+from spanformer.ops import AnyRule, Attended, Rule, attend, merge
 from spanformer.ops.rule import UNLIMITED
 
 TABLES = ("distance_bias", "distance_vec", "distance_value", "distance_scale")
@@ -30,10 +31,10 @@ MOST_GLOBAL = 1 << 16
 
 
 class Longformer(Attention):
-    """`positions` are global in every example; or each example says its own in `view.chosen`, at most `most` of them
-    (a number the host knows, so that nothing has to wait for the device). `farthest`: how many tokens back, or to
-    either side, global tokens see and are seen; all, unless given: a language model's memory has an end. `dilation`:
-    one for all heads, or [heads]; a window of w then spans about w · dilation tokens."""
+    """`positions` are global in every example; or each example sets its own in `view.global_attention_mask`, at most
+    `most` of them (a number the host knows, so that no device sync is needed). `farthest`: how many tokens
+    back, or to either side, global tokens see and are seen; all, unless given: a language model's memory has an end.
+    `dilation`: one for all heads, or [heads]; a window of w then spans about w · dilation tokens."""
 
     def __init__(
         self,
@@ -72,30 +73,54 @@ class Longformer(Attention):
         self.dim, self.heads, self.kv_heads, self.window, self.causal = dim, heads, kv_heads, window, causal
         self.positions, self.most, self.farthest = sorted(positions), most, farthest
         self.dilations, self.steps = dilations, steps
-        self.reads_keys = self.alone = self.own_queries = bool(positions or most)
-        self.placed = self.reads_keys or max(dilations) > 1  # a cache serves steps only with keys laid out in order
-        if self.reads_keys:
+        self.has_globals = bool(positions or most)
+        if self.has_globals:
             self.query = nn.Linear(dim, dim, bias=False)
             self.key = nn.Linear(dim, kv_heads * dim // heads, bias=False)
             self.value = nn.Linear(dim, kv_heads * dim // heads, bias=False)
 
+    @classmethod
+    def build(cls, spec: HeadSpec) -> Longformer:
+        """The text's first tokens are global."""
+        window, dilation, first = spec.p.window, spec.p.dilation, spec.p.globals
+        return cls(
+            spec.heads * spec.head_dim, spec.heads, window, positions=range(first), most=first, dilation=dilation,
+            farthest=max(spec.section.max_span, window * dilation), causal=spec.causal, kv_heads=spec.kv_heads,
+        )  # fmt: skip
+
+    def supports(
+        self, *, position: object | None = None, cache: bool = False, mixed: bool = False, persistent: bool = False
+    ) -> list[str]:
+        if not self.has_globals:
+            return []
+        reasons = own_output(self, cache=cache, mixed=mixed)
+        if persistent:
+            reasons.append("model.persistent is set, and global tokens of longformer have queries of their own")
+        return reasons
+
+    def rule_needs(self) -> RuleNeeds:
+        if self.has_globals:
+            return "states"
+        # a KV cache serves strides only with keys laid out in order
+        return "positions" if max(self.dilations) > 1 else "nothing"
+
     def rule(self, view: View | None = None) -> Rule:
-        """The window. Global tokens are added by `mix`."""
+        """The window. Global tokens are added by `forward`."""
         reach = [self.steps * dilation + 1 for dilation in self.dilations]
         return Rule(self.heads, causal=self.causal, reach=reach, stride=self.dilations)
 
-    def lookback(self) -> list[int]:
-        if self.reads_keys:
+    def context_length(self) -> list[int]:
+        if self.has_globals:
             return [(self.farthest or UNLIMITED) - 1] * self.heads
         return [self.steps * dilation for dilation in self.dilations]
 
     def start_from(self, query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
         """Copies of a layer's own projections, as the paper's code starts the global ones; of their kind, too."""
-        if self.reads_keys:
+        if self.has_globals:
             self.query, self.key, self.value = (copy.deepcopy(linear) for linear in (query, key, value))
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View) -> Attended:
-        rule = rule + view.rule(rule.heads, causal=rule.causal)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: AnyRule, view: View) -> Attended:
+        rule = one_rule(rule, "Longformer") + view.rule(rule.heads, causal=rule.causal)
         keys, queries = self._global_tokens(view, q.shape[2], k)
         if keys is None or queries is None:
             return self._attend(q, k, v, rule, view.q_positions, view.k_positions)
@@ -108,14 +133,14 @@ class Longformer(Attention):
             queries.put(found.lse[..., None], rows.lse[..., None]).squeeze(-1),
         )
 
-    def _window(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View, keys: Chosen) -> Attended:
+    def _window(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View, keys: GlobalTokens) -> Attended:
         """Over the window without the global keys."""
         hidden = torch.zeros(len(keys.index), k.shape[2], device=k.device)
         hidden = hidden.scatter(1, keys.index, torch.where(keys.there, -math.inf, 0.0))
         rule = rule + Rule(rule.heads, causal=False, key_bias=hidden[:, None])
         return self._attend(q, k, v, rule, view.q_positions, view.k_positions)
 
-    def _to_global(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View, keys: Chosen) -> Attended:
+    def _to_global(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View, keys: GlobalTokens) -> Attended:
         """[B, H, Tq, ·] over the global keys alone, however far away."""
         q_positions, k_positions = _positions(view, q.shape[2], k.shape[2], k.device)
         bias = torch.where(keys.there, 0.0, -math.inf)[:, None]  # [1 or B, 1, N]
@@ -128,14 +153,14 @@ class Longformer(Attention):
             rule,
             reach=None if anywhere else self.farthest,
             stride=1,
-            sinks=None,  # the window has it
+            sink_logits=None,  # the window has it
             key_bias=bias,
             documents=None if documents is None else (documents[0], keys.ids(documents[1])),
         )
         places = (None, None) if anywhere else (q_positions, keys.ids(k_positions))
         return self._attend(q, keys.take(k), keys.take(v), few, *places)
 
-    def _from_global(self, tq: int, k: Tensor, rule: Rule, view: View, queries: Chosen) -> Attended:
+    def _from_global(self, tq: int, k: Tensor, rule: Rule, view: View, queries: GlobalTokens) -> Attended:
         """[B, H, N, ·] of the global queries over all keys, by their own projections."""
         x, tk = key_states(view, self.dim), k.shape[2]
         if x.shape[1] != tk:
@@ -145,10 +170,10 @@ class Longformer(Attention):
             )
         end = tk
         if rule.causal and queries.last is not None and view.k_positions is None:
-            end = queries.last + tk - tq + 1  # none of them sees what comes later, so that is not even projected
+            end = queries.last + tk - tq + 1  # they see no later tokens, so those are not projected
         at = queries.index + (tk - tq)
-        chosen = x.gather(1, at[..., None].expand(len(x), -1, x.shape[2]))
-        q, k, v = self._project(chosen, x[:, :end])
+        tokens = x.gather(1, at[..., None].expand(len(x), -1, x.shape[2]))
+        q, k, v = self._project(tokens, x[:, :end])
         q_positions, k_positions = _positions(view, tq, tk, k.device)
         q_positions, k_positions = queries.ids(q_positions), k_positions[:, :end]
         documents, anywhere = _documents(rule, tq), self._anywhere(rule, view, tk)
@@ -159,20 +184,20 @@ class Longformer(Attention):
             key_bias=None if rule.key_bias is None else rule.key_bias[..., :end],
             documents=None if documents is None else (queries.ids(documents[0]), documents[1][:, :end]),
         )
-        if view.turn is not None:
-            q, k = view.turn(q, k, replace(view, q_positions=q_positions, k_positions=k_positions))
+        if view.encode is not None:
+            q, k = view.encode(q, k, replace(view, q_positions=q_positions, k_positions=k_positions))
         return self._attend(q, k, v, free, *((None, None) if anywhere else (q_positions, k_positions)))
 
     def _anywhere(self, rule: Rule, view: View, length: int) -> bool:
-        """Whether it is all the same to global tokens where the others stand: then no positions are told, which is
-        quicker."""
+        """Whether global attention is independent of positions: then none are passed, which is
+        faster."""
         within = self.farthest is None or (view.k_positions is None and length <= self.farthest)
         return within and not rule.causal and not any(getattr(rule, name) is not None for name in TABLES)
 
-    def _project(self, chosen: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, H, N, D] of the global tokens [B, N, dim], k and v [B, Hkv, T, D] of what they look at, [B, T, dim]."""
         return (
-            _split_heads(self.query(chosen), self.heads),
+            _split_heads(self.query(tokens), self.heads),
             _split_heads(self.key(x), self.kv_heads),
             _split_heads(self.value(x), self.kv_heads),
         )
@@ -183,12 +208,14 @@ class Longformer(Attention):
             q, k, v, rule, backend=self.backend, dropout=dropout, q_positions=q_positions, k_positions=k_positions
         )  # fmt: skip
 
-    def _global_tokens(self, view: View, tq: int, k: Tensor) -> tuple[Chosen | None, Chosen | None]:
+    def _global_tokens(self, view: View, tq: int, k: Tensor) -> tuple[GlobalTokens | None, GlobalTokens | None]:
         """The global ones among the keys, and among the queries; None if there are none."""
         tk = k.shape[2]
-        if view.chosen is not None:
-            check_chosen(view.chosen, self.most, k)
-            return choose(view.chosen, self.most), choose(view.chosen[:, tk - tq :], self.most)
+        if view.global_attention_mask is not None:
+            check_mask(view.global_attention_mask, self.most, k)
+            return choose(view.global_attention_mask, self.most), choose(
+                view.global_attention_mask[:, tk - tq :], self.most
+            )
         there = [p - view.start for p in self.positions if view.start <= p < view.start + tk]
         if not there:
             return None, None

@@ -1,4 +1,4 @@
-"""Heads of several kinds in one layer: for instance six fixed windows and two heads that learn their span.
+"""Heads of several kinds in one layer: for instance six fixed windows and two adaptive spans.
 
 out = [out_1, …, out_H]        head h by the rule, and the scoring, of the part that it belongs to
 """
@@ -9,80 +9,63 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from spanformer.attention.base import Attention, View
-from spanformer.ops import BlockIndex, Rule, stand_apart
+from spanformer.attention.base import Attention, RuleNeeds, View, remembers_itself
+from spanformer.attention.parts import Parts
+from spanformer.ops import AnyRule, BlockIndex, HeadGroups, Rule, Union
 from spanformer.ops.rule import HEAD_AXIS, soft
 
 NO_EDGE = float(1 << 24)  # the span of a head that has none: beyond any sequence, and exact in float32
 
 
-class Mixed(Attention):
-    """The heads of each part, one part after the other. Parts say what their heads see; one that mixes values in a way
-    of its own cannot stand beside others."""
+class Mixed(Parts):
+    """Each part gives the rule of its heads. One that overrides `forward` or makes its own memory cannot be a part;
+    `mix` puts the latter beside others."""
 
     def __init__(self, parts: Sequence[Attention]) -> None:
-        super().__init__()
-        if not parts:
-            raise ValueError("parts is empty; expected at least one mechanism")
+        super().__init__(parts)
         for part in parts:
-            if part.alone:
-                raise ValueError(
-                    f"{type(part).__name__}({part.extra_repr()}) mixes values in its own way, so that its heads cannot "
-                    "share a layer with other kinds; give it all heads of a layer"
-                )
-        self.parts = nn.ModuleList(parts)
-        self.heads = sum(part.heads for part in parts)
-        self.kept = max(part.kept for part in parts)
-        self.placed, self.reads_keys = (any(getattr(p, name) for p in parts) for name in ("placed", "reads_keys"))
-        self.turnable = all(part.turnable for part in parts)
+            if remembers_itself(part):
+                raise ValueError(f"{type(part).__name__} makes its own memory and has no rule; combine it by `mix`")
 
-    def rule(self, view: View) -> Rule:
-        return join([part.rule(view) for part in self._parts()])
+    def rule_needs(self) -> RuleNeeds:
+        needs = {part.rule_needs() for part in self.each()}
+        return "states" if "states" in needs else "positions" if "positions" in needs else "nothing"
 
-    def map_queries(self, q: Tensor) -> Tensor:
-        """Each part its own heads'."""
-        pieces = q.split([part.heads for part in self._parts()], 1)
-        mapped = [part.map_queries(piece) for part, piece in zip(self._parts(), pieces, strict=True)]
-        return q if all(a is b for a, b in zip(mapped, pieces, strict=True)) else torch.cat(mapped, 1)
+    def rule(self, view: View) -> AnyRule:
+        return join([part.rule(view) for part in self.each()])
 
-    def lookback(self) -> list[int]:
-        return [n for part in self._parts() for n in part.lookback()]
-
-    def learned(self) -> list[float | None]:
-        return [z for part in self._parts() for z in part.learned()]
-
-    def looked(self) -> list[int]:
-        return [n for part in self._parts() for n in part.looked()]
-
-    def after_step(self) -> None:
-        for part in self._parts():
-            part.after_step()
-
-    def _parts(self) -> list[Attention]:
-        return [part for part in self.parts if isinstance(part, Attention)]
+    def penalty(self, rule: AnyRule, view: View) -> Tensor | None:
+        total, first = None, 0
+        for part in self.each():
+            if type(part).penalty is not Attention.penalty:
+                added = part.penalty(rule.for_heads(range(first, first + part.heads)), view)
+                total = added if total is None else total if added is None else total + added
+            first += part.heads
+        return total
 
 
-def join(rules: Sequence[Rule]) -> Rule:
+def join(rules: Sequence[AnyRule]) -> AnyRule:
     """One rule for the heads of all, in this order.
 
     Neighbours that differ in numbers alone (reaches, spans, strides, tables, biases, sinks, patterns of one size)
-    become one; others stand apart, and attend runs each by itself. All must look in the same direction (causal,
-    original)."""
-    for name in ("causal", "original"):
+    become one; others become HeadGroups, and attend runs each by itself. All must have the same causal and
+    paper_compat."""
+    for name in ("causal", "paper_compat"):
         if len({getattr(rule, name) for rule in rules}) > 1:
             raise ValueError(f"the heads of one layer have {name} = True and False; expected one for all")
-    penalties = [rule.penalty for rule in rules if rule.penalty is not None]
-    penalty = sum(penalties[1:], penalties[0]) if penalties else None
-    joined: list[list[Rule]] = []
+    joined: list[list[Rule] | Union] = []
     for rule in (part for each in rules for _, part in each.parts()):
-        if joined and all(alike(one, rule) for one in joined[-1]):
-            joined[-1].append(rule)
+        last = joined[-1] if joined else None
+        if isinstance(rule, Union):
+            joined.append(rule)
+        elif isinstance(last, list) and all(alike(one, rule) for one in last):
+            last.append(rule)
         else:
             joined.append([rule])
-    parts = [_unite(some) for some in joined]
-    return replace(parts[0], penalty=penalty) if len(parts) == 1 else stand_apart(parts, penalty)
+    groups = [some if isinstance(some, Union) else _unite(some) for some in joined]
+    return groups[0] if len(groups) == 1 else HeadGroups(groups)
 
 
 def alike(a: Rule, b: Rule) -> bool:
@@ -90,7 +73,7 @@ def alike(a: Rule, b: Rule) -> bool:
     any other term both must have, or neither."""
     for field in fields(Rule):
         name, mine, theirs = field.name, getattr(a, field.name), getattr(b, field.name)
-        if name in ("heads", "reach", "span", "stride", "skip", "penalty"):
+        if name in ("heads", "reach", "span", "stride", "skip"):
             continue
         if name == "ramp":
             if soft(a) and soft(b) and mine != theirs:
@@ -108,7 +91,7 @@ def alike(a: Rule, b: Rule) -> bool:
         elif isinstance(mine, int | float):
             if mine != theirs:
                 return False
-        elif mine is not theirs:  # documents, also, or a term that this file does not know: the very same or apart
+        elif mine is not theirs:  # documents, or a term that this file does not know: the very same, or another group
             return False
     return True
 
@@ -117,7 +100,7 @@ def _unite(rules: list[Rule]) -> Rule:
     """Rules that are alike, as one."""
     first = rules[0]
     if len(rules) == 1:
-        return replace(first, penalty=None)
+        return first
     reach = None
     if any(rule.reach is not None for rule in rules):
         reach = [r for rule in rules for r in rule.reach_list()]
@@ -132,7 +115,6 @@ def _unite(rules: list[Rule]) -> Rule:
         stride=[stride for rule in rules for stride, _ in rule.strides()],
         skip=[skip for rule in rules for _, skip in rule.strides()],
         blocks=BlockIndex.side_by_side(blocks) if blocks else None,
-        penalty=None,
         **terms,
     )
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spanformer.attention.base import Attention, View
-from spanformer.attention.pattern import Pattern, make_rule
+from spanformer.attention.base import Attention, RuleNeeds, View
+from spanformer.attention.pattern import Pattern, make_rule, parse
 from spanformer.attention.pattern.rule import check_size, disjoint
-from spanformer.ops import Rule
+from spanformer.kinds import HeadSpec
+from spanformer.ops import Rule, Union
 
 
 class Patterned(Attention):
@@ -37,23 +38,31 @@ class Patterned(Attention):
         check_size(size)
         self.heads, self.patterns, self.causal, self.longest, self.size = heads, patterns, causal, longest, size
         bands = [disjoint(p.bands(causal)) for p in patterns]
-        self.by_blocks = None in bands  # else distances say it all
-        self.placed = self.by_blocks or any(band[:2] != (1, 0) for some in bands for band in some or ())
+        self.by_blocks = None in bands  # else distances suffice
+        self.strided = any(band[:2] != (1, 0) for some in bands for band in some or ())
 
-    def rule(self, view: View | None = None) -> Rule:
+    @classmethod
+    def parse(cls, spec: HeadSpec) -> Patterned:
+        """Heads whose pattern is written as an expression, spec.text."""
+        return Patterned(spec.heads, parse(spec.text), causal=spec.causal, longest=spec.section.max_span)
+
+    def rule_needs(self) -> RuleNeeds:
+        return "positions" if self.by_blocks or self.strided else "nothing"
+
+    def rule(self, view: View | None = None) -> Rule | Union:
         """Of the keys that view.start and view.length name; a pattern of distances alone needs no view."""
         length, start, device, queries = 0, 0, "cpu", None
         if self.by_blocks:
             if view is None or (view.length is None and view.x is None):
-                raise ValueError(f"{self.patterns[0]} depends on where the keys stand; pass a view with length or x")
+                raise ValueError(f"{self.patterns[0]} depends on the positions of keys; pass a view with length or x")
             if view.x is not None:
                 length, device, queries = view.x.shape[1], str(view.x.device), view.x.shape[1]
             length, start = length if view.length is None else view.length, view.start
         rule = make_rule(self.patterns, length, start, self.causal, self.size, device, queries)
         return rule if self.longest is None else rule + Rule(self.heads, causal=self.causal, reach=self.longest)
 
-    def lookback(self) -> list[int]:
-        far = [p.lookback() for p in self.patterns]
+    def context_length(self) -> list[int]:
+        far = [p.context_length() for p in self.patterns]
         return far if self.longest is None else [min(n, self.longest - 1) for n in far]
 
     def extra_repr(self) -> str:

@@ -1,20 +1,20 @@
-"""How well a query and a key go together, other than by their scaled product.
+"""Score functions of a query and a key other than the scaled dot product.
 
     Dot         q·k                  Luong, Pham, Manning, 2015: multiplicative, "dot"
                                      https://arxiv.org/abs/1508.04025
     General     q·W·k                Luong, Pham, Manning, 2015: multiplicative, "general"
                                      https://arxiv.org/abs/1508.04025
-    Bilinear    (q·W + w)·k          Dozat, Manning, 2017: biaffine, without what a softmax does not feel
+    Bilinear    (q·W + w)·k          Dozat, Manning, 2017: biaffine, without the terms a softmax cancels
                                      https://arxiv.org/abs/1611.01734
     Additive    v·tanh(W·q + U·k)    Bahdanau, Cho, Bengio, 2015
                                      https://arxiv.org/abs/1409.0473
 
-Scaled dot-product, q·k / √D (Vaswani et al., 2017), is what every mechanism does by itself. All heads share the
-weights: heads differ by their projections. The first three map the queries and leave the rest to `attend`, so that they
-go with every rule, position, backend and cache; a distance_vec is read by mapped queries. Additive scores are no
-products: they are computed by chunks, at the cost of all pairs that a chunk reaches times the inner size. They go with
-every rule but distance_vec and distance_scale, and not with rotary positions, whose turns only a product undoes; a
-cache refuses them.
+Scaled dot-product, q·k / √D (Vaswani et al., 2017), is the default of every mechanism. All heads share the weights:
+heads differ by their projections. The first three map the queries and leave the rest to `attend`, so they work with
+every rule, position, backend and KV cache; distance_vec is multiplied with the mapped queries. Additive scores are not
+dot products: they are computed by chunks, at the cost of all pairs that a chunk reaches times the inner size. They work
+with every rule but distance_vec and distance_scale, and neither with rotary positions, which need dot products, nor
+with a KV cache.
 
 Shapes: B batch, H heads, T queries, Tk keys, D head size, A inner size.
 """
@@ -26,23 +26,41 @@ import math
 import torch
 from torch import Tensor, nn
 
-from spanformer.attention.around import Around
-from spanformer.attention.base import Attention, View
+from spanformer.attention.base import Attention, View, rotates
 from spanformer.attention.chunked import Chunked, Content
-from spanformer.ops import Attended, Rule
+from spanformer.attention.full import build as build_full
+from spanformer.attention.wrapper import Wrapper
+from spanformer.kinds import HeadSpec
+from spanformer.ops import AnyRule, Attended
 
 
-class Dot(Around):
+class Dot(Wrapper):
+    @classmethod
+    def wrap(cls, inner: Attention, head_dim: int) -> Dot:
+        return cls(inner)
+
+    @classmethod
+    def build(cls, spec: HeadSpec) -> Dot:
+        return cls(build_full(spec))
+
     def map_queries(self, q: Tensor) -> Tensor:
         return self.inner.map_queries(q) * math.sqrt(q.shape[3])  # attend divides by it
 
 
-class General(Around):
+class General(Wrapper):
     """W [D, D] starts as the identity, that is, as the dot product."""
 
     def __init__(self, inner: Attention, head_dim: int) -> None:
         super().__init__(inner)
         self.weight = nn.Parameter(torch.eye(head_dim))
+
+    @classmethod
+    def wrap(cls, inner: Attention, head_dim: int) -> General:
+        return cls(inner, head_dim)
+
+    @classmethod
+    def build(cls, spec: HeadSpec) -> General:
+        return cls(build_full(spec), spec.head_dim)
 
     def map_queries(self, q: Tensor) -> Tensor:
         _check_size(q, self.weight)
@@ -61,9 +79,7 @@ class Bilinear(General):
 
 
 class Additive(Chunked):
-    """No more than queries · keys · A numbers stand for a row of the batch and a head."""
-
-    turnable = False
+    """Holds at most queries · keys · A numbers per batch row and head."""
 
     def __init__(
         self, inner: Attention, head_dim: int, inner_dim: int = 0, *, queries: int = 64, keys: int = 256
@@ -75,6 +91,25 @@ class Additive(Chunked):
         self.vector = nn.Parameter(torch.randn(size) / size**0.5)
         """[A]: v"""
 
+    @classmethod
+    def wrap(cls, inner: Attention, head_dim: int) -> Additive:
+        return cls(inner, head_dim)
+
+    @classmethod
+    def build(cls, spec: HeadSpec) -> Additive:
+        return cls(build_full(spec), spec.head_dim)
+
+    def supports(
+        self, *, position: object | None = None, cache: bool = False, mixed: bool = False, persistent: bool = False
+    ) -> list[str]:
+        reasons = super().supports(position=position, cache=cache, mixed=mixed, persistent=persistent)
+        if rotates(position):
+            reasons.append(
+                f"Additive is incompatible with {type(position).__name__} positions: its scores are not dot products; "
+                "use other positions (docs/compatibility.md), or none"
+            )
+        return reasons
+
     def content(self) -> tuple[Content, float | None]:
         def scores(q: Tensor, k: Tensor) -> Tensor:
             w, u, v = (t.to(q.dtype) for t in (self.query, self.key, self.vector))
@@ -83,15 +118,15 @@ class Additive(Chunked):
 
         return scores, 1.0
 
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View) -> Attended:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: AnyRule, view: View) -> Attended:
         _check_size(q, self.query)
         for name in ("distance_vec", "distance_scale"):
-            if any(getattr(part, name) is not None for _, part in rule.parts()):
+            if any(getattr(leaf, name) is not None for leaf in rule.leaves()):
                 raise ValueError(
                     f"{name} is a term of the product of query and key, and additive scores have none; use a "
                     "distance_bias, or another scoring"
                 )
-        return super().mix(q, k, v, rule, view)
+        return super().forward(q, k, v, rule, view)
 
 
 def _check_size(q: Tensor, weight: Tensor) -> None:

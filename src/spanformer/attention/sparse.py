@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from spanformer.attention.pattern import Fixed, Pattern, Strided
 from spanformer.attention.patterned import Patterned
+from spanformer.kinds import HeadSpec
 
 USES = ("merged", "heads", "layers")
 
@@ -28,6 +29,14 @@ class StridedSparse(Patterned):
         chosen = _use(heads, Strided(step), Strided(step).factors(), use, layer)
         super().__init__(heads, chosen, causal=causal, longest=longest)
 
+    @classmethod
+    def build(cls, spec: HeadSpec, use: str = "merged") -> StridedSparse:
+        return cls(spec.heads, spec.p.step, use=use, causal=spec.causal, longest=spec.section.max_span)
+
+    @classmethod
+    def build_by_head(cls, spec: HeadSpec) -> StridedSparse:
+        return cls.build(spec, "heads")
+
 
 class FixedSparse(Patterned):
     """For text without a period: the last c tokens of each block of l sum it up for all that follow. Heads may sum up
@@ -39,6 +48,14 @@ class FixedSparse(Patterned):
     ) -> None:  # fmt: skip
         chosen = _use(heads, Fixed(size, last), Fixed(size, last).factors(), use, layer)
         super().__init__(heads, chosen, causal=causal, longest=longest)
+
+    @classmethod
+    def build(cls, spec: HeadSpec, use: str = "merged") -> FixedSparse:
+        return cls(spec.heads, spec.p.size, spec.p.last, use=use, causal=spec.causal, longest=spec.section.max_span)
+
+    @classmethod
+    def build_by_head(cls, spec: HeadSpec) -> FixedSparse:
+        return cls.build(spec, "heads")
 
 
 def _use(heads: int, merged: Pattern, factors: tuple[Pattern, Pattern], use: str, layer: int) -> list[Pattern]:

@@ -12,23 +12,29 @@ from __future__ import annotations
 
 from spanformer.attention.base import Attention, View
 from spanformer.attention.pattern.base import at_least
+from spanformer.kinds import HeadSpec
 from spanformer.ops import Rule
 
 
 class Window(Attention):
-    """`original=True` counts as the adaptive-span paper's code does: the w tokens before a token, without itself."""
+    """`paper_compat=True` counts as the adaptive-span paper's code does: the w tokens before a token, without
+    itself."""
 
-    def __init__(self, heads: int, window: int, *, original: bool = False, causal: bool = True) -> None:
+    def __init__(self, heads: int, window: int, *, paper_compat: bool = False, causal: bool = True) -> None:
         super().__init__()
         at_least("window", window, 1)
-        self.heads, self.window, self.original, self.causal = heads, window, original, causal
+        self.heads, self.window, self.paper_compat, self.causal = heads, window, paper_compat, causal
+
+    @classmethod
+    def build(cls, spec: HeadSpec) -> Window:
+        return cls(spec.heads, spec.p.window, paper_compat=spec.paper_compat, causal=spec.causal)
 
     def rule(self, view: View | None = None) -> Rule:
-        return Rule(self.heads, causal=self.causal, reach=self.window, original=self.original)
+        return Rule(self.heads, causal=self.causal, reach=self.window, paper_compat=self.paper_compat)
 
-    def lookback(self) -> list[int]:
-        return [self.window - (not self.original)] * self.heads
+    def context_length(self) -> list[int]:
+        return [self.window - (not self.paper_compat)] * self.heads
 
     def extra_repr(self) -> str:
-        said = (", original=True" if self.original else "") + ("" if self.causal else ", causal=False")
+        said = (", paper_compat=True" if self.paper_compat else "") + ("" if self.causal else ", causal=False")
         return f"heads={self.heads}, window={self.window}{said}"

@@ -22,32 +22,32 @@ PARTS: tuple[Part, ...] = (*QUICK_PARTS, "short", "per_token", "limit", "streami
 
 @dataclass(frozen=True)
 class AttentionBench:
-    """Time attention whose heads see different distances, against everything comparable, in one run.
+    """Time attention whose heads have different spans against comparable implementations, in one run.
 
-    Every contender is first held against a float64 oracle on the very shape it is timed at; one that differs is listed
-    as WRONG and gets no speed. What a contender cannot do is listed with the reason.
+    Each contender is checked against a float64 reference on the same shape before it is timed. One that differs is
+    listed as WRONG, without a speed. Cases that a contender does not support are listed with the reason.
     """
 
     profiles: tuple[str, ...] = ()
-    """How far heads see. A: one head all, the rest 64 tokens; B: 32 … 1024 and all; S: all heads 64; M: all heads 512;
-    F: every head all; a number: every head that many. Default: A B S M F (with --quick: A S F)."""
+    """Spans of the heads. A: one head sees all tokens, the others 64; B: 32 … 1024 and all; S: all heads 64; M: all
+    heads 512; F: all heads see all; a number: that span for every head. Default: A B S M F (with --quick: A S F)."""
     lengths: tuple[int, ...] = ()
     """Sequence lengths. Default: 1024 2048 4096 8192 16384 (with --quick: 512 1024 2048)."""
     modes: tuple[Mode, ...] = ()
-    """What is timed: forward alone, forward with all gradients, one decoding step. Default: all three (with --quick:
-    not forward alone)."""
+    """Time forward alone, forward with all gradients, or one decoding step. Default: all three (with --quick: not
+    forward alone)."""
     terms: tuple[Terms, ...] = ("plain",)
-    """What the score holds besides q·k and the span: nothing, a learned bias per distance, a learned vector per
+    """Terms of the score besides q·k and the span: none, a learned bias per distance, or a learned vector per
     distance."""
     parts: tuple[Part, ...] = ()
-    """Which tables to measure. cost: time by profile and length; decode: one query over a cache; overhead: at length
+    """Tables to measure. cost: time by profile and length; decode: one query over a KV cache; overhead: at length
     16; short: lengths 128 to 1024, batches of 1 and 4; per_token: profile S up to 64k; limit: share of the machine's
     sgemm rate by span; streaming: against the original code; memory: peak at profile A; long: profile A at 65536.
     Default: all (with --quick: cost decode overhead memory)."""
     contenders: tuple[str, ...] = ()
-    """Who takes part: sdpa (always), native, banded, sdpa-mask, flex, x-transformers, local-attention, rings-native,
+    """Contenders: sdpa (always), native, banded, sdpa-mask, flex, x-transformers, local-attention, rings-native,
     rings-torch, original, reference. Default: all but reference (with --quick also without flex, which compiles for
-    many seconds). Rings take part in decode alone, x-transformers and local-attention where whole sequences are."""
+    many seconds). Rings are timed in decode only, x-transformers and local-attention on whole sequences only."""
     batch: int = 1
     """Sequences per batch."""
     heads: int = 8
@@ -57,22 +57,22 @@ class AttentionBench:
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Number format of q, k and v."""
     caches: int = 1
-    """Decoding: how many layers' caches take turns. One may stay in the processor's own cache between tokens; a real
-    model's many layers do not."""
+    """Decoding: number of layers whose KV caches are read in turn. A single one may stay in the CPU's cache between
+    tokens; those of a real model do not."""
     threads: int = 2
     """CPU threads."""
     repeats: int = 5
-    """Rounds; the median counts."""
+    """Rounds; results are medians over rounds."""
     budget: float = 30.0
-    """Seconds for one cell of a table: after them no new round begins, once two are done. A third of them may go into
-    waiting and measuring again when other processes disturb it."""
+    """Seconds per cell of a table: after this time no new round begins, once two are done. Up to a third is spent on
+    waiting and repeating when other processes disturb a measurement."""
     keep_memory: bool = True
-    """Have the C library keep freed memory while timing, for every contender alike, as jemalloc or tcmalloc would."""
+    """Let the C library keep freed memory while timing, for every contender, as jemalloc or tcmalloc would."""
     quick: bool = False
-    """A first impression in under a minute: fewer profiles, lengths, tables and rounds."""
+    """Run a rough benchmark in under a minute: fewer profiles, lengths, tables and rounds."""
     original: Path | None = None
-    """A clone of facebookresearch/adaptive-span, to compare with (it is imported from there)."""
-    out: Path = Path("results/attention")
+    """A clone of facebookresearch/adaptive-span to compare with (its code is imported)."""
+    out: Path = Path("docs/results/attention")
     """Folder for the result file and its pictures."""
 
     def __post_init__(self) -> None:
@@ -117,5 +117,5 @@ class AttentionBench:
 
     @property
     def shortest(self) -> float:
-        """Seconds a sample lasts at least."""
+        """Minimum seconds per sample."""
         return 0.02 if self.quick else 0.06

@@ -82,7 +82,7 @@ def available_bytes() -> int | None:
 def unusable_backend(name: str) -> str | None:
     """Why one of this project's backends cannot be used on this machine; None if it can."""
     try:
-        reasons = importlib.import_module(f"spanformer.ops.{name}").BACKEND.unusable()
+        reasons = importlib.import_module(f"spanformer.ops.backends.{name}").BACKEND.unusable()
     except (ImportError, OSError) as error:
         return f"not usable here: {error}"
     return f"not usable here: {'; '.join(reasons)}" if reasons else None

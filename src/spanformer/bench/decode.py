@@ -1,4 +1,4 @@
-"""`spanformer bench decode`: what reading with per-head caches costs, beside a full cache and SDPA."""
+"""`spanformer bench decode`: time decoding with per-head KV caches against a full KV cache and SDPA."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ SHORT = [0, 2, 5, 9, 16, 30, 60, 96]  # spans; with the ramp, 32 … 128 tokens
 
 @dataclass(frozen=True)
 class DecodeBench(BenchOptions):
-    """Time a model that reads with per-head caches, beside the same model with a full cache and SDPA.
+    """Time decoding with per-head KV caches against the same model with a full KV cache and SDPA.
 
         spanformer bench decode --parts decode
         spanformer bench decode --parts prefill stream
 
-    Spans as the adaptive-span paper reports them: one head of 8,192 in a third of the layers, the upper ones, the
-    others at most 128 with their ramp. All contenders of a comparison take turns; figures are medians over rounds.
+    Spans are as in the adaptive-span paper: one head of 8,192 in the upper third of the layers; all others at most
+    128, ramp included. The contenders of a comparison are timed in turn; results are medians over rounds.
     """
 
     rounds: int = 9
-    """Rounds; all contenders take turns in each, and medians over rounds count."""
+    """Rounds; each times all contenders in turn, and results are medians over rounds."""
     parts: tuple[str, ...] = ()
-    """decode: a token after 8,192, attention and the whole model, and bytes of the cache; prefill: seconds and peak
+    """decode: one token after 8,192, attention and whole model, and KV cache bytes; prefill: seconds and peak
     memory of 65,536 tokens; stream: whether time or memory grow over 1,000,000 tokens. Default: all."""
     tokens: int = 0
     """Tokens of the text. Default: as above (with --quick: 512, 512 and 4,096)."""
@@ -76,12 +76,12 @@ def model(layers: int, dim: int = 512, heads: int = 8, long: int = LONG) -> LM:
 
 
 class Full:
-    """A full cache and SDPA in place of HeadCache.read: all keys and values of the text, for every head."""
+    """A full KV cache and SDPA instead of HeadCache.read: all keys and values of the text, for every head."""
 
     def __init__(self, cache: Cache, context: int, room: int) -> None:
         self.rows = {
             id(layer): [torch.randn(1, len(layer.reach), context + room, layer.dims[0]) for _ in range(2)]
-            for layer in cache.layers
+            for layer in cache.rings()
         }
         self.context = context
 
@@ -116,7 +116,7 @@ def decode(bench: Bench[DecodeBench]) -> dict:
     bench.begin(f"reading {context:,} tokens")
     lm = model(bench.options.size(12, 3), long=max(context, 256))
     cache, clock = lm.cache(1), Clock()
-    lm.read(torch.randint(0, 256, (1, context)), cache, logits="none")
+    lm.decode(torch.randint(0, 256, (1, context)), cache, logits="none")
     full = Full(cache, context, 1)
     contenders: dict[str, Callable] = {
         "rings": HeadCache.read,
@@ -134,7 +134,7 @@ def decode(bench: Bench[DecodeBench]) -> dict:
             _seconds_a_token(lm, cache, clock.wrap(read), tokens)
             attention[name].append(clock.seconds / (tokens + 1))
         bench.end()
-    reaches = sum(n + 1 for layer in lm.lookback() for n in layer)
+    reaches = sum(n + 1 for layer in lm.context_length() for n in layer)
     found = {
         "context": context,
         "attention_ms": {name: 1e3 * statistics.median(each) for name, each in attention.items()},
@@ -159,10 +159,10 @@ def _seconds_a_token(lm: LM, cache: Cache, read: Callable, tokens: int) -> float
     """With `read` in place of HeadCache.read, after one token that is not counted."""
     token = torch.zeros(1, 1, dtype=torch.int64)
     with patch.object(HeadCache, "read", read):
-        lm.read(token, cache, logits="last")
+        lm.decode(token, cache, logits="last")
         start = time.perf_counter()
         for _ in range(tokens):
-            lm.read(token, cache, logits="last")
+            lm.decode(token, cache, logits="last")
         return (time.perf_counter() - start) / tokens
 
 
@@ -174,12 +174,12 @@ def _ratio(a: list[float], b: list[float]) -> float:
 def full_prefill(lm: LM, x: Tensor, piece: int = 1024) -> list[tuple[Tensor, Tensor]]:
     """Every layer over the whole text, by SDPA; all else piece by piece. Keeps the keys and values of all layers."""
     h, kept = lm.embedding(x), []
-    turn = lm.positions()[0].turner(lambda: torch.arange(x.shape[1]), h.dtype)
-    assert turn is not None  # rotary
-    for block in lm.reader.blocks:
+    encode = lm.positions()[0].encode_at(lambda: torch.arange(x.shape[1]), h.dtype)
+    assert encode is not None  # rotary
+    for block in lm.decoding_rules.blocks:
         attention = block.attention
         y = block.norm1(h)
-        q, k = turn(*(split_heads(project(y), attention.heads) for project in (attention.query, attention.key)))
+        q, k = encode(*(split_heads(project(y), attention.heads) for project in (attention.query, attention.key)))
         v = split_heads(attention.value(y), attention.heads)
         k = k.contiguous()
         del y
@@ -201,13 +201,13 @@ def prefill(bench: Bench[DecodeBench]) -> dict:
     bench.plan(4)
     bench.begin("warming up")
     lm, x = model(layers), torch.randint(0, 256, (1, length))
-    lm.read(x[:, :4096], lm.cache(1), logits="none")
+    lm.decode(x[:, :4096], lm.cache(1), logits="none")
     full_prefill(lm, x[:, :4096])
     bench.end()
 
     def rings() -> Cache:
         cache = lm.cache(1)
-        lm.read(x, cache, logits="none")
+        lm.decode(x, cache, logits="none")
         return cache
 
     ours = []
@@ -230,21 +230,21 @@ def prefill(bench: Bench[DecodeBench]) -> dict:
 
 
 def stream(bench: Bench[DecodeBench]) -> dict:
-    """A small model (3 layers, dim 128, one head of 4,096), so that it fits in a minute. Beside the long text a young
-    one of some 10,000 tokens is read in turn, so that a slow moment of the machine hits both alike."""
+    """A small model (3 layers, dim 128, one head of 4,096), so that it fits in a minute. A short text of some 10,000
+    tokens is timed in turn with the long one, so that a slow moment of the machine affects both."""
     if reason := unsupported():
         raise ValueError(f"part stream measures memory: {reason}")
     length, piece = bench.options.length(1_000_000, 4096), bench.options.size(4096, 64)
     every, rounds = max(length // 10, 20 * piece), (3, 3) if bench.options.quick else (17, 300)
     lm = model(3, dim=128, heads=4, long=piece)
     cache, x = lm.cache(1), torch.randint(0, 256, (1, piece))
-    lm.read(x.repeat(1, 2), begun := lm.cache(1), logits="none")
+    lm.decode(x.repeat(1, 2), begun := lm.cache(1), logits="none")
     rows: list[dict] = []
     bench.plan(-(-length // every))
     while int(cache.seen[0]) < length:
         bench.begin(f"{int(cache.seen[0]):,} of {length:,} tokens read")
         for _ in range(every // piece - rounds[0]):
-            lm.read(x, cache, logits="none")
+            lm.decode(x, cache, logits="none")
         resident = resident_bytes()
         pieces = _against(lm, x, cache, begun.fork(1), rounds[0])
         tokens = _against(lm, x[:, :1], cache, begun.fork(1), rounds[1])
@@ -263,12 +263,12 @@ def stream(bench: Bench[DecodeBench]) -> dict:
 
 
 def _against(lm: LM, x: Tensor, old: Cache, young: Cache, rounds: int) -> float:
-    """The time of reading x with one cache, relative to the other."""
+    """The time of processing x with the old cache, relative to the young one."""
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds):
         for cache, into in zip((old, young), times, strict=True):
             start = time.perf_counter()
-            lm.read(x, cache, logits="none")
+            lm.decode(x, cache, logits="none")
             into.append(time.perf_counter() - start)
     return statistics.median(times[0]) / statistics.median(times[1])
 

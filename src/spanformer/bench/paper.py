@@ -21,7 +21,7 @@ def check_clone(original: Path | None) -> None:
 
 def our_model(*, vocab: int, dim: int, layers: int, heads: int, span: int) -> ModelConfig:
     return ModelConfig(
-        vocab=vocab, dim=dim, layers=layers, heads=heads, norm="layer", order="post", original=True,
+        vocab=vocab, dim=dim, layers=layers, heads=heads, norm="layer", order="post", paper_compat=True,
         attention=AttentionConfig(max_span=span), position=PositionConfig(kind="table"),
         feedforward=FeedForwardConfig(kind="relu", dim=4 * dim, bias=True), embedding=EmbeddingConfig(bias=True),
     )  # fmt: skip

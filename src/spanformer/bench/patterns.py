@@ -1,4 +1,4 @@
-"""`spanformer bench patterns`: fixed patterns on the native kernel beside SDPA and local-attention."""
+"""`spanformer bench patterns`: time fixed patterns on the native kernel against SDPA and local-attention."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from spanformer.attention.pattern import Pattern, parse
 from spanformer.bench.per_token import relative_per_token
 from spanformer.bench.session import Bench, BenchOptions, check_parts, check_same
 from spanformer.bench.timing import Timing
-from spanformer.ops import Rule, attend
+from spanformer.ops import AnyRule, Rule, attend
 
 HEADS, DIM = 8, 64
 LENGTHS, QUICK_LENGTHS = (2048, 4096, 8192, 16384, 32768), (256, 512)
-BIG_BIRD = str(BigBird(1, 64).patterns[0])  # 3 blocks of window, 2 global, 3 random
+BIG_BIRD = str(BigBird(1, 64, tokens=2, random=3).patterns[0])  # 3 blocks of window, 2 global, 3 random
 SPEED = {  # name: (pattern, causal, what was aimed at)
     "window 256": ("Window(256)", True, 8.0),
     "window 128 + 1 + 128, both ways": ("Window(129)", False, 8.0),
@@ -49,16 +49,16 @@ class PatternsBench(BenchOptions):
     """Time fixed patterns on the native kernel, forward and backward, float32, 8 heads of 64.
 
         spanformer bench patterns --parts speed
-        spanformer bench patterns --out results/patterns.json
+        spanformer bench patterns --out docs/results/patterns.json
 
     A ratio is the median of the rounds' own ratios. Before it is timed, each pattern's output and gradients are checked
-    against the peer's. What a pattern is made into (its block index) is made once, before: a layer keeps it.
+    against the peer's. The block index of a pattern is built once, before timing, as in a layer.
     """
 
     parts: tuple[str, ...] = ()
-    """speed: beside SDPA with the same pattern as a dense boolean mask, at 4,096 tokens (with --quick: 256); flat: time
-    per token from 2,048 to 32,768 tokens (with --quick: 256 and 512), of patterns that cost O(n · w); local: beside the
-    package local-attention with the same window. Default: all, local where that package is installed."""
+    """speed: against SDPA with a dense boolean mask, at 4,096 tokens (with --quick: 256); flat: time per token from
+    2,048 to 32,768 tokens (with --quick: 256 and 512), of patterns that cost O(n · w); local: against the package
+    local-attention with the same window. Default: all, local if that package is installed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,7 +86,7 @@ class Work:
         return [out.detach(), *torch.autograd.grad(out, (self.q, self.k, self.v), self.toward)]
 
 
-def ours(rule: Rule) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def ours(rule: AnyRule) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return lambda q, k, v: attend(q, k, v, rule, backend="native").out
 
 

@@ -1,4 +1,4 @@
-"""`spanformer bench per-token`: does the time per token stay the same as the sequence grows?"""
+"""`spanformer bench per-token`: measure whether the time per token stays constant as the sequence grows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LENGTHS, QUICK_LENGTHS = tuple(1024 * 2**n for n in range(7)), (256, 512)
 
 @dataclass(frozen=True)
 class PerTokenBench(BenchOptions):
-    """Time per token of the native kernel, forward and backward, over lengths from 1,024 to 65,536, when every head
-    sees 64 tokens.
+    """Measure the time per token of the native kernel, forward and backward, at lengths from 1,024 to 65,536; every
+    head sees 64 tokens.
 
         spanformer bench per-token --rounds 9
 
@@ -26,10 +26,10 @@ class PerTokenBench(BenchOptions):
     """
 
     rounds: int = 9
-    """Rounds; all lengths take turns in each, and medians over rounds count."""
+    """Rounds; each times all lengths in turn, and results are medians over rounds."""
     budget: float = 600.0
-    """Seconds for all rounds: after them no new round begins, once two are done. A third of them may go into waiting
-    and measuring again when other processes disturb it."""
+    """Seconds for all rounds: after this time no new round begins, once two are done. Up to a third is spent on
+    waiting and repeating when other processes disturb a measurement."""
     lengths: tuple[int, ...] = ()
     """Sequence lengths. Default: 1024 2048 … 65536 (with --quick: 256 512)."""
 

@@ -1,4 +1,4 @@
-"""`spanformer bench positions`: what a position encoding costs."""
+"""`spanformer bench positions`: time attention with each position encoding."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from spanformer.attention import View
+from spanformer.bench.gallery import model
 from spanformer.bench.session import Bench, BenchOptions
+from spanformer.kinds import POSITIONS
+from spanformer.model.build import make_position
 from spanformer.ops import Rule, attend, choose_backend
-from spanformer.position import T5, Alibi, DATransformer, DistanceBias, Position, Rotary, Shaw, Table, TransformerXL
+from spanformer.position import Position
 
 HEADS, SIZE, WINDOW = 8, 64, 256
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -19,7 +22,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class PositionsBench(BenchOptions):
-    """Time attention, forward and backward, with each position encoding over the same without one.
+    """Time attention, forward and backward, with each position encoding against none.
 
         spanformer bench positions --length 4096 --rounds 3
 
@@ -61,16 +64,10 @@ def run(bench: Bench[PositionsBench]) -> None:
 
 
 def encodings(length: int) -> dict[str, Position]:
+    """None, and all that take part in attention; absolute positions are added to the tokens before it."""
+    names = ["none", *(name for name, kind in POSITIONS.items() if not kind.absolute)]
     return {
-        "none": Position(),
-        "rotary": Rotary(SIZE),
-        "alibi": Alibi(HEADS),
-        "t5": T5(HEADS),
-        "distance_bias": DistanceBias(HEADS, length),
-        "table": Table(HEADS, SIZE, length),
-        "shaw": Shaw(HEADS, SIZE, 16),
-        "transformer_xl": TransformerXL(HEADS * SIZE, HEADS, SIZE),
-        "da_transformer": DATransformer(HEADS),
+        name: make_position(model("full", heads=HEADS, head_dim=SIZE, length=length, position=name)) for name in names
     }
 
 
@@ -79,7 +76,7 @@ def step(position: Position, tensors: Inputs, reach: int, backend: str = "auto")
     q, k, v = tensors
     rule = Rule(HEADS, reach=reach)
     added = position.rule(View(), reach)
-    turned = position.turn(q, k, View())
+    turned = position.encode(q, k, View())
     out = attend(*turned, v, rule if added is None else rule + added, backend=backend).out
     return [out, *torch.autograd.grad(out.square().sum(), [q, k, v, *position.parameters()])]
 
@@ -101,7 +98,7 @@ def check(length: int, reach: int) -> None:
         for true, same, got in zip(exact, dense, found, strict=True):
             allowed = 12 * (same - true).abs().max() + 1e-6 * true.abs().max()
             if not (got - true).abs().max() <= allowed:
-                raise ValueError(f"{name} differs from the dense reference: no speed is told of a wrong result")
+                raise ValueError(f"{name} differs from the dense reference: a wrong result is not timed")
 
 
 def backend(position: Position, tensors: Inputs, length: int) -> str:

@@ -1,4 +1,4 @@
-"""`spanformer bench products`: the matrix products of a training step, PyTorch's own (MKL) beside oneDNN's."""
+"""`spanformer bench products`: time the matrix products of a training step by MKL (PyTorch) and oneDNN."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class ProductsBench(BenchOptions):
 
         spanformer bench products --rounds 40
 
-    Only on processors where the model takes oneDNN's products (not Intel's): elsewhere there is nothing to compare.
+    Only on processors where the model uses oneDNN (not Intel's): on others there is nothing to compare.
     """
 
     rounds: int = 40
-    """Rounds; both libraries take turns in each, and medians over rounds count."""
+    """Rounds; each times both libraries in turn, and results are medians over rounds."""
     rows: int = 0
     """Tokens of a batch. Default: 2048 (with --quick: 64)."""
 

@@ -31,7 +31,7 @@ def reaches(profile: str, heads: int, length: int) -> list[int]:
 def spans(profile: str, heads: int, length: int, ramp: int = RAMP, *, between: bool = False) -> list[float]:
     """z per head: a head of reach r < length has r − ramp, so that its soft edge ends at r; a full head has `length`.
 
-    between=True takes half a token off the short ones. They reach as far, but no distance then falls on a kink of the
+    between=True takes half a token off the short ones. They reach as far, but no distance then falls on an edge of the
     ramp, where the original's gradient and the strict one differ.
     """
     half = 0.5 if between else 0.0

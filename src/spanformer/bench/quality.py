@@ -15,6 +15,7 @@ import torch
 
 from spanformer.bench.paper import CLIP, PaperCode, check_clone, our_model
 from spanformer.bench.session import Bench, BenchOptions
+from spanformer.core.events import ProgressEvent, StepsEvent
 from spanformer.core.processor import best_dtype
 from spanformer.data import DataConfig, Lanes, Prepared, prepare
 from spanformer.model.config import AttentionConfig, FeedForwardConfig, ModelConfig
@@ -32,8 +33,8 @@ BATCH, LANES = 8, 8
 
 @dataclass(frozen=True)
 class QualityBench(BenchOptions):
-    """Train the adaptive-span paper's code and ours on the same data by the same recipe, and see how soon the modern
-    recipe is as good.
+    """Train the adaptive-span paper's code and spanformer on the same data with the same recipe, and measure when the
+    modern recipe reaches the same quality.
 
         spanformer bench quality --original CLONE --data enwik8.gz
         spanformer bench quality --only modern
@@ -46,15 +47,15 @@ class QualityBench(BenchOptions):
     """
 
     original: Path | None = None
-    """A clone of facebookresearch/adaptive-span; without one, original is left out."""
+    """A clone of facebookresearch/adaptive-span; without one, original is skipped."""
     data: str = ""
     """A copy of enwik8 that is already on disk; by default it is downloaded."""
     source: str = "enwik8"
-    """What to train on instead: a named corpus, a file, a folder or a glob."""
+    """Training text: a named corpus, a file, a folder or a glob."""
     steps: int = 800
     """Training steps (with --quick: 3)."""
     only: tuple[str, ...] = ()
-    """Which of original, ours and modern. Default: all, original where there is a clone."""
+    """Runs to train: original, ours, modern. Default: all, original only with a clone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -184,11 +185,11 @@ def trained(bench: Bench[QualityBench], data: Prepared, config: RunConfig, name:
     out, steps = folder(bench, name), config.train.steps
     shutil.rmtree(out, ignore_errors=True)
 
-    def watch(row: dict) -> None:
-        if row["event"] == "progress":
-            bench.report(row["title"], row["done"], row["total"])
-        elif row["event"] == "steps":
-            bench.report(f"training {name}", row["step"], steps)
+    def watch(event: object) -> None:
+        if isinstance(event, ProgressEvent):
+            bench.report(event.title, event.done, event.total)
+        elif isinstance(event, StepsEvent):
+            bench.report(f"training {name}", event.step, steps)
 
     train(replace(config, out=str(out)), watch=watch)
     rows = read_run(out)

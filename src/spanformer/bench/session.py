@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, turns, the result file, and whom they report to.
+"""What all benchmarks share: options, timing in turn, the result file, and progress.
 
 `spanformer bench NAME` runs bench/NAME.py: OPTIONS is the dataclass of its options, run(bench) measures and prints.
 """
@@ -22,16 +22,16 @@ from spanformer.core.progress import OnProgress, silent
 @dataclass(frozen=True)
 class BenchOptions:
     rounds: int = 5
-    """Rounds; all contenders take turns in each, and medians over rounds count."""
+    """Rounds; each times all contenders in turn, and results are medians over rounds."""
     budget: float = 60.0
-    """Seconds for one comparison: after them no new round begins, once two are done. A third of them may go into
-    waiting and measuring again when other processes disturb it."""
+    """Seconds per comparison: after this time no new round begins, once two are done. Up to a third is spent on
+    waiting and repeating when other processes disturb a measurement."""
     threads: int = 2
     """CPU threads."""
     quick: bool = False
-    """A first impression: small sizes and few rounds. Its figures say little."""
+    """Run a rough benchmark with small sizes and few rounds, for testing; its results are not reliable."""
     out: Path | None = None
-    """Result file, JSON; parts that are not measured again stay in it. Default: out/bench/NAME.json."""
+    """JSON result file; parts that are not measured again stay in it. Default: out/bench/NAME.json."""
 
     def __post_init__(self) -> None:
         for name in ("rounds", "threads"):
@@ -49,7 +49,7 @@ Options = TypeVar("Options", bound=BenchOptions)
 
 
 class Bench(Generic[Options]):
-    """One run of a benchmark. `say` is given every line of its results, `report` how far it is."""
+    """One run of a benchmark. `say` receives every line of its results, `report` its progress."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Bench(Generic[Options]):
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        """Its threads, and freed memory kept, as `spanformer train` runs."""
+        """Set the threads and keep freed memory, as `spanformer train` does."""
         threads = torch.get_num_threads()
         torch.set_num_threads(self.options.threads)
         self._memory_is_kept = keep_freed_memory(True)
@@ -77,11 +77,11 @@ class Bench(Generic[Options]):
             keep_freed_memory(False)
 
     def plan(self, steps: int) -> None:
-        """So many more steps are to come, for the time left."""
+        """Announce this many more steps, for the estimate of the time left."""
         self.total += steps
 
     def begin(self, title: str) -> None:
-        """A step that is no comparison begins; `end` says that it is done."""
+        """Begin a step that is no comparison; `end` ends it."""
         self.report(title, self.done, self.total)
 
     def end(self) -> None:
@@ -90,7 +90,7 @@ class Bench(Generic[Options]):
     def compare(
         self, title: str, functions: Mapping[str, Callable[[], object]], *, shortest: float = 0.2, wait: bool = True
     ) -> dict[str, Timing]:
-        """Time the functions in turn; one step of the plan. shortest: seconds that a sample lasts at least. wait: see
+        """Time the functions in turn; one step of the plan. shortest: minimum seconds per sample. wait: see
         `round_robin`."""
 
         def on_round(waiting: str, share: float) -> None:
@@ -106,7 +106,7 @@ class Bench(Generic[Options]):
         return timings
 
     def keep(self, part: str, found: object) -> None:
-        """Into the result file, at once: an interrupted run loses nothing it has measured."""
+        """Write to the result file at once: an interrupted run loses no measurement."""
         options = {name: str(v) if isinstance(v, Path) else v for name, v in asdict(self.options).items()}
         self.file.keep(part, found, options, describe_machine(self.options.threads, self._memory_is_kept))
 
@@ -117,8 +117,8 @@ def check_parts(parts: tuple[str, ...], known: Mapping[str, object]) -> None:
 
 
 def check_same(name: str, mine: list[torch.Tensor], theirs: list[torch.Tensor], most: float = 1e-4) -> float:
-    """The largest difference relative to the largest value. More than float32 explains is refused: no speed is told of
-    a wrong result."""
+    """The largest difference relative to the largest value. A ValueError if it exceeds float32 rounding: a wrong
+    result is not timed."""
     pairs = list(zip(mine, theirs, strict=True))
     worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
     if not worst < most:

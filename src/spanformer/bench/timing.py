@@ -1,8 +1,8 @@
 """Medians of callables timed in turn, on a machine that others may be using.
 
-Contenders are timed round-robin, so that a slow minute hurts all of them alike, and a matrix product (sgemm) runs in
-the same rounds: it says how fast this machine was at that moment. A sample during which other processes took CPU time
-is measured again, as long as the budget leaves time for it; after that the least disturbed one is kept, and counted.
+Contenders are timed round-robin, so that a slow minute affects all of them. A matrix product (sgemm) runs in the same
+rounds and measures the speed of the machine at that moment. A sample during which other processes took CPU time is
+measured again while the budget allows; after that the least disturbed one is kept and counted as disturbed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ SGEMM_SIDE = 1024
 
 
 OnRound = Callable[[str, float], None]
-"""takes what is waited for ("" while measuring), and the share of the rounds that is done"""
+"""takes the reason for waiting ("" while measuring), and the completed share of the rounds"""
 WAITING = "waiting for a quiet machine"
 WAITING_SHARE = 1 / 3
-"""of a comparison's budget, what may be spent on waiting for other processes and on measuring again"""
+"""share of a comparison's budget for waiting for other processes and repeating samples"""
 
 
 @dataclass
@@ -32,10 +32,10 @@ class Patience:
 
     seconds: float
     on_wait: Callable[[str], None] = lambda _what: None
-    """told what is waited for, and "" when that is over"""
+    """called with the reason for waiting, and with "" at the end of it"""
 
     def wait(self, seconds: float) -> bool:
-        """Sleep, and say whether there was patience left to do so."""
+        """Sleep if patience is left; returns whether it was."""
         if self.seconds < seconds:
             return False
         self.seconds -= seconds
@@ -58,7 +58,7 @@ class Timing:
         return statistics.median(self.samples)
 
     def times_as_fast_as(self, other: Timing) -> float:
-        """Median of the rounds' own ratios: what a machine does from minute to minute hits both sides of each."""
+        """Median of the ratios per round: changes of the machine's speed affect both sides of a ratio."""
         return statistics.median(theirs / mine for mine, theirs in zip(self.samples, other.samples, strict=True))
 
 
@@ -122,7 +122,7 @@ def sample(
 
 
 def sgemm(side: int = SGEMM_SIDE) -> Callable[[], object]:
-    """A float32 matrix product of this machine's own library: the rate everything else is held against."""
+    """A float32 matrix product of this machine's library: the reference rate."""
     a, b, c = torch.randn(side, side), torch.randn(side, side), torch.empty(side, side)
     torch.mm(a, b, out=c)  # warm from the start
     return lambda: torch.mm(a, b, out=c)
@@ -134,7 +134,7 @@ def sgemm_rate(seconds: float, side: int = SGEMM_SIDE) -> float:
 
 
 def _others_seconds() -> float:
-    """CPU seconds everyone but this process has used; 0 where the system does not tell."""
+    """CPU seconds used by all other processes; 0 if the system does not report them."""
     try:
         with open("/proc/stat") as stat:
             ticks = [int(field) for field in stat.readline().split()[1:9]]  # guest time is part of user time

@@ -1,4 +1,4 @@
-"""`spanformer bench train-step`: a training step beside that of the adaptive-span paper's code.
+"""`spanformer bench train-step`: time a training step against the adaptive-span paper's code.
 
 `python -m spanformer.bench.train_step JOB` is the process of one contender; JOB is a `Job` as JSON.
 """
@@ -22,8 +22,8 @@ from spanformer.bench.paper import CLIP, PaperCode, check_clone, our_model
 from spanformer.bench.session import Bench, BenchOptions
 from spanformer.core.malloc import keep_freed_memory
 from spanformer.core.peak import resident_bytes, unsupported
+from spanformer.inspect.clocks import AttentionClock
 from spanformer.model.lm import LM
-from spanformer.train.clocks import AttentionClock
 from spanformer.train.measure import in_steady_state, one_step
 from spanformer.train.optim import ClippedAdagrad
 
@@ -68,8 +68,8 @@ def ratios(p: Profile) -> list[list[float]]:
 
 @dataclass(frozen=True)
 class TrainStepBench(BenchOptions):
-    """Time a training step and its memory, on the same weights' shapes, tokens and spans as the adaptive-span paper's
-    code (facebookresearch/adaptive-span), and beside it where --original names a clone.
+    """Measure time and memory of a training step with the same shapes, tokens and spans as the adaptive-span paper's
+    code (facebookresearch/adaptive-span), and of that code too if --original gives a clone.
 
         spanformer bench train-step --original CLONE
         spanformer bench train-step --profiles small-ramp small-long
@@ -78,18 +78,18 @@ class TrainStepBench(BenchOptions):
     at its maximum. large: 12 layers, d 512, 8 heads, span 8192, block 512, batch 1, with one long head a layer, or with
     spans as the paper reports them (one head in the upper third of the layers at the maximum, the rest short).
 
-    Each contender runs in a process of its own; processes take turns, and the ratio is the median over rounds. A step
-    is forward, backward, clipping and Adagrad, with a learning rate of 0, so that spans stay where they are put.
+    Each contender runs in its own process; processes run in turn, and the ratio is the median over rounds. A step is
+    forward, backward, clipping and Adagrad, with a learning rate of 0, so that the spans do not change.
     """
 
     rounds: int = 3
-    """Rounds; both contenders take turns in each, and medians over rounds count. Large profiles run once."""
+    """Rounds; each times both contenders in turn, and results are medians over rounds. Large profiles run once."""
     profiles: tuple[str, ...] = tuple(PROFILES)
-    """Which of small-ramp, small-long, large-long and large-paper."""
+    """Profiles to measure: small-ramp, small-long, large-long, large-paper."""
     original: Path | None = None
-    """A clone of facebookresearch/adaptive-span; without one, only our step is measured."""
+    """A clone of facebookresearch/adaptive-span; without one, only spanformer's step is measured."""
     checkpointing: bool = False
-    """Ours recomputes activations in the backward pass."""
+    """Recompute activations in the backward pass of spanformer's step."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -112,7 +112,7 @@ class Inputs:
             reach=self.work.length if self.work.original else None,
             distance_bias=self.distance_bias,
             distance_vec=self.distance_vec,
-            original=self.work.original,
+            paper_compat=self.work.original,
         )
 
 

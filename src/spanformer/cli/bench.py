@@ -1,6 +1,6 @@
-"""`spanformer bench NAME`: measure, print what was found, write the result file.
+"""`spanformer bench NAME`: measure, print the results, write the result file.
 
-The benchmark NAME is spanformer/bench/NAME.py; it is imported when it is asked for, since some need transformers.
+The benchmark NAME is spanformer/bench/NAME.py. It is imported only when it runs, since some need transformers.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from types import ModuleType
 from spanformer.bench import AttentionBench, bench_attention
 from spanformer.bench.attention import RESULT_FILE
 from spanformer.bench.session import Bench, BenchOptions
-from spanformer.cli.leaf import Leaf
+from spanformer.cli.command import Command
 from spanformer.cli.options import parse_options
 from spanformer.cli.progress import Progress
 from spanformer.cli.report import show_attention
 
 
 def run_attention(config: AttentionBench) -> None:
-    """Benchmark with progress, then show what came out."""
+    """Run the attention benchmark with a progress bar, then print its tables and draw its pictures."""
     path = config.out / RESULT_FILE
     with Progress() as report:
         try:
@@ -51,14 +51,15 @@ def _module(name: str) -> ModuleType:
 
 
 def _stopped(path: object) -> KeyboardInterrupt:
-    return KeyboardInterrupt(f"stopped; what was measured until now is in {path}, if anything")
+    return KeyboardInterrupt(f"stopped; the measurements until now, if any, are in {path}")
 
 
-def _leaf(name: str) -> Leaf:
-    return Leaf(BenchOptions, functools.partial(run, name), functools.partial(parse, name))
+def _command(name: str) -> Command:
+    return Command(BenchOptions, functools.partial(run, name), functools.partial(parse, name))
 
 
-ATTENTION = Leaf(AttentionBench, run_attention)
-DECODE, FIT_SPANS, GALLERY, HF = _leaf("decode"), _leaf("fit-spans"), _leaf("gallery"), _leaf("hf")
-LONGFORMER, PATTERNS, PER_TOKEN = _leaf("longformer"), _leaf("patterns"), _leaf("per-token")
-POSITIONS, PRODUCTS, QUALITY, TRAIN_STEP = _leaf("positions"), _leaf("products"), _leaf("quality"), _leaf("train-step")
+ATTENTION = Command(AttentionBench, run_attention)
+DECODE, FIT_SPANS, GALLERY, HF = _command("decode"), _command("fit-spans"), _command("gallery"), _command("hf")
+LONGFORMER, PATTERNS, PER_TOKEN = _command("longformer"), _command("patterns"), _command("per-token")
+POSITIONS, PRODUCTS = _command("positions"), _command("products")
+QUALITY, TRAIN_STEP = _command("quality"), _command("train-step")

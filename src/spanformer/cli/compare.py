@@ -1,5 +1,5 @@
-"""`spanformer compare runs/compare/enwik8.toml`: several mechanisms trained on the same data for as long, and one
-report of what each brings and costs."""
+"""`spanformer compare runs/compare/enwik8.toml`: train several mechanisms on the same data for the same time, and
+report the quality and cost of each."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from spanformer.cli.leaf import Leaf
+from spanformer.cli.command import Command
 from spanformer.cli.progress import Progress
 from spanformer.cli.runfile import read_run
-from spanformer.cli.several import differing, hold_out, train_each
+from spanformer.cli.train_many import differing, hold_out, train_many
+from spanformer.core.fields import as_dict, build
 from spanformer.core.files import write_text
 from spanformer.core.progress import OnProgress
 from spanformer.core.text import printable
 from spanformer.model.config import PositionConfig
-from spanformer.model.fields import as_dict, build
 from spanformer.train.config import RunConfig
 
 SHARE = 0.02
-"""by how much the number of parameters may differ"""
+"""largest relative difference allowed between the numbers of parameters"""
 BUDGET = ("train.steps", "train.minutes", "train.batch", "train.block")
 
 
 @dataclass(frozen=True)
 class CompareConfig(RunConfig):
-    """Train several runs on the same data, with as many parameters and for as long, and report them together.
+    """Train several runs on the same data, with equal numbers of parameters and equal time, and report them together.
 
         spanformer compare runs/compare/enwik8.toml --train.minutes 5
         spanformer compare runs/cpu/enwik8.toml runs/cpu/modern.toml --different
 
-    A comparison file is a run file that also lists `kinds` (as in model.attention.kind) or `positions`: every kind with
-    every position is a run. Several run files are compared as they are. Options hold for all runs. What was trained
-    already is not trained again, so the same command goes on after an interruption, and may get more kinds later.
+    A comparison file is a run file that also lists `kinds` (as in model.attention.kind) or `positions`: every pair of
+    kind and position is a run. Several run files are compared as they are. Options apply to all runs. Finished runs
+    are not trained again: repeat the command to continue after an interruption or to add kinds.
     """
 
     kinds: tuple[str, ...] = ()
-    """what attention to train with, as window:128 or "Window(64) | Global([0])"; none: as the run file says"""
+    """kinds of attention to train, such as window(128) or "Window(64) | Global([0])"; none: the run file's kind"""
     positions: tuple[str, ...] = ()
-    """position encodings to train each kind with; none: as the run file says"""
+    """position encodings to train each kind with; none: the run file's position encoding"""
     different: bool = False
-    """compare although data, training time or (by more than 2 %) parameters differ"""
+    """compare even if data, training time or (by more than 2 %) the numbers of parameters differ"""
     again: bool = False
-    """when all are trained, measure once more what a step of each costs: on a machine that does nothing else by then"""
+    """after training, measure the cost of a step of each run again; the machine should be idle by then"""
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ def parse(program: str, arguments: list[str]) -> Comparison:
         files.append(file)
     known = sorted(map(str, [*Path("runs").glob("*.toml"), *Path("runs/compare").glob("*.toml")]))
     if not files and not arguments:
-        raise ValueError(f"no run was named; expected a comparison file or several run files (see {program} --help)")
+        raise ValueError(f"no file is given; expected a comparison file or several run files (see {program} --help)")
     if len(files) <= 1:
         config = read_run(CompareConfig, program, [*files, *arguments], known)
         out = Path(config.out or Path("out") / f"compare-{Path(files[0]).stem if files else 'run'}")
         if not config.kinds and not config.positions:
             raise ValueError(
                 f"{files[0] if files else 'the run'} lists neither kinds nor positions; expected at least one of them "
-                "(--kinds full window:128), or several run files"
+                "(--kinds full window(128)), or several run files"
             )
         return Comparison(out, _product(config, out), config.different, config.again)
     read = [read_run(CompareConfig, program, [file, *arguments], known) for file in files]
@@ -86,7 +86,7 @@ def parse(program: str, arguments: list[str]) -> Comparison:
 
 
 def run(comparison: Comparison) -> None:
-    from spanformer.cli.outcome import reporting
+    from spanformer.cli.summary import reporting
 
     runs = comparison.runs
     with Progress(transient=True) as report:
@@ -94,11 +94,11 @@ def run(comparison: Comparison) -> None:
         if not comparison.different:
             check_alike(runs)
     with hold_out(comparison.out):
-        train_each(runs)
+        train_many(runs)
         with Progress(transient=True) as report:
             if comparison.again:
                 _measure(runs, report)
-            with reporting(comparison.out, "the same command, which trains nothing twice"):
+            with reporting(comparison.out, "the same command, which does not train finished runs again"):
                 report("drawing the report", 0, 0)
                 for line in write_comparison(runs, comparison.out):
                     print(line)
@@ -106,19 +106,19 @@ def run(comparison: Comparison) -> None:
 
 def _measure(runs: list[RunConfig], report: OnProgress) -> None:
     from spanformer.report.events import read_run as read_events
-    from spanformer.train.again import measure_again
+    from spanformer.train.remeasure import measure_again
 
     for number, each in enumerate(runs, 1):
         found = read_events(Path(each.out))
         measured = found.start.machine.get("device", "cpu") == "cpu"
-        print(f"measuring {number} of {len(runs)}: {found.name}" + ("" if measured else ", left out: trained on a GPU"))
+        print(f"measuring {number} of {len(runs)}: {found.name}" + ("" if measured else ", skipped: trained on a GPU"))
         if measured:
-            report(f"measuring what a step of {found.name} costs", number - 1, len(runs))
+            report(f"measuring the cost of a step of {found.name}", number - 1, len(runs))
             measure_again(each, found.steps[-1].step)
 
 
 def write_comparison(runs: list[RunConfig], out: Path) -> list[str]:
-    """The report, and its table by itself as Markdown and JSON; returns what to print."""
+    """Write the report, and its table as Markdown and JSON; returns the lines to print."""
     from spanformer.report.compare_table import markdown, numbers, side_by_side
     from spanformer.report.events import read_run as read_events
     from spanformer.report.page import write_report
@@ -134,26 +134,26 @@ def write_comparison(runs: list[RunConfig], out: Path) -> list[str]:
 
 
 def check_alike(runs: list[RunConfig]) -> None:
-    """Refuse runs that are no comparison: other data, another training time, another number of parameters."""
+    """Raise ValueError if the runs differ in data, training time or number of parameters."""
     first = runs[0]
     for each in runs[1:]:
         for key, now, then in differing(as_dict(each), as_dict(first)):
             if key.startswith("data.") or key in BUDGET:
                 raise ValueError(
-                    f"{Path(each.out).name} has {key} = {now!r} and {Path(first.out).name} {then!r}; give all runs the "
-                    f"same (--{key.replace('_', '-')}), or compare them all the same with --different"
+                    f"{Path(each.out).name} has {key} = {now!r} and {Path(first.out).name} {then!r}; expected the same "
+                    f"value for all runs (set it with --{key.replace('_', '-')}, or compare anyway with --different)"
                 )
     counts = {Path(each.out).name: parameters(each) for each in runs}
     least, most = (by(counts, key=lambda name: counts[name]) for by in (min, max))
     if counts[most] > (1 + SHARE) * counts[least]:
         raise ValueError(
-            f"{most} has {counts[most]:,} parameters and {least} {counts[least]:,}; make them as large to within "
-            f"{SHARE:.0%}, or compare them all the same with --different"
+            f"{most} has {counts[most]:,} parameters and {least} {counts[least]:,}; expected a difference of at "
+            f"most {SHARE:.0%} (change their sizes, or compare anyway with --different)"
         )
 
 
 def parameters(config: RunConfig) -> int:
-    """How many numbers the run learns. Where the vocabulary is not known before the data is read, one of bytes."""
+    """Number of parameters of the run's model. A vocabulary that only the data determines counts as 256 tokens."""
     import torch
 
     from spanformer.model.load import MODELS
@@ -187,8 +187,8 @@ def _run(config: CompareConfig, out: Path, model) -> RunConfig:
 
 
 def _name(kind: str) -> str:
-    """A folder's name: window:128 → window-128."""
+    """A folder's name: window(128) → window-128."""
     return re.sub(r"[^A-Za-z0-9_.]+", "-", kind).strip("-")
 
 
-COMPARE = Leaf(CompareConfig, run, parse)
+COMPARE = Command(CompareConfig, run, parse)

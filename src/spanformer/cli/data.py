@@ -1,8 +1,8 @@
-"""`spanformer data [SOURCE]`: prepare a corpus once, and say what is in it."""
+"""`spanformer data [SOURCE]`: prepare a corpus once, and print its sizes."""
 
 from __future__ import annotations
 
-from spanformer.cli.leaf import Leaf
+from spanformer.cli.command import Command
 from spanformer.cli.options import parse_options
 from spanformer.cli.progress import Progress
 from spanformer.core.text import printable
@@ -16,15 +16,15 @@ def parse(program: str, arguments: list[str]) -> DataConfig:
 
 
 def run(config: DataConfig) -> None:
-    from spanformer.cli.screen import UNITS
+    from spanformer.core.events import UNIT_NAMES
     from spanformer.data import prepare
 
     with Progress() as report:
         data = prepare(config, on_progress=report)
-    unit = UNITS.get(data.unit, data.unit)
+    unit = UNIT_NAMES[data.unit]
     print(f"{printable(config.source)}: {data.vocab.size:,} different tokens, in {printable(data.folder)}")
     for name, split in data.splits.items():
         print(f"  {name:<6}{split.tokens:>14,} tokens{split.units:>14,} {unit}s")
 
 
-DATA = Leaf(DataConfig, run, parse)
+DATA = Command(DataConfig, run, parse)

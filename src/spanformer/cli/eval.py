@@ -1,5 +1,5 @@
-"""`spanformer eval CHECKPOINT --split test`: how well a model predicts a text, every token of it; how many sources an
-encoder–decoder answers exactly; how many masked tokens an encoder guesses."""
+"""`spanformer eval CHECKPOINT --split test`: measure how well a language model predicts every token of a text, how many
+sources an encoder–decoder answers exactly, or how many masked tokens an encoder predicts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from spanformer.cli.leaf import Leaf
+from spanformer.cli.command import Command
 from spanformer.cli.progress import Progress
 
 
@@ -19,24 +19,25 @@ class EvalOptions:
     checkpoint: tyro.conf.Positional[str]
     """a run's folder (its best checkpoint), a checkpoint, or an imported model"""
     data: str = ""
-    """a named corpus, a file, a folder or a glob; empty: what the model was trained on"""
+    """a named corpus, a file, a folder or a glob; empty: the training corpus of the model"""
     copy: Annotated[str, tyro.conf.arg(name="from")] = ""
     """a copy of the named corpus that is already on disk"""
     split: Literal["train", "valid", "test"] = "test"
-    """which part of the text"""
+    """split of the corpus"""
     protocol: Literal["every", "original"] = "every"
-    """every: each token counted once, in one stream; original: as the adaptive-span paper's code does, 8 lanes, whole
-    blocks only"""
+    """every: count each token once, in one stream; original: count as the adaptive-span paper's code does, with 8
+    lanes and whole blocks only"""
     lanes: int = 0
-    """how many parts of the text are read side by side, each from its own start; 0: as the protocol says (1 or 8)"""
+    """number of parts of the text that are evaluated in parallel, each from its own start; 0: the protocol's default
+    (1 or 8)"""
     block: int = 0
-    """tokens read at once; 0: as in training"""
+    """tokens per forward pass; 0: as in training"""
     limit: int = 0
-    """read only so many tokens, or pairs of an encoder–decoder; 0: all"""
+    """evaluate only this many tokens (encoder–decoder: pairs); 0: all"""
     beams: int = 1
-    """of an encoder–decoder: above 1, search for each answer with so many beams"""
+    """encoder–decoder only: above 1, search for each answer with this many beams"""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: products in bfloat16 (autocast)"""
+    """bfloat16: compute matrix products in bfloat16 (autocast)"""
 
     def __post_init__(self) -> None:
         for name in ("lanes", "block", "limit"):
@@ -47,8 +48,8 @@ class EvalOptions:
 
 
 def run(options: EvalOptions) -> None:
-    from spanformer.cli.eval_others import eval_encoder, eval_pairs
-    from spanformer.cli.screen import UNITS
+    from spanformer.cli.eval_tasks import eval_encoder, eval_pairs
+    from spanformer.core.events import UNIT_NAMES
     from spanformer.data import prepare
     from spanformer.model.lm import LM
     from spanformer.model.load import load_any, load_meta
@@ -75,7 +76,7 @@ def run(options: EvalOptions) -> None:
         split = data.splits[options.split]
         ids = split.ids[: options.limit] if options.limit else split.ids
         if options.lanes > len(ids):
-            raise ValueError(f"lanes is {options.lanes}; the text has {len(ids):,} tokens, so expected at most that")
+            raise ValueError(f"lanes is {options.lanes}; expected at most {len(ids):,}, the tokens of the text")
         block = min(options.block, len(ids)) or (meta.get("config", {}).get("train", {}).get("block") or 512)
         units = split.units * len(ids) / split.tokens
         read = functools.partial(report, f"reading {options.split}")
@@ -92,28 +93,29 @@ def run(options: EvalOptions) -> None:
         f"({score.tokens:,} of {len(ids):,} tokens)"
     )
     if options.protocol == "every":
-        print(f"{score.bits:.4f} bits per {UNITS.get(data.unit, data.unit)}")
+        print(f"{score.bits:.4f} bits per {UNIT_NAMES[data.unit]}")
     unknown = 0 if data.vocab.unknown is None or not options.data else int((ids == data.vocab.unknown).sum())
     if unknown:
-        print(f"the model does not know {unknown:,} of the tokens; they count as its one unknown token")
+        print(f"{unknown:,} of the tokens are not in the model's vocabulary; they count as its unknown token")
 
 
 def data_config(options: EvalOptions, meta: dict):
-    """What the model was trained on, or what is asked for instead, in the tokens it knows."""
+    """The data section the model was trained with, or the same with the text of --data and --from."""
+    from spanformer.core.fields import build
     from spanformer.data.config import DataConfig
-    from spanformer.model.fields import build
 
     known = meta.get("config", {}).get("data")
     config = build(DataConfig, known, options.checkpoint) if known else DataConfig()
     if not known and not options.data:
-        raise ValueError(f"{options.checkpoint} does not say what it was trained on; name a text with --data")
+        raise ValueError(f"{options.checkpoint} does not record its training data; give a text with --data")
     if options.data:
         config = replace(config, source=options.data, copy="", limit=0)
     return replace(config, copy=options.copy) if options.copy else config
 
 
 def vocabulary(options: EvalOptions, meta: dict):
-    """The model's own for a text it was not trained on; None: that of the text, which is the model's then, or bytes."""
+    """The model's vocabulary for a text given by --data; None for the training corpus, which has its own, and for
+    bytes."""
     from spanformer.data.vocab import Bytes, from_json
 
     if not options.data or not isinstance(meta.get("vocab"), dict):
@@ -123,12 +125,12 @@ def vocabulary(options: EvalOptions, meta: dict):
 
 
 def run_config(meta: dict, checkpoint: str):
-    from spanformer.model.fields import build
+    from spanformer.core.fields import build
     from spanformer.train.config import RunConfig
 
     if not isinstance(meta.get("config"), dict):
         raise ValueError(
-            f"{checkpoint} does not say how it was trained; expected a run's folder, or a checkpoint of one"
+            f"{checkpoint} does not record its run config; expected the folder of a run, or one of its checkpoints"
         )
     return build(RunConfig, meta["config"], checkpoint)
 
@@ -137,14 +139,13 @@ def check_vocabulary(meta: dict, now: object, known: int, size: int) -> None:
     then = meta.get("vocab")
     if then is None and size != known:
         raise ValueError(
-            f"the model does not say which text its {known:,} tokens stand for; only one of {size:,} tokens could be "
-            "taken for a model of bytes"
+            f"the model has no vocabulary for its {known:,} tokens; expected {size:,} tokens, which would be read as "
+            "bytes"
         )
     if then is not None and then != now:
         raise ValueError(
-            f"the text's vocabulary of {size:,} tokens is not the model's of {known:,}; the text it was trained on has "
-            "changed"
+            f"the text's vocabulary of {size:,} tokens is not the model's of {known:,}; the training corpus has changed"
         )
 
 
-EVAL = Leaf(EvalOptions, run)
+EVAL = Command(EvalOptions, run)

@@ -1,4 +1,5 @@
-"""`spanformer export-windows FITTED --data TEXT`: learned spans as windows by layer, and what that form costs."""
+"""`spanformer export-windows FITTED --data TEXT`: convert learned spans to one window per layer, and
+measure what the conversion costs."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Literal
 
 import tyro
 
-from spanformer.cli.leaf import Leaf
+from spanformer.cli.command import Command
 from spanformer.cli.progress import Progress
 from spanformer.core.text import printable
 
@@ -17,17 +18,17 @@ from spanformer.core.text import printable
 @dataclass(frozen=True)
 class ExportOptions:
     model: tyro.conf.Positional[str]
-    """a folder with spans, as fit-spans and save_pretrained write it"""
+    """a folder with spans, written by fit-spans or save_pretrained"""
     data: str
     """text to measure on: a file, a folder or a glob"""
     out: str = "out/windows"
-    """a folder for the model of plain windows (layer_types and one sliding_window), which needs nothing of ours"""
+    """folder for the model with plain windows (layer_types and one sliding_window), which runs without spanformer"""
     how: Literal["longest", "mean", "shortest"] = "longest"
-    """which of a layer's heads its window is taken from"""
+    """which of a layer's head spans becomes the layer's window"""
     context: int = 0
-    """tokens of a text, for which the windows should be thriftiest; 0: as many as the spans were attached for"""
+    """tokens per text at which the windows should need the least memory; 0: the length the spans were attached for"""
     texts: int = 4
-    """how many are measured"""
+    """number of texts to measure"""
 
 
 def run(options: ExportOptions) -> None:
@@ -36,24 +37,24 @@ def run(options: ExportOptions) -> None:
     from spanformer.hf.export import to_windows
     from spanformer.hf.saved import load_fitted
     from spanformer.hf.spans import cache_bytes
-    from spanformer.hf.text import bits_per_byte, check_logits, make_windows, read_text
+    from spanformer.hf.text import bits_per_byte, check_logits, make_chunks, read_text
 
     out = Path(options.out)
     if out.exists():
-        raise ValueError(f"{out} is there already; choose another folder with --out")
+        raise ValueError(f"{out} already exists; choose another folder with --out")
     if options.texts < 1 or options.context < 0:
-        raise ValueError(f"texts is {options.texts}, context {options.context}; expected 1 or more, and 0 or more")
+        raise ValueError(f"texts is {options.texts} and context {options.context}; expected texts ≥ 1 and context ≥ 0")
     text = read_text(options.data)
     with Progress() as report:
         report(f"loading {options.model}", 0, 0)
         model, tokenizer, fitted = load_fitted(options.model)
         if not fitted:
-            raise ValueError(f"{options.model} holds no spans; give a folder that fit-spans wrote")
+            raise ValueError(f"{options.model} has no spans; give a folder that fit-spans wrote")
         stored = model.dtype
         model.to(computing_dtype(stored))  # pyright: ignore[reportArgumentType]
         context = options.context or getattr(model.config, CONFIG)["max_span"]
         check_logits(model)
-        texts = make_windows(text, tokenizer, context=context, start=max(1, context // 2), limit=options.texts)
+        texts = make_chunks(text, tokenizer, context=context, start=max(1, context // 2), limit=options.texts)
         other, windows = to_windows(model, how=options.how, context=context)
         kept, full = cache_bytes(model, context)
         shares = {"spans": kept / full, "windows": windows.tokens / (len(windows.wanted) * context)}
@@ -70,8 +71,8 @@ def run(options: ExportOptions) -> None:
     )
     for name, share in shares.items():
         rise = 100 * (bits[name] / bits["spans"] - 1)
-        print(f"  {name:<10}{share:.3f} of the key/value memory  {bits[name]:.4f} bits per byte  {rise:+.2f} %")
+        print(f"  {name:<10}{share:.3f} of the KV cache  {bits[name]:.4f} bits per byte  {rise:+.2f} %")
     print(f"model: {printable(out)}")
 
 
-EXPORT = Leaf(ExportOptions, run)
+EXPORT = Command(ExportOptions, run)

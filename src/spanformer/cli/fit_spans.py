@@ -1,36 +1,42 @@
-"""`spanformer fit-spans MODEL --data TEXT --budget 0.25`: learn how far each head of a pretrained model must look."""
+"""`spanformer fit-spans MODEL --data TEXT --budget 0.25`: learn one span per KV head of a pretrained model."""
 
 from __future__ import annotations
 
-import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import tyro
 
-from spanformer.cli.leaf import Leaf
+from spanformer.cli.command import Command
 from spanformer.cli.progress import Progress
+from spanformer.core.events import FILE, EvalEvent, Event, NoteEvent, ProgressEvent, StartEvent, StepEvent, StopEvent
 from spanformer.core.processor import named_dtype
 from spanformer.core.progress import OnProgress
 from spanformer.core.text import printable
-from spanformer.hf.plan import FitPlan
-from spanformer.train.place import hold_folder
+from spanformer.core.version import VERSION
+from spanformer.hf.fit_events import LoraStep, Measured, Trial, WindowStep
+from spanformer.hf.plan import FitPlan, FitRun
+from spanformer.train.event_log import EventLog
+from spanformer.train.run_events import describe_machine
+from spanformer.train.run_folder import hold_folder
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(FitPlan):
     model: tyro.conf.Positional[str]
-    """a folder in Hugging Face's format, a .gguf file or a folder with one, or a name on the hub"""
+    """a folder in Hugging Face's format, a .gguf file or a folder with one, or a name on the Hugging Face Hub"""
     data: str
     """text to learn from: a file, a folder or a glob"""
     valid: str = ""
-    """other text to measure on; empty: the last twentieth of the data"""
+    """validation text; empty: the last twentieth of the data"""
     out: str = "out/fit"
-    """a folder for the model with its spans, spans.json, events.jsonl and the report"""
+    """folder for the model with its spans, spans.json, events.jsonl and the report"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 where the processor has units for its products, else float32"""
+    """auto: bfloat16 if the CPU has instructions for bfloat16 products, else float32"""
 
 
 def run(options: FitOptions) -> None:
@@ -39,92 +45,82 @@ def run(options: FitOptions) -> None:
 
 
 def fit(options: FitOptions, out: Path) -> None:
-    """Learn the spans, save the model with them in `out`, and show what came of it."""
-    from spanformer.cli.outcome import show_outcome
-    from spanformer.hf.plan import FitRun
-    from spanformer.train.events import EventLog
+    """Learn the spans, save the model with them in `out`, and print the results."""
+    from spanformer.cli.summary import show_summary
 
-    for name, what in (("events.jsonl", "a run"), ("config.json", "a model")):
+    for name, what in ((FILE, "a run"), ("config.json", "a model")):
         if (out / name).exists():
             raise ValueError(f"{out} already holds {what}; choose another folder with --out")
     begun = time.monotonic()
     with Progress() as report:
         report(f"loading {options.model}", 0, 0)
         run = FitRun(options.model, options.data, options.valid, options, named_dtype(options.dtype))
-        with EventLog(out / "events.jsonl", tensorboard=None) as log:
-            log.write("start", start_row(run, options, out))
-            rows = Rows(run, log.write, report, begun)
+        with EventLog(out / FILE, tensorboard=None) as log:
+            log.write(start_event(run, options, out))
+            rows = FitLog(run, log.write, report, begun)
             outcome = run.fit(rows.take)
-            log.write("stop", {"step": rows.step, "reason": "fitted", "seconds": time.monotonic() - begun})
+            log.write(StopEvent(rows.step, "fitted", time.monotonic() - begun))
         report(f"writing {out}", 0, 0)
         run.save(out, outcome)
     print(outcome.text())
-    show_outcome(out)
+    show_summary(out)
     shown = printable(out)
-    print(f"model: {shown}; what its spans cost in long-range ability: spanformer probe {shown}")
+    print(f"model: {shown}; to measure its long-range recall: spanformer probe {shown}")
 
 
-def start_row(run, options: FitOptions, out: Path) -> dict:
-    """What a report reads first, as of a training run: bytes are the unit, and the learned numbers are the spans."""
-    import torch
-
-    import spanformer
-
+def start_event(run: FitRun, options: FitOptions, out: Path) -> StartEvent:
+    """The first event, as in a training run: the unit is bytes, and the parameters are the spans."""
     texts = {"train": run.train, "valid": run.held_out}
-    return {
-        "format": 1, "version": spanformer.__version__, "run": out.name, "config": {"fit": asdict(options)},
-        "parameters": run.spans, "unit": "byte",
-        "tokens": {name: each.ids.numel() for name, each in texts.items()},
-        "units": {name: int(each.bytes.sum()) for name, each in texts.items()},
-        "shape": run.shape(),
-        "machine": {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "device": "cpu",
-                    "torch": torch.__version__, "processes": 1},
-    }  # fmt: skip
+    return StartEvent(
+        step=0, run=out.name, config={"fit": asdict(options)}, parameters=run.spans, unit="byte",
+        tokens={name: each.ids.numel() for name, each in texts.items()},
+        units={name: int(each.bytes.sum()) for name, each in texts.items()},
+        shape=run.shape(), machine=describe_machine("cpu", 1), version=VERSION,
+    )  # fmt: skip
 
 
-class Rows:
-    """Turns what fitting tells into rows that a report reads, and moves the bar."""
+class FitLog:
+    """Writes the progress of fitting as events for the report, and updates the progress bar."""
 
-    def __init__(self, run, write, report: OnProgress, begun: float) -> None:
+    def __init__(self, run: FitRun, write: Callable[[Event], None], report: OnProgress, begun: float) -> None:
         self.run, self.write, self.report, self.begun, self.step = run, write, report, begun, 0
 
-    def take(self, kind: str, row: dict) -> None:
-        seconds = time.monotonic() - self.begun
-        if kind == "progress":
-            self.report(row["title"], row["done"], row["total"])
-        elif kind == "step":
-            self.step = row["step"]
-            steps = self.run.plan.steps
-            self.report(f"step {row['step']} of {steps}: {row['kl']:.4f} nats from the full model", row["step"], steps)
-            self.write("step", self._step(row, seconds))
-        elif kind == "lora":
-            steps = self.run.plan.lora_steps
-            self.report(f"LoRA {row['step']} of {steps}: {row['kl']:.4f} nats", row["step"], steps)
-        elif kind == "bits":
-            self.write("eval", {"step": self.step, "split": "valid", "bits": row["bits"], "loss": row["loss"],
-                                "seconds": seconds, "tokens": row["tokens"]})  # fmt: skip
-        elif kind == "note":
-            self.write("note", {"step": self.step, "text": row["text"]})
-        elif kind == "eval":
-            text = f"whole windows at step {row['step']}: {row['kl']:.4f} nats from the full model on texts kept aside"
-            self.write("note", {"step": row["step"], "text": text})
+    def take(self, event: WindowStep | Trial | LoraStep | Measured | NoteEvent | ProgressEvent) -> None:
+        match event:
+            case ProgressEvent():
+                self.report(event.title, event.done, event.total)
+            case WindowStep():
+                self.step, steps = event.step, self.run.plan.steps
+                title = f"step {event.step} of {steps}: {event.kl:.4f} nats from the full model"
+                self.report(title, event.step, steps)
+                self.write(self._step(event))
+            case LoraStep():
+                steps = self.run.plan.lora_steps
+                self.report(f"LoRA {event.step} of {steps}: {event.kl:.4f} nats", event.step, steps)
+            case Measured():
+                seconds = time.monotonic() - self.begun
+                self.write(EvalEvent(self.step, seconds, "valid", event.loss, event.bits, event.tokens))
+            case NoteEvent():
+                self.write(NoteEvent(self.step, event.text))
+            case Trial():
+                distance = f"{event.kl:.4f} nats from the full model on held-out texts"
+                self.write(NoteEvent(event.step, f"hard windows at step {event.step}: {distance}"))
 
-    def _step(self, row: dict, seconds: float) -> dict:
+    def _step(self, event: WindowStep) -> StepEvent:
         group, context = self.run.group, self.run.plan.context
-        spans = [[w for w in layer for _ in range(group)] for layer in row["windows"]]
+        spans = [[w for w in layer for _ in range(group)] for layer in event.windows]
         reach = [
-            [min(context, own.window or context, int(w + row["ramp"] / 2) + 1 + own.sinks) for w in layer]
+            [min(context, own.window or context, int(w + event.ramp / 2) + 1 + own.sink_tokens) for w in layer]
             for layer, own in zip(spans, self.run.layers, strict=True)
         ]
-        flat = [w for layer in spans for w in layer]
-        tokens = row["step"] * context
-        return {
-            "step": row["step"], "seconds": seconds, "tokens": tokens, "loss": row["kl"], "bits": None,
-            "penalty": row["price"] * sum(map(sum, row["windows"])), "price": row["price"], "lr": row["lr"],
-            "grad_norm": row["grad_norm"], "tokens_per_second": tokens / max(row["seconds"], 1e-9), "spans": spans,
-            "reach": reach, "memory": [max(layer) for layer in reach], "span_average": sum(flat) / len(flat),
-            "span_longest": max(flat),
-        }  # fmt: skip
+        flat, tokens = [w for layer in spans for w in layer], event.step * context
+        return StepEvent(
+            step=event.step, seconds=time.monotonic() - self.begun, tokens=tokens, loss=event.kl,
+            penalty=event.price * sum(map(sum, event.windows)), price=event.price, lr=event.lr,
+            grad_norm=event.grad_norm, tokens_per_second=tokens / max(event.seconds, 1e-9), spans=np.array(spans),
+            reach=np.array(reach), memory=[max(layer) for layer in reach], span_average=sum(flat) / len(flat),
+            span_longest=max(flat),
+        )  # fmt: skip
 
 
-FIT = Leaf(FitOptions, run)
+FIT = Command(FitOptions, run)

@@ -1,6 +1,6 @@
-"""`spanformer generate CHECKPOINT --prompt TEXT`: what a model writes after a prompt, as it writes it.
+"""`spanformer generate CHECKPOINT --prompt TEXT`: generate text from a prompt and print it as it is generated.
 
-Text goes to standard output, all else to standard error.
+Text goes to standard output, everything else to standard error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import tyro
 
-from spanformer.cli.leaf import Leaf
+from spanformer.cli.command import Command
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,53 +29,54 @@ DEFAULT_TEMPERATURE = 0.8
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """What a model writes after a prompt, as it writes it.
+    """Generate text from a prompt and print it as it is generated.
 
     For example:  spanformer generate out/demo --prompt "def main(" --temperature 0.8
-    An encoder–decoder answers instead:  spanformer generate out/seq2seq --prompt 31407
+    With an encoder–decoder, print its answer:  spanformer generate out/seq2seq --prompt 31407
     """
 
     checkpoint: tyro.conf.Positional[str]
     """a run's folder (its best checkpoint), a checkpoint, or an imported model"""
     prompt: tuple[str, ...] = ()
-    """the text to go on from; several are continued side by side"""
+    """the text to continue; several prompts are continued as one batch"""
     file: str = ""
-    """a file to go on from, of any length; - is standard input; with --prompt, that text follows the file's"""
+    """a file with the prompt, of any length; -: standard input; the text of --prompt is appended to it"""
     max_tokens: int = 256
-    """how many tokens to write, unless a stop string ends the text"""
+    """maximum number of tokens to generate; a stop string can end the text sooner"""
     temperature: float | None = None
-    """0: always the likeliest token; the higher, the more surprising; 0.8 if not given"""
+    """sampling temperature; 0: greedy decoding; 0.8 if not given"""
     top_k: int = 0
-    """choose among so many likeliest tokens; 0: all"""
+    """sample from this many most likely tokens; 0: all"""
     top_p: float = 1.0
-    """choose among the likeliest tokens that together have this probability"""
+    """sample from the most likely tokens whose probabilities sum to this"""
     min_p: float = 0.0
-    """leave out tokens that are less than this times as likely as the likeliest"""
+    """exclude tokens whose probability is below this times the highest"""
     repetition: float = 1.0
-    """above 1: tokens that came before are less likely"""
+    """repetition penalty: above 1, tokens that already occurred become less likely"""
     repetition_window: int = 64
-    """how many of the last tokens --repetition looks at"""
+    """number of recent tokens that --repetition applies to"""
     seed: int | None = None
-    """the same seed gives the same text"""
+    """random seed; the same seed gives the same text"""
     stop: tuple[str, ...] = ()
-    """texts that end the text, and are left out"""
+    """stop strings; not included in the output"""
     beams: int = 1
-    """above 1: search for the likeliest text with so many beams, instead of drawing"""
+    """above 1: search for the most likely text with this many beams instead of sampling"""
     lookup: int = 0
-    """guess up to so many tokens where the text repeats itself, and check them in one step: the same text, sooner"""
+    """prompt-lookup decoding: propose up to this many tokens from a repeated passage and verify them in one step;
+    same text, faster"""
     chunk: int = 512
-    """tokens of the prompt read at once"""
+    """prompt tokens per forward pass"""
     cache_bits: Literal[0, 8] = 0
-    """8: keep keys and values in 8 bits each; 0: as the model computes them, or as they were in --load-cache"""
+    """8: store the KV cache in 8 bits per number; 0: in the model's dtype, or as stored in --load-cache"""
     save_cache: str = ""
-    """keep what was read of the prompt in this file (with --lookup, if it is to be used with --lookup)"""
+    """save the KV cache of the prompt to this file (give --lookup too if you will load it with --lookup)"""
     load_cache: str = ""
-    """go on after the text in such a file; --prompt or --file is what follows it"""
+    """continue from a KV cache saved by --save-cache; --prompt or --file is appended to its text"""
 
 
 def run(options: GenerateOptions) -> None:
     from spanformer.cli.progress import Progress
-    from spanformer.cli.reading import TextFile, model_vocabulary, prompt_ids
+    from spanformer.cli.text_input import TextFile, model_vocabulary, prompt_ids
     from spanformer.infer import generate_batch
     from spanformer.infer.counts import check_counts
     from spanformer.memory.cache import Cache
@@ -94,7 +95,7 @@ def run(options: GenerateOptions) -> None:
         _answers(lm, prompts, vocab, options)
         return
     if not isinstance(lm, LM):
-        raise ValueError(f"{options.checkpoint} holds a model of kind {lm.config.kind!r}, which writes no text")
+        raise ValueError(f"{options.checkpoint} holds a model of kind {lm.config.kind!r}, which cannot generate")
     if options.load_cache:
         cache = Cache.load(options.load_cache, lm)
     else:
@@ -112,11 +113,11 @@ def run(options: GenerateOptions) -> None:
         def on_read(done: int, total: int) -> None:
             count.matter = total
             count.note(cache)
-            report("reading the prompt", done, total)
+            report("prefilling the prompt", done, total)
             if done == total and options.save_cache:
                 cache.save(options.save_cache)
             if done == total:
-                report("writing" if options.beams == 1 else f"searching with {options.beams} beams", 0, 0)
+                report("generating" if options.beams == 1 else f"searching with {options.beams} beams", 0, 0)
 
         pieces = generate_batch(
             lm, list(map(watched, range(len(prompts)))), vocab=vocab, sampling=sampling, max_tokens=options.max_tokens,
@@ -133,7 +134,7 @@ def run(options: GenerateOptions) -> None:
 
 
 def _answers(model: Seq2Seq, prompts: list[str], vocab: Vocab, options: GenerateOptions) -> None:
-    """The answer to each prompt on a line of its own."""
+    """Print the answer to each prompt on its own line."""
     from spanformer.cli.progress import Progress
     from spanformer.infer import answer
 
@@ -143,8 +144,8 @@ def _answers(model: Seq2Seq, prompts: list[str], vocab: Vocab, options: Generate
     if unfit := [name for name in others if getattr(options, name) != getattr(default, name)]:
         named = ", ".join("--" + name.replace("_", "-") for name in unfit)
         raise ValueError(
-            f"{named} is for language models; an encoder–decoder takes --prompt, --beams and --max-tokens, and answers "
-            "with what is likeliest"
+            f"{named} is for language models; with an encoder–decoder use --prompt, --beams and --max-tokens only "
+            "(it does not sample)"
         )
     with Progress(transient=True) as report:
         report("answering", 0, 0)
@@ -154,7 +155,7 @@ def _answers(model: Seq2Seq, prompts: list[str], vocab: Vocab, options: Generate
 
 
 def _sampling(options: GenerateOptions) -> Sampling | None:
-    """None: a search by beams, which draws nothing."""
+    """None: beam search, which does not sample."""
     from spanformer.infer import Sampling
 
     temperature = DEFAULT_TEMPERATURE if options.temperature is None else options.temperature
@@ -166,14 +167,14 @@ def _sampling(options: GenerateOptions) -> Sampling | None:
 
 def _prompts(options: GenerateOptions) -> list[str]:
     if options.file and len(options.prompt) > 1:
-        raise ValueError(f"there is a file and {len(options.prompt)} prompts; expected at most one, to follow it")
+        raise ValueError(f"--file is given with {len(options.prompt)} prompts; expected at most one, appended to it")
     if not options.file and not options.prompt:
-        raise ValueError("there is no prompt; give --prompt TEXT or --file PATH (- is standard input)")
+        raise ValueError("no prompt is given; expected --prompt TEXT or --file PATH (- is standard input)")
     return list(options.prompt or [""])
 
 
 def _write(pieces: Iterator[Piece], prompts: list[str], count: _Count) -> None:
-    """One text as it comes; of several, the first as it comes and then the others, each under its prompt."""
+    """Print the first text as it is generated and then the others, each below its prompt."""
     texts = [""] * len(prompts)
     if len(prompts) > 1:
         _put(_title(0, prompts))
@@ -199,18 +200,18 @@ def _put(text: str) -> None:
 @dataclass
 class _Count:
     before: int
-    """tokens that a loaded cache had seen"""
+    """tokens in the loaded KV cache"""
     beams: int
     prompts: list[int]
-    """tokens of each"""
+    """tokens of each prompt"""
     matter: int = 0
-    """of the longest prompt, how many tokens were read by the model"""
+    """tokens of the longest prompt that the model processed"""
     made: int = 0
     bytes: int = 0
-    """the most that the cache took: rows go when they end, and beams come"""
+    """peak size of the KV cache: rows are removed when they end, and beams are added"""
     start: float = field(default_factory=time.perf_counter)
     read: float = 0.0
-    """when the prompt was read and the first token chosen"""
+    """time at which the prompt was processed and the first token chosen"""
 
     def note(self, cache: Cache) -> None:
         self.bytes = max(self.bytes, cache.bytes())
@@ -220,14 +221,14 @@ class _Count:
         prompt = sum(self.prompts)
         lines = [f"prompt: {prompt:,} tokens in {reading:.2f} s"]
         if self.matter < max(self.prompts):
-            lines[0] += f"; no head can see beyond the last {self.matter:,}, so only these were read"
+            lines[0] += f"; heads see only the last {self.matter:,}, so the others were skipped"
         # The first token came with the prompt.
         rate = f", {(self.made - 1) / seconds:,.1f} tokens/s" if self.made > 1 else ""
-        lines.append(f"written: {self.made:,} tokens in {seconds:.2f} s{rate}")
+        lines.append(f"generated: {self.made:,} tokens in {seconds:.2f} s{rate}")
         tokens = self.before + prompt + self.made
-        full = cache.full_bytes(tokens) // cache.batch * self.beams  # it counts each row the cache has now
+        full = cache.full_bytes(tokens) // cache.batch * self.beams  # full_bytes counts each row the cache has now
         kept = f"{_size(full)} for these {tokens:,} tokens" + f" and {self.beams} beams" * (self.beams > 1)
-        lines.append(f"cache: {_size(self.bytes)}; full attention would keep {kept}")
+        lines.append(f"KV cache: {_size(self.bytes)}; full attention would need {kept}")
         return "\n".join(lines)
 
 
@@ -238,4 +239,4 @@ def _size(count: int) -> str:
     return f"{count} bytes"
 
 
-GENERATE = Leaf(GenerateOptions, run)
+GENERATE = Command(GenerateOptions, run)

@@ -1,6 +1,6 @@
-"""The command line: finds a command by its one or two words, reads its options, and runs it.
+"""The command line: finds a command by its one or two words, parses its options, and runs it.
 
-A command module is imported only when its command is asked for, so `spanformer --help` answers at once.
+A command module is imported only when its command runs, so `spanformer --help` is fast.
 """
 
 from __future__ import annotations
@@ -14,68 +14,72 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import spanformer
-from spanformer.cli.leaf import HELP, Incomplete, Leaf
+from spanformer.cli.command import HELP, Command, Incomplete
 from spanformer.core.text import printable
 
 
 @dataclass(frozen=True)
-class Command:
+class Route:
     module: str
-    """holds a Leaf, under the name below"""
+    """module with a Command of the name below"""
     name: str
     help: str
 
 
 COMMANDS = {
-    "train": Command("spanformer.cli.train", "TRAIN", "train a model from a run file"),
-    "eval": Command("spanformer.cli.eval", "EVAL", "bits per character or perplexity of a text"),
-    "generate": Command("spanformer.cli.generate", "GENERATE", "what a model writes after a prompt"),
-    "score": Command("spanformer.cli.score", "SCORE", "bits per character of any file, token by token"),
-    "spans": Command("spanformer.cli.spans", "SPANS", "what every head has learned, as a table and bars"),
-    "heatmap": Command("spanformer.cli.heatmap", "HEATMAP", "where every head looks while a model reads a sentence"),
-    "report": Command("spanformer.cli.report", "RUNS", "one page of pictures of one run or several"),
-    "show": Command("spanformer.cli.show", "SHOW", "what a pattern of attention sees, as a picture, and what it costs"),
-    "cost": Command("spanformer.cli.cost", "COST", "what attention costs by arithmetic, mechanism by mechanism"),
-    "compare": Command("spanformer.cli.compare", "COMPARE", "train several mechanisms alike and report them together"),
-    "sweep": Command("spanformer.cli.sweep", "SWEEP", "train at several span limits and compare"),
-    "data": Command("spanformer.cli.data", "DATA", "prepare a corpus and say what is in it"),
-    "import-original": Command("spanformer.cli.original", "IMPORT", "a checkpoint of the paper's code as our model"),
-    "fit-spans": Command("spanformer.cli.fit_spans", "FIT", "learn the spans of a pretrained model to a memory budget"),
-    "probe": Command("spanformer.cli.probe", "PROBE", "what a model still finds far back in a text"),
-    "export-windows": Command("spanformer.cli.export_windows", "EXPORT", "learned spans as windows by layer"),
-    "bench attention": Command("spanformer.cli.bench", "ATTENTION", "time attention against everything comparable"),
-    "bench decode": Command(
-        "spanformer.cli.bench", "DECODE", "time decoding, prefill and streaming with per-head caches"
+    "train": Route("spanformer.cli.train", "TRAIN", "train a model from a run file"),
+    "eval": Route("spanformer.cli.eval", "EVAL", "measure bits per character or perplexity on a text"),
+    "generate": Route("spanformer.cli.generate", "GENERATE", "generate text from a prompt"),
+    "score": Route("spanformer.cli.score", "SCORE", "compute the bits per character of any file, token by token"),
+    "spans": Route("spanformer.cli.spans", "SPANS", "print the learned span of every head, as a table and bars"),
+    "heatmap": Route("spanformer.cli.heatmap", "HEATMAP", "draw the attention weights of every head over a text"),
+    "report": Route("spanformer.cli.report", "RUNS", "write a page with pictures of one or several runs"),
+    "show": Route("spanformer.cli.show", "SHOW", "draw which keys an attention pattern sees; print its cost"),
+    "cost": Route("spanformer.cli.cost", "COST", "compute FLOPs, memory and KV cache of each mechanism"),
+    "compare": Route("spanformer.cli.compare", "COMPARE", "train several mechanisms under equal conditions and report"),
+    "sweep": Route("spanformer.cli.sweep", "SWEEP", "train with several span limits and compare the runs"),
+    "data": Route("spanformer.cli.data", "DATA", "prepare a corpus and print its sizes"),
+    "import-original": Route(
+        "spanformer.cli.original", "IMPORT", "convert a checkpoint of the original adaptive-span code"
     ),
-    "bench fit-spans": Command(
-        "spanformer.cli.bench", "FIT_SPANS", "key/value memory against loss of a pretrained model"
+    "fit-spans": Route("spanformer.cli.fit_spans", "FIT", "learn spans for a pretrained model within a KV budget"),
+    "probe": Route("spanformer.cli.probe", "PROBE", "measure what a model recalls from far back in a text"),
+    "export-windows": Route("spanformer.cli.export_windows", "EXPORT", "convert learned spans to one window per layer"),
+    "bench attention": Route("spanformer.cli.bench", "ATTENTION", "time attention against comparable implementations"),
+    "bench decode": Route(
+        "spanformer.cli.bench", "DECODE", "time decoding, prefill and streaming with per-head KV caches"
     ),
-    "bench gallery": Command(
+    "bench fit-spans": Route(
+        "spanformer.cli.bench", "FIT_SPANS", "measure loss of a pretrained model against its KV cache size"
+    ),
+    "bench gallery": Route(
         "spanformer.cli.bench", "GALLERY", "time every mechanism and position; write docs/gallery.md"
     ),
-    "bench hf": Command("spanformer.cli.bench", "HF", "time a Hugging Face model with spans beside itself"),
-    "bench longformer": Command("spanformer.cli.bench", "LONGFORMER", "time Longformer's pattern beside a dense mask"),
-    "bench patterns": Command("spanformer.cli.bench", "PATTERNS", "time fixed patterns beside a dense mask"),
-    "bench per-token": Command("spanformer.cli.bench", "PER_TOKEN", "time per token as the sequence grows"),
-    "bench positions": Command("spanformer.cli.bench", "POSITIONS", "time position encodings over none"),
-    "bench products": Command("spanformer.cli.bench", "PRODUCTS", "time matrix products, MKL beside oneDNN"),
-    "bench quality": Command("spanformer.cli.bench", "QUALITY", "train the paper's recipe and ours on enwik8"),
-    "bench train-step": Command("spanformer.cli.bench", "TRAIN_STEP", "time a training step beside the paper's code"),
-    "report attention": Command("spanformer.cli.report", "ATTENTION", "tables and pictures of an attention benchmark"),
+    "bench hf": Route("spanformer.cli.bench", "HF", "time a Hugging Face model with and without spans"),
+    "bench longformer": Route("spanformer.cli.bench", "LONGFORMER", "time Longformer's pattern against a dense mask"),
+    "bench patterns": Route("spanformer.cli.bench", "PATTERNS", "time fixed patterns against a dense mask"),
+    "bench per-token": Route("spanformer.cli.bench", "PER_TOKEN", "measure time per token as the sequence grows"),
+    "bench positions": Route("spanformer.cli.bench", "POSITIONS", "time position encodings against none"),
+    "bench products": Route("spanformer.cli.bench", "PRODUCTS", "time matrix products, MKL against oneDNN"),
+    "bench quality": Route("spanformer.cli.bench", "QUALITY", "train the paper's recipe and spanformer's on enwik8"),
+    "bench train-step": Route("spanformer.cli.bench", "TRAIN_STEP", "time a training step against the paper's code"),
+    "report attention": Route(
+        "spanformer.cli.report", "ATTENTION", "print and draw the results of an attention benchmark"
+    ),
 }
 """Two words are looked up before one: `report attention FILE` and `report RUN` can both be commands."""
-ABOUT = "spanformer: attention heads that learn how far to look, and cost only that much."
-FIRST = "Begin with:  spanformer train runs/demo.toml      (three minutes; ends with a report to look at)"
+ABOUT = "spanformer: attention heads that learn how far to look back, at a cost that shrinks with their spans."
+FIRST = "Begin with:  spanformer train runs/demo.toml      (three minutes; ends with a report)"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command. A mistake in its options ends with one sentence and exit code 2, never with a traceback."""
+    """Run a command. A mistake in its options prints one sentence and exits with code 2, without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         words, rest = find(arguments)
-        leaf: Leaf = getattr(importlib.import_module(COMMANDS[words].module), COMMANDS[words].name)
-        leaf.run(_parse(leaf, f"spanformer {words}", rest))
-    except BrokenPipeError:  # who reads the output has had enough of it, as in `spanformer … | head`
+        command: Command = getattr(importlib.import_module(COMMANDS[words].module), COMMANDS[words].name)
+        command.run(_parse(command, f"spanformer {words}", rest))
+    except BrokenPipeError:  # the reader closed the pipe, as in `spanformer … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
         raise SystemExit(141) from None
     except OSError as error:
@@ -85,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (MemoryError, RuntimeError) as error:
         if not _out_of_memory(error):
             raise
-        _end(f"there is not enough memory ({(str(error) or 'MemoryError').splitlines()[0]}); ask for smaller sizes", 2)
+        _end(f"out of memory ({(str(error) or 'MemoryError').splitlines()[0]}); choose smaller sizes", 2)
     except Incomplete as error:
         _end(str(error), 1)
     except KeyboardInterrupt as stop:
@@ -93,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def find(arguments: list[str]) -> tuple[str, list[str]]:
-    """The words of the command, and the arguments after them; prints help and the version where they are asked for."""
+    """The words of the command, and the arguments after them; prints help or the version if requested."""
     for count in (2, 1):
         words = " ".join(arguments[:count])
         if words in COMMANDS:
@@ -113,16 +117,16 @@ def find(arguments: list[str]) -> tuple[str, list[str]]:
     raise ValueError(f"there is no command '{first} {second}'; expected {' or '.join(group)}")
 
 
-def _parse(leaf: Leaf, program: str, arguments: list[str]) -> object:
-    if leaf.parse is not None:
-        return leaf.parse(program, arguments)
+def _parse(command: Command, program: str, arguments: list[str]) -> object:
+    if command.parse is not None:
+        return command.parse(program, arguments)
     from spanformer.cli.options import parse_options
 
-    return parse_options(leaf.options, program, arguments)
+    return parse_options(command.options, program, arguments)
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """torch has no type of its own for a size that a CPU cannot have."""
+    """By message: torch has no exception class for allocations that fail on a CPU."""
     said = ("can't allocate memory", "Storage size calculation overflowed", "out of memory")
     return isinstance(error, MemoryError) or any(words in str(error) for words in said)
 
@@ -133,12 +137,12 @@ def _help(commands: Iterable[str]) -> NoReturn:
     print(ABOUT, "", "Commands:", *("  spanformer " + line for line in lines), "", sep="\n")
     if commands is COMMANDS:
         print(FIRST)
-    print("Every command explains its options:  spanformer COMMAND --help")
+    print("Options of a command:  spanformer COMMAND --help")
     raise SystemExit(0)
 
 
 def _end(sentence: str, code: int) -> NoReturn:
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(5)  # under torchrun the first process says most likely the same, and torchrun then ends this one
+        time.sleep(5)  # under torchrun, rank 0 probably prints the same message, and torchrun then ends this process
     print("spanformer: " + printable(" ".join(sentence.split())), file=sys.stderr)
     raise SystemExit(code)

@@ -1,4 +1,4 @@
-"""The commands that go on after a training run, as they can be typed."""
+"""Commands to suggest after a training run, ready to type."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from spanformer.core.text import printable
 from spanformer.train.config import RunConfig
 
 PROMPTS = {"stdlib": "def main("}
-"""a beginning that suits a corpus, by its name; `the` is in the vocabulary of most others"""
+"""a suitable prompt for each named corpus; `the` is in the vocabulary of most others"""
 
 
 def next_commands(out: Path, config: RunConfig, program: str) -> str:
-    """A line for each command. program: sys.argv[0]."""
+    """One line per command. program: sys.argv[0]."""
     spanformer, folder = as_typed(program), shlex.quote(str(out))
     lines = [f"{spanformer} {words}" for words in _commands(folder, config)]
     report, opener = out / "report" / "report.html", "open" if sys.platform == "darwin" else "xdg-open"
@@ -26,7 +26,7 @@ def next_commands(out: Path, config: RunConfig, program: str) -> str:
 
 
 def as_typed(program: str) -> str:
-    """How this program is called from the current folder."""
+    """The shortest way to call this program from the current folder."""
     path = Path(program)
     if path.name == "__main__.py":
         return shlex.join([sys.orig_argv[0], "-m", "spanformer"])

@@ -1,7 +1,7 @@
-"""Options from a dataclass, by tyro; what it refuses is said in one sentence of ours.
+"""Options from a dataclass, parsed by tyro; errors are one plain sentence.
 
-tyro parses and prints the help. When it refuses, the words are walked once more to find the one that is wrong: tyro's
-own wording repeats Python's ("invalid literal for int() with base 10") and comes in a box for people to look at.
+tyro parses and prints the help. If it fails, `_explain` walks the arguments again to find the wrong one: tyro's own
+message repeats Python's ("invalid literal for int() with base 10") and comes in a box.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import typing
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-from spanformer.cli.leaf import HELP
+from spanformer.cli.command import HELP
+from spanformer.core.fields import Entry, element, expected, members, nearest, readable, walk
 from spanformer.core.text import printable
-from spanformer.model.fields import Entry, element, expected, members, nearest, readable, walk
 
 T = TypeVar("T")
 
 
 def parse_options(options: type[T], program: str, arguments: list[str], default: T | None = None) -> T:
-    """An instance of the dataclass; prints the help and exits where that is asked for. A mistake is a ValueError.
+    """Parse the arguments into the dataclass. --help prints the help and exits; a mistake raises ValueError.
 
-    default: the instance whose values hold where no option says otherwise.
+    default: instance with the values of options that are not given.
     """
     import tyro
 
@@ -47,7 +47,7 @@ def parse_options(options: type[T], program: str, arguments: list[str], default:
 
 
 def _explain(options: type, arguments: list[str]) -> str | None:
-    """What is wrong with the first word that is; None if that is not to be seen from the words alone."""
+    """What is wrong with the first wrong argument; None if the arguments alone do not show it."""
     import tyro
 
     (positional,) = typing.get_args(tyro.conf.Positional[str])[1:]
@@ -77,7 +77,7 @@ def _explain(options: type, arguments: list[str]) -> str | None:
 
 
 def _explain_value(option: str, entry: Entry, words: list[str]) -> tuple[str | None, list[str]]:
-    """What is wrong with an option's words, if something is, and the words it does not take."""
+    """What is wrong with the values of an option (or None), and the words that it does not take."""
     if entry.hint is bool:
         if words and words[0].lower() in ("true", "false", "yes", "no", "1", "0"):
             section, dot, name = option[2:].rpartition(".")
@@ -96,7 +96,7 @@ def _explain_value(option: str, entry: Entry, words: list[str]) -> tuple[str | N
 
 
 def _fits(hint: Any, word: str) -> bool:
-    """Whether a word can be read as this type."""
+    """Whether a word can be parsed as this type."""
     for member in members(hint):
         if member is types.NoneType or member is bool or typing.get_origin(member) is typing.Literal:
             choices = {types.NoneType: (None,), bool: (True, False)}.get(member) or typing.get_args(member)
@@ -110,7 +110,7 @@ def _fits(hint: Any, word: str) -> bool:
 
 
 def _groups(arguments: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """(option, the words after it); first those before any option, whose option is ""."""
+    """(option, the words after it); the first pair has option "" and the words before any option."""
     option, words = "", []
     for argument in arguments:
         if re.match(r"--?[A-Za-z]", argument):  # not -0.5
@@ -133,7 +133,7 @@ def _named(option: str, known: dict[str, tuple[str, Entry]]) -> tuple[str, Entry
 
 
 def _spelling(option: str) -> str:
-    """--optim.span-lr and optim.span_lr are one option."""
+    """--optim.span-lr and optim.span_lr are the same option."""
     return option.lstrip("-").replace("-", "_")
 
 
@@ -144,7 +144,7 @@ def _shown(key: str) -> str:
 
 @contextlib.contextmanager
 def _unwrapped() -> Iterator[None]:
-    """Lines as long as they need to be: a box as narrow as the terminal cuts long words in two."""
+    """Disable wrapping: a box as narrow as the terminal splits long words."""
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "100000"
     try:
@@ -156,8 +156,8 @@ def _unwrapped() -> Iterator[None]:
 
 
 def _sentence(box: str) -> str:
-    """What stands in tyro's box before its hints, on one line. Where the screen has no characters for a box, a rule
-    also stands below the title."""
+    """The message in tyro's box before its hints, on one line. Without box-drawing characters, the title also has a
+    rule below it."""
     parts: list[list[str]] = [[]]
     for line in box.splitlines():
         text = line.strip().strip("│").strip()
@@ -167,4 +167,4 @@ def _sentence(box: str) -> str:
             parts[-1].append(text)
     message = parts[0] if "╭" in box else [*parts, []][1]
     text = " ".join(" ".join(message).split()).rstrip(".") or "these options could not be read"
-    return re.sub(r"^Error parsing \w[\w.]*: ", "", text)  # a dataclass's own check names what is wrong
+    return re.sub(r"^Error parsing \w[\w.]*: ", "", text)  # the dataclass's own check already names the option

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from spanformer.cli.leaf import Leaf
+from spanformer.cli.command import Command
 from spanformer.cli.progress import Progress
+from spanformer.convert.original_settings import Settings
 from spanformer.core.text import printable
-from spanformer.model.original_settings import Settings
 
 if TYPE_CHECKING:
     from spanformer.model.config import ModelConfig
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 class ImportOptions(Settings):
     """Convert a checkpoint of the adaptive-span paper's code into a model folder.
 
-    The checkpoint holds the weights; the options name what it does not hold.
+    The checkpoint holds only weights; the options give the settings that it does not record.
     """
 
     checkpoint: tyro.conf.Positional[str]
-    """the file that code saved"""
+    """the checkpoint file, as saved by the paper's code"""
     out: tyro.conf.Positional[str]
-    """folder to write the model to; spanformer.load reads it"""
+    """output folder of the model, for spanformer.load"""
     text: str = ""
-    """the train.txt that the model was trained on, for its vocabulary; empty: the model reads and writes ids only"""
+    """train.txt of the training data, for the vocabulary; empty: the model handles token ids only"""
 
 
 def run(options: ImportOptions) -> None:
-    from spanformer.model.original import import_original
+    from spanformer.convert.original import import_original
 
     vocabulary = functools.partial(read_vocabulary, Path(options.text)) if options.text else None
     with Progress(transient=True) as report:
@@ -47,8 +47,8 @@ def run(options: ImportOptions) -> None:
 
 
 def read_vocabulary(text: Path, config: ModelConfig) -> dict:
-    """The words of train.txt with the ids that the paper's code gives them: in order of first appearance or, with
-    adaptive embeddings, by falling frequency, the later one of equals first."""
+    """The words of train.txt with the ids of the paper's code: in order of first appearance or, with adaptive
+    embeddings, by decreasing frequency; among equals, the last to appear comes first."""
     from spanformer.data.pieces import texts, whole
     from spanformer.data.vocab import Words, split_words
 
@@ -62,9 +62,9 @@ def read_vocabulary(text: Path, config: ModelConfig) -> dict:
     if len(found) != config.vocab:
         raise ValueError(
             f"--text {text} has {len(found):,} different words, <eos> included, and the model has {config.vocab:,}; "
-            "expected the train.txt that it was trained on"
+            "expected the train.txt of its training data"
         )
     return Words(found).to_json()
 
 
-IMPORT = Leaf(ImportOptions, run)
+IMPORT = Command(ImportOptions, run)

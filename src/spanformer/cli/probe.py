@@ -1,4 +1,4 @@
-"""`spanformer probe MODEL`: what a model still finds far back in a text, by context and depth."""
+"""`spanformer probe MODEL`: measure what a model recalls from far back in a text, by context length and depth."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tyro
 
-from spanformer.cli.leaf import Leaf
+from spanformer.cli.command import Command
 from spanformer.cli.progress import Progress
 from spanformer.core.files import write_text
 from spanformer.core.text import printable
@@ -18,28 +18,28 @@ from spanformer.core.text import printable
 @dataclass(frozen=True)
 class ProbeOptions:
     models: tyro.conf.Positional[tuple[str, ...]]
-    """one or several, such as a model and what fit-spans made of it: folders in Hugging Face's format (also those that
-    fit-spans wrote), .gguf files, or names on the hub"""
+    """one or several models, such as a model and its fit-spans result: folders in Hugging Face's format (those of
+    fit-spans included), .gguf files, or names on the Hugging Face Hub"""
     contexts: tuple[int, ...] = (512, 1024, 2048)
-    """how many tokens the texts have"""
+    """lengths of the texts in tokens"""
     depths: int = 5
-    """places of what is asked for, from the beginning to just before the question"""
+    """number of positions of the hidden fact, from the beginning of the text to just before the question"""
     tasks: int = 4
-    """texts of each context and depth"""
+    """texts per context length and depth"""
     seed: int = 0
     budget: float = 0.0
-    """also the last model with uniform windows of this share of the key/value memory, for comparison; 0: not"""
-    sinks: int = 4
-    """first tokens that stay visible beside those windows"""
+    """for comparison, also probe the last model with uniform windows that keep this share of the KV cache; 0: do not"""
+    sink_tokens: int = 4
+    """first tokens of the text that stay visible in addition to those windows"""
     save: str = ""
-    """a file for the figures, as JSON"""
+    """write the results to this file, as JSON"""
     picture: str = ""
-    """a file for the curves over depth, such as probe.png"""
+    """draw the curves over depth to this file, such as probe.png"""
 
     def __post_init__(self) -> None:
         if not self.contexts or min(self.contexts) < 1:
-            raise ValueError(f"contexts is {list(self.contexts)}; expected at least one, each of 1 token or more")
-        for name, least in (("depths", 2), ("tasks", 1), ("budget", 0), ("sinks", 0)):
+            raise ValueError(f"contexts is {list(self.contexts)}; expected at least one length, each at least 1")
+        for name, least in (("depths", 2), ("tasks", 1), ("budget", 0), ("sink_tokens", 0)):
             if not getattr(self, name) >= least:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected {least} or more")
 
@@ -55,8 +55,8 @@ def run(options: ProbeOptions) -> None:
     from spanformer.hf.spans import head_spans
 
     if not options.models or len(set(options.models)) < len(options.models):
-        raise ValueError(f"models is {list(options.models)}; expected at least one, and none twice")
-    budget = Budget(options.budget, max(options.contexts), options.sinks) if options.budget else None
+        raise ValueError(f"models is {list(options.models)}; expected at least one model, each given once")
+    budget = Budget(options.budget, max(options.contexts), options.sink_tokens) if options.budget else None
     found: dict[str, list[Found]] = {}
     with Progress() as report:
 
@@ -76,15 +76,15 @@ def run(options: ProbeOptions) -> None:
         if budget:
             if fitted:
                 detach(model)
-            attach(model, max_span=budget.context, sinks=options.sinks)
+            attach(model, max_span=budget.context, sink_tokens=options.sink_tokens)
             spans = list(head_spans(model).values())
             check_layers(spans)
-            budget = budget_of(spans, options.budget, budget.context, options.sinks)
+            budget = budget_of(spans, options.budget, budget.context, options.sink_tokens)
             set_windows(model, uniform(len(spans), spans[0].groups, budget))
             look(f"{name}, uniform windows of {options.budget:g}")
     for title, rows in found.items():
-        for find, what in (("key", "pass keys in filler"), ("pair", "boxes among others")):
-            head = f"{printable(title)}: {what}, found whole, and nats of a token"
+        for find, what in (("key", "pass keys in filler text"), ("pair", "boxes among others")):
+            head = f"{printable(title)}: {what}, recalled exactly, and nats per token"
             print(table([row for row in rows if row.find == find], head))
     kept = {title: as_rows(rows) for title, rows in found.items()}
     if options.save:
@@ -95,4 +95,4 @@ def run(options: ProbeOptions) -> None:
         print(f"picture: {printable(depth_picture(kept).save(Path(options.picture)))}")
 
 
-PROBE = Leaf(ProbeOptions, run)
+PROBE = Command(ProbeOptions, run)

@@ -1,4 +1,4 @@
-"""Shows on standard error how far work is: a live bar on a terminal, a line every few seconds elsewhere."""
+"""Progress on standard error: a live bar in a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from rich.text import Text
 from spanformer.core.text import printable
 
 INTERVAL = 8.0
-"""seconds between two lines where there is no terminal; with what a busy machine adds, a line at least every ten"""
+"""seconds between two lines without a terminal; on a busy machine, still a line at least every ten seconds"""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One piece of work that goes from nothing to its total at some pace."""
+    """One piece of work, from its first report to its total."""
 
     title: str
     done: float = 0.0
     total: float = 0.0
-    """0 where nobody knows"""
+    """0: unknown"""
     began: float = 0.0
-    """the clock when the stage began"""
+    """clock time of the start of the stage"""
     first: float = 0.0
-    """what was done when it began"""
+    """amount done at the start of the stage"""
     reported: float = 0.0
-    """the clock when this much was done"""
+    """clock time of the last report"""
 
     def left(self, now: float) -> float | None:
-        """Seconds, by the pace until the last report; None where there is no pace yet, or work takes longer than it
-        lets expect."""
+        """Estimated seconds left, from the pace until the last report; None without a pace, or if the work is
+        overdue."""
         if not self.total or self.done <= self.first:
             return None
         pace = (self.reported - self.began) / (self.done - self.first)
@@ -52,16 +52,16 @@ class Stage:
 
 
 class Progress:
-    """Work reports to it by calling it with a title, how much is done and how much there is (0: nobody knows).
+    """Called with a title, the amount done and the total (0: unknown).
 
-    A thread prints the lines, so that a single slow step is not silent either.
+    A thread prints the lines, so that they also appear during a single slow step.
     """
 
     def __init__(
         self, *, transient: bool = False, shown: bool = True, interval: float = INTERVAL,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """transient: the bar goes away at the end. shown: False shows neither bar nor lines."""
+        """transient: remove the bar at the end. shown: False prints neither bar nor lines."""
         self.console = Console(stderr=True, highlight=False)
         terminal = self.console.is_terminal
         columns = (
@@ -90,8 +90,8 @@ class Progress:
         self.bar.stop()
 
     def __call__(self, title: str, done: float, total: float, *, seconds: float | None = None) -> None:
-        """seconds: what was done took so long, for work that keeps the time itself. Otherwise time is counted from the
-        first report of a stage: one stage goes on while the total stays and what is done does not shrink."""
+        """seconds: time taken so far, from work that measures it itself. Otherwise time counts from the first report
+        of a stage. A stage lasts while the total stays the same and `done` does not decrease."""
         now, last = self._clock(), self.stage
         if seconds is not None:
             began, first = now - seconds, 0.0
@@ -103,12 +103,12 @@ class Progress:
         self.bar.update(self._task, description=escape(printable(title)), completed=done, total=total or None)
 
     def say(self, text: str) -> None:
-        """A line worth keeping."""
+        """Print a line that stays on the screen."""
         self._said = self._clock()
         self.console.print(escape(printable(text)), soft_wrap=True)
 
     def tick(self) -> float:
-        """Print a line if there was none for an interval; returns the seconds until the next is due."""
+        """Print a line if the last one is an interval old; returns the seconds until the next is due."""
         now = self._clock()
         if now - self._said >= self._interval:
             self.say(self.stage.line(now))
@@ -122,12 +122,12 @@ class Progress:
         while not self._ended.wait(wait):
             try:
                 wait = self.tick()
-            except (OSError, ValueError):  # nobody reads standard error any more; the work itself goes on
+            except (OSError, ValueError):  # standard error was closed; the work continues
                 return
 
 
 class _Times(rich.ProgressColumn):
-    """The same times as in a line, so that both say the same."""
+    """The same times as in a line, for the bar."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`spanformer report …`: tables and pictures from result files alone."""
+"""`spanformer report …`: print tables and draw pictures from result files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from spanformer.cli.leaf import Leaf
+from spanformer.cli.command import Command
 from spanformer.cli.progress import Progress
 from spanformer.core.text import printable
 from spanformer.report import attention as report
@@ -21,17 +21,17 @@ class AttentionReport:
     """Print the tables of an attention benchmark and draw its pictures beside the file."""
 
     path: tyro.conf.Positional[Path]
-    """The result file, attention.json."""
+    """the result file, attention.json"""
 
 
 @dataclass(frozen=True)
 class RunsReport:
-    """Draw one run, or several side by side, as one HTML page and pictures."""
+    """Draw one run, or several runs next to each other, as one HTML page with pictures."""
 
     runs: tyro.conf.Positional[tuple[str, ...]]
-    """Folders of runs, or their events.jsonl."""
+    """folders of runs, or their events.jsonl"""
     out: str = ""
-    """Folder to write to; by default `report` in the run's folder, or out/report-A-B of several runs A and B."""
+    """output folder; by default `report` in the run's folder, or out/report-A-B for several runs A and B"""
 
 
 def show_runs(options: RunsReport) -> None:
@@ -40,7 +40,7 @@ def show_runs(options: RunsReport) -> None:
     from spanformer.report.spans_text import summary
 
     if not options.runs:
-        raise ValueError("no run was named; expected the folder of at least one")
+        raise ValueError("no run is given; expected the folder of at least one run")
     paths = [Path(run) for run in options.runs]
     runs = read_runs(paths)
     for each in runs:
@@ -58,7 +58,7 @@ def show_runs(options: RunsReport) -> None:
 
 
 def show_attention(path: Path) -> None:
-    """Print the tables, draw the pictures beside the file, and say where they are."""
+    """Print the tables, draw the pictures beside the file, and print their paths."""
     results, console = report.load(path), Console()
     for table in report.tables(results):
         console.print(table)
@@ -67,5 +67,5 @@ def show_attention(path: Path) -> None:
         console.print(f"{kind}: {escape(printable(file))}", soft_wrap=True, highlight=False)
 
 
-RUNS = Leaf(RunsReport, show_runs)
-ATTENTION = Leaf(AttentionReport, lambda options: show_attention(options.path))
+RUNS = Command(RunsReport, show_runs)
+ATTENTION = Command(AttentionReport, lambda options: show_attention(options.path))

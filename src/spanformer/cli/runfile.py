@@ -1,4 +1,4 @@
-"""A run: a TOML file, or the defaults, and options of the command line over it."""
+"""The config of a run: a TOML file or the defaults, overridden by command-line options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from spanformer.cli.options import parse_options
-from spanformer.model.fields import build
+from spanformer.core.fields import build
 
 T = TypeVar("T")
 
@@ -17,11 +17,11 @@ LONGEST = 1 << 20  # bytes of a run file
 
 
 def read_run(cls: type[T], program: str, arguments: list[str], known: Collection[str] = ()) -> T:
-    """`runs/demo.toml --optim.lr 0.05`: the file's values over the defaults of the dataclass, the options over both.
-    A file may begin with `base = "other.toml"`, a path beside its own, and then says only what differs.
+    """`runs/demo.toml --optim.lr 0.05`: options override the file, and the file overrides the dataclass defaults.
+    A file may begin with `base = "other.toml"`, relative to its own folder, and then holds only the differences.
 
-    known: the run files that are shipped, as they are written on the command line; one of them may have been meant.
-    `--help` lists every field with the value it has after the file is read.
+    known: paths of the shipped run files, for suggestions when a file does not exist.
+    `--help` lists every field with its value after the file is read.
     """
     path = arguments[0] if arguments and not arguments[0].startswith("-") else None
     if path is None:
@@ -34,9 +34,11 @@ def read_run(cls: type[T], program: str, arguments: list[str], known: Collection
 
 
 def _read(path: str, known: Collection[str], below: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A file's values, over those of the file it names as its `base`, if it names one."""
+    """A file's values, over the values of its `base`, if it has one."""
     if path in below:
-        raise ValueError(f"{path} is its own base, by way of {', '.join(below)}")
+        raise ValueError(
+            f"{path} is its own base, through {', '.join(below)}; expected a chain of base files that ends"
+        )
     values = _toml(path, known)
     base = values.pop("base", None)
     if base is None:
@@ -66,7 +68,7 @@ def _toml(path: str, known: Collection[str]) -> dict[str, Any]:
         if len(content) > LONGEST:
             raise ValueError(f"it has more than {LONGEST:,} bytes")
         return tomllib.loads(content.decode())
-    except ValueError as error:  # TOMLDecodeError says line and column; UnicodeDecodeError is one too
+    except ValueError as error:  # TOMLDecodeError gives line and column; UnicodeDecodeError is a ValueError too
         raise ValueError(f"{path} is not TOML: {error}") from None
 
 

@@ -1,4 +1,4 @@
-"""`spanformer score CHECKPOINT FILE`: how well a model predicts a file, as a whole and token by token."""
+"""`spanformer score CHECKPOINT FILE`: compute the bits per character of a file, in total and token by token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import tyro
 
-from spanformer.cli.leaf import Leaf
+from spanformer.cli.command import Command
 
 if TYPE_CHECKING:
     from spanformer.data import Vocab
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """How well a model predicts a file, in bits per character: the fewer, the better.
+    """Compute how well a model predicts a file, in bits per character: lower is better.
 
     For example:  spanformer score out/demo setup.py --jsonl tokens.jsonl
     """
@@ -30,17 +30,17 @@ class ScoreOptions:
     checkpoint: tyro.conf.Positional[str]
     """a run's folder (its best checkpoint), a checkpoint, or an imported model"""
     file: tyro.conf.Positional[str]
-    """any file, of any length; - is standard input"""
+    """any file, of any length; -: standard input"""
     jsonl: str = ""
-    """write a line for every token: {"at": its number, "id": …, "text": …, "bits": …}; - is standard output, and the
-    figures then go to standard error"""
+    """write a line for every token to this file: {"at": its number, "id": …, "text": …, "bits": …}; -: standard output
+    (the totals then go to standard error)"""
     chunk: int = 512
-    """tokens read at once"""
+    """tokens per forward pass"""
 
 
 def run(options: ScoreOptions) -> None:
     from spanformer.cli.progress import Progress
-    from spanformer.cli.reading import TextFile, model_vocabulary
+    from spanformer.cli.text_input import TextFile, model_vocabulary
     from spanformer.infer import score
     from spanformer.model.load import load, load_meta
 
@@ -71,7 +71,7 @@ def run(options: ScoreOptions) -> None:
         file=out,
     )
     if unknown:
-        print(f"the model does not know {unknown:,} of the tokens; they count as its one unknown token", file=out)
+        print(f"{unknown:,} of the tokens are not in the model's vocabulary; they count as its unknown token", file=out)
 
 
 @contextlib.contextmanager
@@ -91,4 +91,4 @@ def _rows(scored: Scored, at: int, vocab: Vocab) -> Iterator[str]:
         yield json.dumps(row, ensure_ascii=False) + "\n"
 
 
-SCORE = Leaf(ScoreOptions, run)
+SCORE = Command(ScoreOptions, run)

@@ -1,4 +1,4 @@
-"""`spanformer spans CHECKPOINT`: what every head has learned, in tokens, as a table and a picture of bars."""
+"""`spanformer spans CHECKPOINT`: print the learned span of every head in tokens, as a table and bars."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import tyro
 
-from spanformer.cli.leaf import Leaf
+from spanformer.cli.command import Command
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class SpansOptions:
     checkpoint: tyro.conf.Positional[str]
     """a run's folder (its best checkpoint), a checkpoint, or an imported model"""
     ascii: bool = False
-    """bars of plain characters"""
+    """draw the bars with ASCII characters"""
 
 
 def run(options: SpansOptions) -> None:
@@ -23,8 +23,8 @@ def run(options: SpansOptions) -> None:
 
     model = load_any(options.checkpoint)
     if model.dynamic_parts() and not any(z is not None for layer in model.spans() for z in layer):
-        print("each token chooses its spans, so only the most that a head may see stands here; a run's report has more")
+        print("spans are dynamic (chosen per token), so the table shows each head's limit; see the run's report")
     print(spans_table(model.spans(), model.distances(), model.config.max_span, ascii_only=options.ascii))
 
 
-SPANS = Leaf(SpansOptions, run)
+SPANS = Command(SpansOptions, run)

@@ -1,5 +1,5 @@
-"""`spanformer sweep RUN.toml --limits 64 256 1024`: quality, average span and cost against the span limit, the
-adaptive-span paper's Figure 3."""
+"""`spanformer sweep RUN.toml --limits 64 256 1024`: train with several span limits and report quality, average span and
+cost against the limit, as in Figure 3 of the adaptive-span paper."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from spanformer.cli.leaf import Leaf
+from spanformer.cli.command import Command
 from spanformer.cli.progress import Progress
 from spanformer.cli.runfile import read_run
-from spanformer.cli.several import hold_out, train_each
+from spanformer.cli.train_many import hold_out, train_many
 from spanformer.core.text import printable
 from spanformer.train.config import RunConfig
 
@@ -34,13 +34,13 @@ def parse(program: str, arguments: list[str]) -> SweepConfig:
 
 
 def run(config: SweepConfig) -> None:
-    from spanformer.cli.outcome import reporting
+    from spanformer.cli.summary import reporting
     from spanformer.report.page import write_report
 
     runs, out = [one_run(config, kind, limit) for limit in config.limits for kind in config.kinds], Path(config.out)
     again = shlex.join(["spanformer", "report", *(each.out for each in runs), "--out", str(out / "report")])
     with hold_out(out):
-        train_each(runs)
+        train_many(runs)
         with reporting(out, again):
             with Progress(transient=True) as report:
                 report("drawing the report", 0, 0)
@@ -62,4 +62,4 @@ def one_run(config: SweepConfig, kind: str, limit: int) -> RunConfig:
     )
 
 
-SWEEP = Leaf(SweepConfig, run, parse)
+SWEEP = Command(SweepConfig, run, parse)

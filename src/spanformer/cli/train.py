@@ -1,4 +1,4 @@
-"""`spanformer train [RUN.toml] --section.option value …`: train with a line of progress, then show what came out."""
+"""`spanformer train [RUN.toml] --section.option value …`: train with a progress bar, then print the results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from spanformer.cli.leaf import Leaf
+from spanformer.cli.command import Command
 from spanformer.cli.runfile import read_run
 from spanformer.cli.screen import Screen
 from spanformer.train.config import RunConfig
@@ -22,18 +22,18 @@ def parse(program: str, arguments: list[str]) -> RunConfig:
 
 def run(config: RunConfig) -> None:
     from spanformer.cli.next_commands import next_commands
-    from spanformer.cli.outcome import show_outcome
+    from spanformer.cli.summary import show_summary
     from spanformer.train.run import train
 
     with Screen(config) as screen:
         result = train(config, watch=screen.show)
     if result.signal:
         if screen.first:
-            print(f"stopped by {result.reason} at step {result.steps:,}; go on with the same command and --resume")
+            print(f"stopped by {result.reason} at step {result.steps:,}; continue with the same command and --resume")
         sys.exit(128 + result.signal)
     if screen.first:
-        show_outcome(result.out)
+        show_summary(result.out)
         print(next_commands(result.out, config, sys.argv[0]))
 
 
-TRAIN = Leaf(RunConfig, run, parse)
+TRAIN = Command(RunConfig, run, parse)

@@ -1,20 +1,32 @@
-"""Files that are written whole or not at all: write beside, flush to disk, rename into place."""
+"""Files and folders that are written whole or not at all: write beside, flush to disk, rename into place.
+
+    .NAME.1a2b3c4d.new    a folder to write in, beside NAME; its writer holds a lock on it
+    .NAME.1a2b3c4d.old    a folder that was at NAME, while a new one takes its place
+
+Locks end with their process, however it ends. What a killed writer left is removed by the next one, or put back.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
-from spanformer.core.hidden import hidden_folder
+from spanformer.core.lock import take_lock
+
+_NAME = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.(?P<state>new|old)")
 
 
 @contextlib.contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
     """Yields a path to write to, in a hidden folder beside `path`. When the block ends well, that file takes the place
-    of `path`; when it fails, `path` stays as it was and nothing is left beside it. What a killed writer left is removed
-    by the next one. A pipe or a device is written to as it is."""
+    of `path`; when it fails, `path` stays as it was and nothing is left beside it. A pipe or a device is written to as
+    it is."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         yield path
         return
@@ -24,10 +36,7 @@ def replace_file(path: Path) -> Iterator[Path]:
         mode = new.stat().st_mode & 0o777
         yield new
         new.chmod(mode)  # some writers, safetensors among them, make files for the owner alone
-        with open(new, "rb") as file:
-            os.fsync(file.fileno())
-        new.replace(path)
-    sync_folder(path.parent)
+        put_file(new, path)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -36,11 +45,115 @@ def write_text(path: Path, text: str) -> None:
         new.write_text(text, encoding="utf-8")
 
 
-def sync_folder(folder: Path) -> None:
-    """Flush a folder's names to disk, so that a rename survives a power cut."""
-    with contextlib.suppress(PermissionError):  # Windows cannot open a folder
-        descriptor = os.open(folder, os.O_RDONLY)
+def put_file(new: Path, path: Path) -> None:
+    """Flush a file that is complete and rename it to `path`, in the place of what is there."""
+    sync(new)
+    new.replace(path)
+    sync(path.parent)
+
+
+@contextlib.contextmanager
+def hidden_folder(path: Path) -> Iterator[Path]:
+    """A new folder beside `path`: fill it and call `put_folder`, or rename files out of it. What is left of it when the
+    block ends is removed.
+
+    A lock on the folder holds whatever a library does with the files in it; safetensors replaces them.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sweep(path.parent, re.escape(path.name))
+    new, descriptor = _make(path)
+    try:
+        yield new
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def put_folder(new: Path, path: Path, *, replace: bool = False) -> None:
+    """Rename a hidden folder, whose files are on the disk already, to `path`. With `replace`, a folder already there
+    is removed after the rename; without, there must be none with files in it."""
+    sync(new)
+    if not (replace and path.exists()):
+        new.rename(path)
+        sync(path.parent)
+        return
+    old = _hidden_path(path, "old")
+    with contextlib.ExitStack() as held:
+        descriptor = _open(path)
+        if descriptor is not None:
+            held.callback(os.close, descriptor)
+            take_lock(descriptor)  # no sweep touches it between the two renames
+        path.rename(old)
+        try:
+            new.rename(path)
+        except BaseException:
+            old.rename(path)
+            raise
+        sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_folder(path: Path) -> None:
+    """Rename a folder out of the way, then delete it: nobody sees half of it."""
+    away = _hidden_path(path, "new")
+    path.rename(away)
+    shutil.rmtree(away, ignore_errors=True)
+
+
+def sweep(parent: Path, names: str = ".+") -> None:
+    """Undo what killed writers left in `parent`, for paths whose names match a regular expression."""
+    for left in list(parent.iterdir()):
+        found = _NAME.fullmatch(left.name)
+        if found is None or not re.fullmatch(names, found["name"]) or not left.is_dir() or left.is_symlink():
+            continue
+        with contextlib.suppress(OSError):  # another process was quicker, or it is not ours to remove
+            descriptor = os.open(left, os.O_RDONLY)
+            try:
+                if not take_lock(descriptor):  # its writer lives, or nobody can tell
+                    continue
+                if found["state"] == "old" and not (parent / found["name"]).exists():
+                    left.rename(parent / found["name"])  # killed between the two renames of put_folder
+                else:
+                    shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+def sync(path: Path) -> None:
+    """Wait until the disk has a file's content, or a folder's names, so that a rename survives a power cut."""
+    descriptor = _open(path)
+    if descriptor is not None:
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _open(path: Path) -> int | None:
+    try:
+        return os.open(path, os.O_RDONLY)
+    except PermissionError:
+        if path.is_dir():
+            return None  # Windows cannot open a folder
+        raise
+
+
+def _hidden_path(path: Path, state: Literal["new", "old"]) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.{state}")
+
+
+def _make(path: Path) -> tuple[Path, int | None]:
+    """A locked folder, and the descriptor that holds the lock."""
+    while True:
+        new = _hidden_path(path, "new")
+        new.mkdir()
+        try:
+            descriptor = _open(new)
+        except FileNotFoundError:
+            continue  # another process swept it in the moment before it was locked
+        if descriptor is None:
+            return new, None
+        if take_lock(descriptor) is not False and new.is_dir():
+            return new, descriptor
+        os.close(descriptor)

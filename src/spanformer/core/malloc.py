@@ -1,5 +1,5 @@
-"""What the C library does with freed memory. Large tensors come and go in every step of training; given back to the
-system each time, they are paged in anew each time."""
+"""Controls what the C library does with freed memory. Training allocates and frees large tensors in every step; memory
+returned to the system would be paged in again each time."""
 
 from __future__ import annotations
 

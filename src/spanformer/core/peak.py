@@ -1,4 +1,4 @@
-"""Peak memory of this process, as Linux tells it: the highest resident set since a reset (VmHWM after writing 5 to
+"""Peak memory of this process on Linux: the highest resident set since a reset (VmHWM after writing 5 to
 clear_refs)."""
 
 from __future__ import annotations

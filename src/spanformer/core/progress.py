@@ -1,18 +1,18 @@
-"""How long work reports how far it is: to a callback that its caller passes, and to nobody otherwise."""
+"""Progress callbacks of long operations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
 OnProgress = Callable[[str, float, float], None]
-"""takes what is being done, how much of it is done, and how much there is (0 where nobody knows)"""
+"""receives (name of the work, amount done, total or 0 if unknown)"""
 
 OnCount = Callable[[int, int], None]
-"""takes how much is done, and how much there is, of work whose caller knows what it is"""
+"""receives (amount done, total)"""
 
 
 def silent(_what: str, _done: float, _total: float) -> None:
-    """For callers that did not ask."""
+    """The default callback, which does nothing."""
 
 
 class Meter:

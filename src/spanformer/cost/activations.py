@@ -1,7 +1,7 @@
-"""What a training step keeps of attention until its backward pass, as ours does it: one function for each way.
+"""Activations that spanformer's attention keeps for the backward pass of a training step: one function per case.
 
-They take the sizes of a layer and then the mechanism's own numbers. Hidden states that gates and projections are made
-of are the layer's and not counted, nor are positions: a few numbers for each token, and not for each head.
+The functions take the sizes of a layer and then the mechanism's parameters. The inputs of gates and projections belong
+to the layer and are not counted. Neither are positions: a few numbers per token, not per head.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from spanformer.cost.sizes import Sizes
 JOINED = 6
 """float32 numbers for each query in which two parts of a softmax are joined, the second's log of its sum among them"""
 TILE = 64, 256
-"""queries and keys that additive scores are computed for at a time"""
+"""queries and keys per tile of additive scores"""
 
 
 @dataclass(frozen=True)
@@ -23,18 +23,18 @@ class Kept:
     numbers: float
     """of b bytes"""
     wide: float = 0
-    """in float32, whatever b is"""
+    """in float32, for any b"""
 
     def __add__(self, other: Kept) -> Kept:
         return Kept(self.numbers + other.numbers, self.wide + other.wide)
 
 
-def softmax(s: Sizes, *_numbers: int) -> Kept:
+def softmax(s: Sizes) -> Kept:
     """One softmax over pairs: q, k, v, the output, and the log of the softmax's sum."""
     return Kept(2 * s.queried + s.keyed, s.rows)
 
 
-def joined(s: Sizes, *_numbers: int) -> Kept:
+def joined(s: Sizes) -> Kept:
     """Two parts under one softmax: an output more, and what each query's share in either is computed from."""
     return softmax(s) + Kept(s.queried, JOINED * s.rows)
 
@@ -45,18 +45,18 @@ def mapped(s: Sizes) -> Kept:
 
 
 def sinks(s: Sizes, first: int) -> Kept:
-    """The first tokens, if any go on being seen, are a part of their own."""
+    """Sink tokens, if there are any, are a separate part."""
     return joined(s) if first else softmax(s)
 
 
-def spans(s: Sizes, *_numbers: int) -> Kept:
+def spans(s: Sizes) -> Kept:
     """For each query the span it chose, and the sigmoid it was made by."""
     return softmax(s) + Kept(0, 2 * s.rows)
 
 
-def expiring(s: Sizes, *_numbers: int) -> Kept:
-    """The same for each key, for all heads alike. (Where a few keys outlast the others by far, `attend` makes two parts
-    of it, which nothing here can know.)"""
+def expiring(s: Sizes) -> Kept:
+    """The same for each key, shared by all heads. (If a few keys last far longer than the others, `attend` computes
+    two parts, which cannot be predicted here.)"""
     return softmax(s) + Kept(0, 2 * s.length)
 
 
@@ -119,8 +119,8 @@ def etc(s: Sizes, radius: int, segment: int, clip: int, hard: int) -> Kept:
     return Kept(s.dim * (long * s.length + top * m) + tables, s.heads * shares)
 
 
-def etc_apart(s: Sizes, *numbers: int) -> Kept:
+def etc_projected(s: Sizes, radius: int, segment: int, clip: int, hard: int) -> Kept:
     """Queries of global tokens, their keys for g2g and values for all but l2l; and hidden states of both, taken apart
     where there are several texts."""
-    m, several = -(-s.length // numbers[1]), s.batch > 1
-    return etc(s, *numbers) + Kept(s.dim * ((1 + several) * s.length + (4 + several) * m))
+    m, several = -(-s.length // segment), s.batch > 1
+    return etc(s, radius, segment, clip, hard) + Kept(s.dim * ((1 + several) * s.length + (4 + several) * m))

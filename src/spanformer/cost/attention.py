@@ -1,4 +1,4 @@
-"""What attention must cost at least, as arithmetic: pairs, floating-point operations, bytes.
+"""The minimum cost of attention: pairs, floating-point operations, bytes.
 
 A head of reach r sees the distances d = 0 … r − 1, so a query at position i sees min(i + 1, r) keys. One pair of
 query and key costs, with head size D (multiply and add counted as two):
@@ -6,7 +6,7 @@ query and key costs, with head size D (multiply and add counted as two):
     forward   q·k and p·v                             2 products   4·D
     backward  q·k again, do·v, and into dq, dk, dv    5 products  10·D
 
-The softmax is left out: it is what the hardware spends beyond the limit, as every other overhead is.
+The softmax is not counted: like every other overhead, it is time beyond this minimum.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PER_PAIR = {"forward": FORWARD, "backward": BACKWARD, "forward+backward": FORWAR
 
 
 def head_pairs(reach: int, queries: int, keys: int) -> int:
-    """Pairs one causal head of this reach sees, its queries being the last of the keys' positions."""
+    """Pairs that one causal head of this reach sees; its queries are at the last of the keys' positions."""
     if reach < 0 or queries < 0 or keys < queries:
         raise ValueError(f"reach {reach}, queries {queries}, keys {keys}; expected 0 ≤ queries ≤ keys and a reach ≥ 0")
     first = keys - queries  # the position of the first query

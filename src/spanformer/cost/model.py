@@ -1,4 +1,4 @@
-"""What a training step of a language model must cost at least, as arithmetic: operations and bytes.
+"""The minimum cost of a training step of a language model: operations and bytes.
 
 B sequences of T tokens in a step, L layers of width E, H query heads and G key/value heads of size D, N persistent
 vectors a head, V symbols. A multiply and its add are two operations. M is what a layer keeps of the past: the hidden
@@ -32,46 +32,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from spanformer.core.shape import Shape
 from spanformer.cost.attention import PER_PAIR, head_pairs
 
 DENSE = 3 * 2  # forward, gradient of the input, gradient of the weights; a multiply and an add each
 CACHED = 2 * 2  # forward and gradient of the weights
 ITEM = 4  # bytes of a float32
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes that decide what a training step costs."""
-
-    layers: int
-    dim: int
-    """E, the width of the hidden states"""
-    heads: int
-    kv_heads: int
-    head_dim: int
-    feedforward: int
-    """matrix weights of one layer's feed-forward that a token meets"""
-    persistent: int
-    """vectors each head keeps beside the tokens"""
-    vocab: int
-    block: int
-    """T, tokens of one sequence in a step"""
-    batch: int
-    max_span: int
-    """distances a head of full attention looks at"""
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value, least = getattr(self, field.name), 0 if field.name in ("feedforward", "persistent") else 1
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{field.name} is {value!r}; expected a whole number, {least} or more")
-        if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads is {self.kv_heads}; expected a number that divides heads, {self.heads}")
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of one step, B·T."""
-        return self.batch * self.block
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ def big_bird(n: int, causal: bool, block: int, near: int, g: int, drawn: int) ->
 
 
 def blockwise(n: int, causal: bool, blocks: int, size: int, shift: int) -> int:
-    """blocks of l, so many of them together: queries of one see the one `shift` before it, counted around the end"""
+    """blocks of l, this many of them together: queries of one see the one `shift` before it, counted around the end"""
     sizes = [tokens for _, tokens in _blocks(n, size)]
     total = 0
     for row, queries in enumerate(sizes):
@@ -121,8 +121,10 @@ def image_1d(n: int, causal: bool, block: int, memory: int) -> int:
 
 
 def image_2d(n: int, causal: bool, width: int, high: int, wide: int, above: int, beside: int) -> int:
-    """an image of so many pixels a line, read in blocks of h × w: a query sees its own block, lines above it and
+    """an image of this many pixels a line, read in blocks of h × w: a query sees its own block, lines above it and
     columns beside it; the future is what comes in a later block, or later in its own"""
+    if width % wide:
+        raise ValueError(f"width is {width}; expected a multiple of wide, {wide}")
     area, total = high * wide, 0
     for start, size in _blocks(n, area):
         top, left = start // area // (width // wide) * high, start // area % (width // wide) * wide

@@ -1,6 +1,6 @@
-"""How far information travels through a pattern: over how many layers a token's influence reaches every other.
+"""How far information travels through a pattern: after how many layers every token has reached every other.
 
-In one layer a query takes up what the keys it sees hold, and keeps what it has itself (the residual stream):
+In one layer a query receives information from the keys it sees and keeps its own (the residual stream):
 
     R_L = (A_L ∪ identity) ∘ R_{L−1}        longest path: the least L for which R_L is all that may be
 

@@ -1,6 +1,6 @@
-"""Figures of others beside ours: a textbook chapter's tables of attention variants, and where they are not right.
+"""Published figures compared with ours: a textbook chapter's tables of attention variants, and their errors.
 
-The chapter "Attention Variants and Mechanisms" (deeplearning.hofkensvermeulen.be) tells, for d = 768, 12 heads of 64
+The chapter "Attention Variants and Mechanisms" (deeplearning.hofkensvermeulen.be) gives, for d = 768, 12 heads of 64
 and float32, the memory of attention matrices at four lengths, and the operations of one layer at 8,192 tokens. Its
 attention looks in both directions. Ours is counted by `spanformer.cost.mechanisms` and the sizes named here.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 HEADS, HEAD_DIM, ITEM = 12, 64, 4
 LENGTHS = (512, 4096, 8192, 16384)
 LAYER = 8192
-"""the length its operations are told for"""
+"""the length of its table of operations"""
 WINDOW, RANK = 256, 256
 AGREE = 0.02
 """its figures have two or three digits"""

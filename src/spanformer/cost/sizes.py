@@ -19,7 +19,7 @@ class Sizes:
     """0: as many as heads"""
     batch: int = 1
     layers: int = 1
-    """so many alike, counted together"""
+    """this many alike, counted together"""
     item: int = 4
     """bytes of a number"""
     causal: bool = True

@@ -1,4 +1,4 @@
-"""Byte-pair encoding, by the package tokenizers, which is loaded when it is first needed."""
+"""Byte-pair encoding with the package tokenizers, imported on first use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 DEFAULT_SIZE = 8192
-BATCH_TEXT = 1 << 14  # characters: small enough to share a part among the cores
+BATCH_TEXT = 1 << 14  # characters: small enough to split a part over the cores
 
 
 class PackageMissing(ValueError):
@@ -23,11 +23,11 @@ class PackageMissing(ValueError):
 
 
 class BPE(Vocab):
-    """A token is a piece of a word, learned from the training text (GPT-2's way: over bytes, so nothing is unknown),
-    or whatever a given tokenizer makes of it. Its losses are reported per byte, which needs no tokenizer to compare.
+    """Tokens are pieces of words, learned from the training text (over bytes as in GPT-2, so nothing is unknown) or
+    taken from a given tokenizer. Losses are reported per byte, so that tokenizers compare.
 
-    Long texts are encoded in parts that end where a word ends. For what `learn` makes, the parts do not change the
-    ids; a tokenizer from elsewhere that treats the start of a text specially does so at the start of each part.
+    Long texts are encoded in parts that end at a word boundary. With a tokenizer from `learn`, the parts do not change
+    the ids; another tokenizer that treats the start of a text specially does so at the start of each part.
     """
 
     kind, unit = "bpe", "byte"
@@ -37,9 +37,9 @@ class BPE(Vocab):
         try:
             self._tokenizer: tokenizers.Tokenizer = lib.Tokenizer.from_str(json.dumps(saved))
         except Exception as error:  # the package raises nothing narrower
-            raise ValueError(f"the package tokenizers does not know this tokenizer: {error}") from error
+            raise ValueError(f"the package tokenizers cannot load this tokenizer: {error}") from error
         ids = self._tokenizer.get_vocab().values()
-        self.size = max(ids, default=-1) + 1  # not their number: a file may leave ids out
+        self.size = max(ids, default=-1) + 1  # not their number: a file may skip ids
 
     @classmethod
     def load(cls, path: Path) -> BPE:
@@ -82,7 +82,7 @@ class BPE(Vocab):
 
 
 def _unicode(text: str) -> str:
-    """The package takes no lone surrogates, which is how Python keeps bytes of a command line that are no UTF-8."""
+    """The package rejects lone surrogates, with which Python represents command-line bytes that are not UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

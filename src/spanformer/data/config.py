@@ -1,4 +1,4 @@
-"""Which text, in which tokens."""
+"""The text to read and its tokens."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ Tokens = Literal["byte", "char", "word", "bpe"]
 class DataConfig:
     source: str = "stdlib"
     """a named corpus (stdlib, numbers, enwik8, text8, wikitext-2, wikitext-103), or a file, a folder or a glob of your
-    own; stdlib is the source of Python's own standard library, numbers pairs of digits and words for a seq2seq model"""
+    own; stdlib is the source of Python's standard library, numbers has pairs of digits and words for a seq2seq model"""
     tokens: Tokens = "byte"
-    """what a token is"""
+    """type of token"""
     copy: Annotated[str, tyro.conf.arg(name="from")] = ""
-    """a copy of the named corpus that is already on disk (plain, .gz, .zip, .tar.gz or a folder), instead of a
-    download"""
+    """copy of the named corpus on disk (plain, .gz, .zip, .tar.gz or a folder), to use instead of a download"""
     vocab: int = 0
-    """how many different tokens: the most frequent, the rest become <unk>; 0 keeps all (for bpe: 8192)"""
+    """size of the vocabulary: keep the most frequent tokens, the rest become <unk>; 0: all (for bpe: 8192)"""
     tokenizer: str = ""
-    """bpe only: a JSON file of the package tokenizers to use, instead of training one"""
+    """bpe only: JSON file of the package tokenizers to use instead of training a tokenizer"""
     valid: float = 0.05
     """share of the text for validation, where the source has no splits of its own"""
     test: float = 0.05
     """share of the text for testing, where the source has no splits of its own"""
     limit: int = 0
-    """use only the first this many bytes for training, and at most a tenth as many for valid and test; 0 uses all"""
+    """bytes to use for training, from the start, and at most a tenth as many for valid and test; 0: all"""
     cache: str = ""
     """folder for downloads and prepared tokens; by default $SPANFORMER_CACHE, or ~/.cache/spanformer"""
 
@@ -51,13 +50,13 @@ class DataConfig:
             raise ValueError(f"limit is {self.limit}; expected a number of bytes, or 0 for all")
         least = {"byte": 0, "char": 2, "word": 2, "bpe": 256}[self.tokens]
         if self.vocab and self.tokens == "byte":
-            raise ValueError(f"vocab is {self.vocab}; byte tokens are always 256, so leave it 0")
+            raise ValueError(f"vocab is {self.vocab}; expected 0, since there are always 256 byte tokens")
         if self.vocab and self.vocab < least:
             raise ValueError(f"vocab is {self.vocab}; expected at least {least} for {self.tokens} tokens, or 0")
         if self.tokenizer and self.tokens != "bpe":
             raise ValueError(f"tokenizer is {self.tokenizer!r}, but tokens is {self.tokens!r}; expected tokens 'bpe'")
         if self.tokenizer and self.vocab:
-            raise ValueError(f"vocab is {self.vocab}, but the tokenizer brings its own; leave one of them out")
+            raise ValueError(f"vocab is {self.vocab}, but the tokenizer has its own vocabulary; omit one of them")
 
     def cache_folder(self) -> Path:
         return expand_home(self.cache or os.environ.get("SPANFORMER_CACHE") or "~/.cache/spanformer", "cache")

@@ -1,8 +1,7 @@
-"""The corpora that have a name: where they come from, what is in them, and where their splits are.
+"""Named corpora: their URLs, files, splits and digests.
 
-A digest stands here only where it is known for certain: of the text of enwik8 and text8 (as their author publishes
-it), and of the archive of WikiText-103. None is known for WikiText-2 as its present host serves it; there the
-checksums inside the zip must do.
+Only verified digests are listed: of the text of enwik8 and text8 (published by their author), and of the archive of
+WikiText-103. WikiText-2 has none at its present host; the checksums inside the zip are used instead.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ MILLION = 1_000_000
 class Named:
     url: str
     files: dict[str, tuple[str, ...]]
-    """split → the names its file may have"""
+    """split → possible names of its file"""
     cuts: dict[str, tuple[int, int]] = field(default_factory=dict)
     """split → (start, stop) in bytes, where all splits are in one file"""
     archive_digest: str = ""
-    """of what the url serves"""
+    """of the downloaded file"""
     text_digest: str = ""
-    """of the one file, unpacked"""
+    """of the single unpacked file"""
 
 
 def _hundred_million_bytes(name: str, text_digest: str) -> Named:
@@ -66,7 +65,7 @@ NAMED = {
 
 
 def pieces_of(name: str, copy: Path | None, downloads: Path, on_progress: OnProgress) -> dict[str, list[Piece]]:
-    """The splits of a named corpus, from a copy, or else downloaded."""
+    """The splits of a named corpus, from a copy or a download."""
     corpus = NAMED[name]
     path = copy or downloads / corpus.url.rpartition("/")[2]
     if not copy and not path.exists():
@@ -78,7 +77,7 @@ def pieces_of(name: str, copy: Path | None, downloads: Path, on_progress: OnProg
             _check_text(name, *places["train"])
         except ValueError:
             if not copy:
-                path.unlink()  # so that the next time downloads it again
+                path.unlink()  # so that the next call downloads it again
             raise
     if not corpus.cuts:
         return {split: [whole(*place)] for split, place in places.items()}
@@ -87,7 +86,7 @@ def pieces_of(name: str, copy: Path | None, downloads: Path, on_progress: OnProg
 
 
 def _place(path: Path, names: tuple[str, ...]) -> tuple[Path, str]:
-    """(file, member of it) where one of these names is to be found: in an archive, in a folder, or the file itself."""
+    """(file, archive member) that has one of these names: in an archive, in a folder, or the file itself."""
     if is_archive(path):
         held = members(path)
         found = [(path, member) for member in held if PurePosixPath(member).name in names]

@@ -1,16 +1,16 @@
-"""One file over http(s): resumed where it broke off, checked, and put in place only when it is complete."""
+"""Downloads one file over http(s): resumable, checked, and renamed into place only when complete."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import http.client
-import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from spanformer.core.files import put_file
 from spanformer.core.lock import take_lock
 from spanformer.core.progress import OnProgress, silent
 
@@ -19,9 +19,9 @@ TIMEOUT = 30  # seconds without a byte
 
 
 def download(url: str, target: Path, *, digest: str = "", on_progress: OnProgress = silent) -> None:
-    """Get `url` as `target`, by way of target.part. `digest` is "md5:…" or "sha256:…" of the file, "" if unknown.
+    """Download `url` to `target` through target.part. `digest`: "md5:…" or "sha256:…" of the file, "" if unknown.
 
-    Processes that ask for the same target at the same time wait for the first.
+    Processes that download the same target at the same time wait for the first.
     """
     part = target.with_name(target.name + ".part")
     with one_process_at_a_time(target.with_name(target.name + ".lock")):
@@ -33,16 +33,16 @@ def download(url: str, target: Path, *, digest: str = "", on_progress: OnProgres
             reason = getattr(error, "reason", None) or error
             raise ValueError(
                 f"{url} could not be downloaded ({reason}); try again (it continues where it stopped), "
-                "or give a copy that you have with --data.from PATH"
+                "or give a copy on disk with --data.from PATH"
             ) from error
         if digest and (found := digest_of(part, digest)) != digest:
             part.unlink()
             raise ValueError(f"{url} has {found}; expected {digest}, so the download was removed")
-        os.replace(part, target)
+        put_file(part, target)
 
 
 def digest_of(path: Path, like: str) -> str:
-    """The digest of a file in the algorithm of another: "md5:…" or "sha256:…"."""
+    """The digest of a file, "md5:…" or "sha256:…", by the algorithm of the digest `like`."""
     algorithm = like.partition(":")[0]
     with path.open("rb") as file:
         return f"{algorithm}:{hashlib.file_digest(file, algorithm).hexdigest()}"
@@ -59,28 +59,26 @@ def _fetch(url: str, part: Path, on_progress: OnProgress) -> None:
         if error.code != 416 or not have:
             raise
         if error.headers.get("Content-Range") == f"bytes */{have}":
-            return  # all of it was there already
-        part.unlink()  # it is of some other file
+            return  # it was already complete
+        part.unlink()  # it belongs to another file
         return _fetch(url, part, on_progress)
     with reply:
         if reply.status == 206 and not reply.headers.get("Content-Range", "").startswith(f"bytes {have}-"):
-            raise http.client.HTTPException(f"asked for the bytes from {have} on, got others")
-        have = have if reply.status == 206 else 0  # a server without ranges starts again
+            raise http.client.HTTPException(f"requested the bytes from {have} on, received others")
+        have = have if reply.status == 206 else 0  # a server without range requests sends the whole file
         total = have + int(reply.headers.get("Content-Length", -have))
         with part.open("ab" if have else "wb") as file:
             while chunk := reply.read(CHUNK):
                 file.write(chunk)
                 have += len(chunk)
                 on_progress(f"downloading {url}", have, total)
-            file.flush()
-            os.fsync(file.fileno())
     if have < total:
         raise http.client.HTTPException(f"the connection ended after {have} of {total} bytes")
 
 
 @contextlib.contextmanager
 def one_process_at_a_time(lock: Path) -> Iterator[None]:
-    """Waits for its turn. Where there are no locks, nobody waits."""
+    """Hold a lock, after waiting for it. Without file locks, does nothing."""
     with lock.open("w") as file:
         take_lock(file.fileno(), wait=True)
         yield

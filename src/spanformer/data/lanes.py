@@ -1,4 +1,4 @@
-"""Streams of tokens: every row of a batch continues where the same row of the batch before ended.
+"""Streams of tokens: every row of a batch continues where the same row of the previous batch ended.
 
 Shapes: B rows of this process, T tokens of a block, N tokens in all, n = ⌊N / lanes⌋ tokens of one lane.
 """
@@ -23,7 +23,7 @@ class Batch:
     y: np.ndarray
     """[B, T] int64, the token that follows each x"""
     reset: bool
-    """the streams start anew: what a model remembers of the batch before is not what came before this one"""
+    """whether the streams restart, so that the model's state of the previous batch must be dropped"""
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,15 @@ class Scored:
     counted: np.ndarray
     """[B, T] bool: False where a lane has ended, and x and y are padding"""
     reset: bool
-    """true of the first batch"""
+    """True for the first batch only"""
 
 
 class Lanes:
     """Endless batches for training, from `lanes` contiguous streams; lane r is ids[r·n : (r + 1)·n].
 
-    When the lanes end they start again, at an offset below T drawn from (seed, epoch), so that blocks do not begin at
-    the same tokens every time. `rows` are the lanes of this process, where several share them; which tokens a lane
-    yields does not depend on it.
+    At their end the lanes restart, at an offset below T sampled from (seed, epoch), so that block boundaries differ
+    between epochs. `rows`: the lanes of this process, where several processes share them; the tokens of a lane do not
+    depend on it.
     """
 
     def __init__(self, ids: np.ndarray, lanes: int, block: int, *, seed: int = 0, rows: slice | None = None) -> None:
@@ -53,7 +53,7 @@ class Lanes:
         self.length = len(ids) // lanes
         if self.length < block + 1:
             raise ValueError(
-                f"{len(ids)} tokens are too few for {lanes} lanes of blocks of {block}, which need "
+                f"{len(ids)} tokens are too few for {lanes} lanes with blocks of {block}, which need "
                 f"{lanes * (block + 1)}; use more text, fewer lanes or a shorter block"
             )
         self.rows = range(lanes)[rows or slice(None)]
@@ -76,18 +76,18 @@ class Lanes:
         return Batch(np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:]), reset)
 
     def state(self) -> dict[str, int]:
-        """Where the streams are, and what they are of."""
+        """Position and shape of the streams, for a checkpoint."""
         return {"epoch": self.epoch, "position": self.position, **self._shape()}
 
     def load(self, state: dict[str, int]) -> None:
-        """Go on exactly where `state` was taken."""
+        """Continue exactly where `state` was taken."""
         self.epoch, self.position = saved_place(state, self._shape(), self.length)
 
     def _shape(self) -> dict[str, int]:
         return {"tokens": len(self.ids), "lanes": self.lanes, "block": self.block, "seed": self.seed}
 
     def _first_position(self) -> int:
-        """Of this epoch. In short lanes the offset leaves room for one block."""
+        """First position of this epoch. In short lanes the offset leaves room for one block."""
         if not self.epoch:
             return 0
         offsets = min(self.block, self.length - self.block)
@@ -95,10 +95,10 @@ class Lanes:
 
 
 def saved_place(state: dict[str, int], shape: dict[str, int], last: int) -> tuple[int, int]:
-    """(epoch, position) of a saved stream; one of another shape, or a position beyond `last`, is refused."""
+    """(epoch, position) of a saved stream; raises for another shape or a position beyond `last`."""
     for name, ours in shape.items():
         if state.get(name) != ours:
-            raise ValueError(f"the saved stream has {name} {state.get(name)}, this one {ours}; they cannot continue")
+            raise ValueError(f"the saved stream has {name} {state.get(name)}; expected {ours}, as in this run")
     epoch = whole_number("lanes.epoch", state.get("epoch"), 0, LAST_EPOCH)
     return epoch, whole_number("lanes.position", state.get("position"), 0, last)
 
@@ -106,13 +106,13 @@ def saved_place(state: dict[str, int], shape: dict[str, int], last: int) -> tupl
 def every_token(ids: np.ndarray, lanes: int, block: int) -> Iterator[Scored]:
     """Batches for evaluation, in which every token but the very first is predicted exactly once.
 
-    Each lane predicts a contiguous part, the first of them from the token before the part; parts differ in length by
-    at most one, and what the shorter lanes lack is padding, not counted.
+    Each lane predicts a contiguous part; its first input is the token before the part. Parts differ in length by at
+    most one; shorter lanes end with padding, which is not counted.
     """
     _check_sizes(lanes, block)
     if len(ids) < 2:
         raise ValueError(f"{len(ids)} tokens leave nothing to predict; expected at least 2")
-    bounds = [(len(ids) - 1) * lane // lanes for lane in range(lanes + 1)]  # of x; y is one further on
+    bounds = [(len(ids) - 1) * lane // lanes for lane in range(lanes + 1)]  # of x; y is shifted by one
     longest = max(stop - start for start, stop in itertools.pairwise(bounds))
     for done in range(0, longest, block):
         x, y = np.zeros((2, lanes, block), np.int64)

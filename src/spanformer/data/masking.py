@@ -1,10 +1,10 @@
-"""Tokens hidden for a model to guess. BERT (Devlin et al., 2018), https://arxiv.org/abs/1810.04805, section 3.1.
+"""Masked tokens as in BERT (Devlin et al., 2018), https://arxiv.org/abs/1810.04805, section 3.1.
 
-Of every row a share of the tokens is asked for; of these, 80 % are replaced by the mask, 10 % by any token, and 10 %
-stay as they are, so that a model cannot trust a token for not being the mask. Every row has equally many.
+In every row a share of the tokens is to be predicted. Of these, 80 % are replaced by the mask token, 10 % by a random
+token, and 10 % stay unchanged, so that an unmasked token may be wrong too. Every row has the same number.
 
-For ETC's contrastive task (model/cpc.py) whole segments, such as sentences, are hidden as well.
-Shapes: B rows, T tokens of a row, N of them asked for; P segments hidden in a row, S tokens of the longest.
+For ETC's contrastive task (model/cpc.py) whole segments, such as sentences, are masked as well.
+Shapes: B rows, T tokens of a row, N of them predicted; P masked segments of a row, S tokens of the longest.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class MaskedBatch:
     x: np.ndarray
     """[B, T] int64, what the model sees"""
     at: np.ndarray
-    """[B, N] int64, rising: the places asked for"""
+    """[B, N] int64, ascending: positions to predict"""
     y: np.ndarray
-    """[B, N] int64, what stood there"""
+    """[B, N] int64, the original tokens there"""
 
 
 def mask_tokens(
     ids: np.ndarray, share: float, *, vocab: int, mask: int, seeds: Sequence[Sequence[int]]
 ) -> MaskedBatch:  # fmt: skip
-    """ids [B, T]; vocab: how many tokens the text has; seeds: one for each row, which decides all about it."""
+    """Mask a share of ids [B, T]. vocab: size of the text's vocabulary; seeds: one per row, which fixes its mask."""
     rows, length = ids.shape
     asked = max(1, round(share * length))
     x, at = ids.astype(np.int64), np.empty((rows, asked), np.int64)
@@ -48,20 +48,20 @@ class HiddenSegments:
     x: np.ndarray
     """[B, T] int64, what the model sees"""
     picked: np.ndarray
-    """[B, P] int64, rising: the segments that are masked"""
+    """[B, P] int64, ascending: the masked segments"""
     alone: np.ndarray
     """[B, P, S] int64, the tokens of each"""
     alone_padding: np.ndarray
-    """[B, P, S] bool, True behind the end of a segment"""
+    """[B, P, S] bool, True after the end of a segment"""
 
 
 def mask_segments(
     ids: np.ndarray, segments: np.ndarray, share: float, *, mask: int, seeds: Sequence[Sequence[int]],
     seen: np.ndarray | None = None,
 ) -> HiddenSegments:  # fmt: skip
-    """ids and segments [B, T]: the number of each token's segment, −1 for none. A share of the segments of the row that
-    has the fewest, and two at least, since each is told apart from others. seen [B, T]: ids in which tokens are masked
-    already, for x; seeds: one for each row, which decides all about it."""
+    """Mask whole segments. ids [B, T]; segments [B, T]: index of each token's segment, −1 for none. P is a share of the
+    fewest segments in a row, at least two, since each is contrasted with others. seen [B, T]: ids with tokens already
+    masked, for x; seeds: one per row, which fixes its mask."""
     if ids.ndim != 2 or ids.shape != segments.shape:
         raise ValueError(f"ids has shape {list(ids.shape)} and segments {list(segments.shape)}; expected [B, T] both")
     if not 0 < share < 1:

@@ -1,9 +1,9 @@
-"""Pairs to learn from that need no download: numbers in digits, and the same in English words.
+"""Training pairs that need no download: numbers in digits and in English words.
 
     31407 ⇥ thirty-one thousand four hundred seven
 
-All numbers of up to three digits and some of four to six, each in one split only. Which ones is decided by hashes, so
-they are the same on every machine.
+All numbers of up to three digits and some of four to six, each in one split only. Hashes select them, so they are the
+same on every machine.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from spanformer.core.files import write_text
 
-VERSION = 1  # part of the file names: raise it when other pairs would be made
-DRAWN = {4: 5000, 5: 8000, 6: 10_000}  # digits → how many numbers
+VERSION = 1  # part of the file names: raise it when the pairs change
+DRAWN = {4: 5000, 5: 8000, 6: 10_000}  # digits → count of numbers
 HELD_OUT = 1000  # pairs for valid, and as many for test
 SMALL = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
@@ -51,7 +51,7 @@ def numbers() -> dict[str, list[int]]:
 
 
 def write(folder: Path) -> dict[str, Path]:
-    """Files of lines "digits ⇥ words" for every split, made unless they are there."""
+    """One file of lines "digits ⇥ words" per split, written if missing."""
     paths = {split: folder / f"numbers-{VERSION}.{split}.tsv" for split in ("train", "valid", "test")}
     if all(path.exists() for path in paths.values()):
         return paths

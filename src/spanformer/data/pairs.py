@@ -1,7 +1,7 @@
-"""Pairs of texts, source and target: lines "source ⇥ target" in tokens, as batches with padding.
+"""Pairs of texts: lines "source ⇥ target" as tokens, in padded batches.
 
-Every line ends with a newline; a last one that does not is left out, since a limit may have cut it.
-Shapes: B pairs of a batch, S and T tokens of the longest source and target in it, each with one more to begin or end.
+Every line ends with a newline; a last line without one is skipped, since a limit may have cut it.
+Shapes: B pairs of a batch, S and T tokens of its longest source and target, plus one begin or end token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from spanformer.data.lanes import saved_place
 from spanformer.data.vocab import Vocab
 
-POOL = 16  # batches that are put together from pairs of similar length
+POOL = 16  # batches per pool; within a pool, pairs of similar length share a batch
 
 
 @dataclass(frozen=True)
@@ -21,22 +21,22 @@ class PairBatch:
     source: np.ndarray
     """[B, S] int64, each row ending with `end`"""
     source_padding: np.ndarray
-    """[B, S] bool: True behind a source's end"""
+    """[B, S] bool: True after a source's end"""
     x: np.ndarray
     """[B, T] int64: `begin`, then the target"""
     y: np.ndarray
     """[B, T] int64: the target, then `end`"""
     padding: np.ndarray
-    """[B, T] bool: True where x and y are no tokens"""
+    """[B, T] bool: True where x and y are padding"""
     tokens: int
-    """of all targets with their ends; of a shared batch, those of the other processes too"""
+    """of all targets with their end tokens; in a shared batch, over all processes"""
 
 
 class Pairs:
-    """The pairs of a split. begin, end: tokens beside those of the vocabulary."""
+    """The pairs of a split. begin, end: ids outside the text's vocabulary."""
 
     def __init__(self, ids: np.ndarray, vocab: Vocab, *, begin: int, end: int, longest: int, name: str) -> None:
-        """longest: the most tokens that a source or a target may have, its end included; name: of the split."""
+        """longest: most tokens of a source or target, end token included; name: of the split, for errors."""
         tab, newline = (_one(vocab, text) for text in ("\t", "\n"))
         self.begin, self.end, self.ids = begin, end, ids
         ends = np.flatnonzero(ids == newline)
@@ -53,13 +53,13 @@ class Pairs:
             )
         middle = tabs[np.searchsorted(tabs, starts)]
         self.bounds = np.stack([starts, middle, ends], 1)
-        """[pairs, 3]: where a source begins, its tab, and its target's newline"""
+        """[pairs, 3]: positions of the source's start, the tab and the target's newline"""
         self.lengths = np.stack([middle - starts, ends - middle - 1], 1) + 1
-        """[pairs, 2]: tokens of source and target, ends included"""
+        """[pairs, 2]: tokens of source and target, end tokens included"""
         if (most := int(self.lengths.max())) > longest:
             line = int(self.lengths.max(1).argmax()) + 1
             raise ValueError(
-                f"line {line} of {name} has a text of {most} tokens with its end; train.block is {longest}: raise it, "
+                f"line {line} of {name} has a text of {most} tokens with its end; train.block is {longest}: raise it "
                 "or shorten the line"
             )
 
@@ -68,16 +68,16 @@ class Pairs:
 
     @property
     def tokens(self) -> int:
-        """Of all targets, ends included."""
+        """Tokens of all targets, end tokens included."""
         return int(self.lengths[:, 1].sum())
 
     def texts(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Source and target of a pair, without ends."""
+        """Source and target of a pair, without end tokens."""
         start, middle, stop = self.bounds[row].tolist()
         return self.ids[start:middle], self.ids[middle + 1 : stop]
 
     def batch(self, every: np.ndarray, some: slice | None = None) -> PairBatch:
-        """every: which pairs; some: of these, those that are wanted here."""
+        """every: indices of the pairs; some: the rows of them to return (this process's)."""
         rows = every[some or slice(None)]
         s, t = self.lengths[rows].max(0).tolist()
         source = np.full((len(rows), s), self.end, np.int64)
@@ -93,8 +93,8 @@ class Pairs:
 
 
 class PairStream:
-    """Endless batches of `lanes` pairs for training, in an order drawn from (seed, epoch); pairs of similar length go
-    together. `rows` are those of this process, where several share a batch."""
+    """Endless batches of `lanes` pairs for training, shuffled by (seed, epoch); pairs of similar length share a batch.
+    `rows`: this process's rows of a batch that several processes share."""
 
     def __init__(self, pairs: Pairs, lanes: int, *, seed: int = 0, rows: slice | None = None) -> None:
         if len(pairs) < lanes:
@@ -116,18 +116,18 @@ class PairStream:
         return self.pairs.batch(chosen, self.rows)
 
     def state(self) -> dict[str, int]:
-        """Where the stream is, and what it is of."""
+        """Position and shape of the stream, for a checkpoint."""
         return {"epoch": self.epoch, "position": self.position, **self._shape()}
 
     def load(self, state: dict[str, int]) -> None:
-        """Go on exactly where `state` was taken."""
+        """Continue exactly where `state` was taken."""
         self.epoch, self.position = saved_place(state, self._shape(), len(self.pairs) // self.lanes)
 
     def _shape(self) -> dict[str, int]:
         return {"pairs": len(self.pairs), "lanes": self.lanes, "seed": self.seed}
 
     def _batches(self) -> np.ndarray:
-        """[batches, lanes] pairs of this epoch; those that fill no batch wait for another."""
+        """[batches, lanes] pairs of this epoch; an incomplete last batch is dropped."""
         draw = np.random.default_rng([self.seed, self.epoch])
         order = draw.permutation(len(self.pairs))[: len(self.pairs) // self.lanes * self.lanes]
         pools = np.array_split(order, range(POOL * self.lanes, len(order), POOL * self.lanes))
@@ -138,7 +138,7 @@ class PairStream:
 def _one(vocab: Vocab, text: str) -> int:
     """The id of one character."""
     if vocab.kind not in ("byte", "char"):
-        raise ValueError(f"tokens is {vocab.kind!r}; pairs of texts are read by 'char' or 'byte'")
+        raise ValueError(f"tokens is {vocab.kind!r}; expected 'char' or 'byte' for pairs of texts")
     token = int(vocab.encode(text)[0])
     if token == vocab.unknown:
         raise ValueError("the text has no tab; expected lines of two texts with a tab between them")

@@ -1,4 +1,4 @@
-"""Runs of bytes in plain, compressed and archived files, read in chunks and never as a whole."""
+"""Byte ranges of plain, compressed and archived files, read in chunks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import IO, Any
 
 CHUNK = 1 << 20
-CONTINUATION = bytes(range(0x80, 0xC0))  # the bytes inside a UTF-8 character, of which there are at most three
+CONTINUATION = bytes(range(0x80, 0xC0))  # continuation bytes of a UTF-8 character, at most three
 TAR = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The bytes start … stop of a file, or of a member of an archive, which unpacked has `size` bytes."""
+    """The bytes start … stop of a file or archive member that has `size` bytes unpacked."""
 
     path: Path
     member: str
@@ -64,7 +64,7 @@ def limited(pieces: Iterable[Piece], limit: int) -> list[Piece]:
 
 
 def texts(piece: Piece, chunks: Iterable[bytes]) -> Iterator[str]:
-    """The piece's chunks as text. A character that the piece's cut goes through belongs to neither side."""
+    """The piece's chunks as text. A character that the piece's boundary cuts is dropped on both sides."""
     held, at = b"", piece.start
     to_skip = 3 if piece.start else 0
     for chunk in chunks:
@@ -76,7 +76,7 @@ def texts(piece: Piece, chunks: Iterable[bytes]) -> Iterator[str]:
         data = held + chunk
         nul = data.find(0)
         if nul >= 0:
-            raise ValueError(f"{piece.name} is binary, with a NUL byte at offset {at + nul}; only byte tokens take it")
+            raise ValueError(f"{piece.name} is binary, with a NUL byte at offset {at + nul}; use byte tokens")
         try:
             text, used = codecs.utf_8_decode(data, "strict", False)
         except UnicodeDecodeError as error:
@@ -109,7 +109,7 @@ def members(path: Path) -> list[str]:
 
 
 def unpacked_size(path: Path, member: str = "") -> int:
-    """In bytes. A .gz does not say (its trailer counts modulo 2³² and one part only), so it is read through."""
+    """In bytes. A .gz does not store it (its trailer counts modulo 2³² and one part only), so it is decompressed."""
     if not member and path.suffix.lower() != ".gz":
         with reading(str(path)):
             return path.stat().st_size
@@ -126,7 +126,7 @@ def unpacked_size(path: Path, member: str = "") -> int:
 @contextmanager
 def open_stream(path: Path, member: str = "") -> Iterator[IO[bytes]]:
     with reading(f"{path}, {member}" if member else str(path)), ExitStack() as stack:
-        opened: Any  # some of these are no IO[bytes] to a type checker, but all can be read and sought
+        opened: Any  # a type checker does not accept all of these as IO[bytes], but all can read and seek
         if not member:
             opener = gzip.open if path.suffix.lower() == ".gz" else open
             opened = stack.enter_context(opener(path, "rb"))
@@ -140,7 +140,7 @@ def open_stream(path: Path, member: str = "") -> Iterator[IO[bytes]]:
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Turns what damaged and unreadable files raise into a sentence."""
+    """Turn the exceptions of damaged and unreadable files into a ValueError with one sentence."""
     try:
         yield
     except (EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile) as error:

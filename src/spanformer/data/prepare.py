@@ -1,8 +1,8 @@
-"""Text to memory-mapped ids, once: the result lies in the cache, under a name that says what it was made of.
+"""Text to memory-mapped ids: the result is cached under a name derived from everything it depends on.
 
 A prepared folder holds train.bin, valid.bin and test.bin (ids, little-endian), vocab.json and meta.json. It is written
-beside its place and renamed, so it is there whole or not at all; of two processes that make the same one, the second
-takes the first one's.
+under another name and renamed, so it is either complete or absent. Of two processes that prepare the same text, the
+second uses the first one's result.
 """
 
 from __future__ import annotations
@@ -10,19 +10,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
-import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
-from spanformer.core.files import sync_folder
-from spanformer.core.hidden import hidden_folder, hidden_path, sweep
+from spanformer.core.files import hidden_folder, put_folder, remove_folder, sweep, sync
 from spanformer.core.paths import expand_home
 from spanformer.core.progress import Meter, OnProgress, silent
 from spanformer.data.bpe import BPE, PackageMissing
@@ -32,11 +29,11 @@ from spanformer.data.pieces import Piece, limited, texts
 from spanformer.data.sources import Corpus, find
 from spanformer.data.vocab import Bytes, Chars, Unit, Vocab, Words, from_json
 
-FORMAT = 2  # part of every prepared folder's name: raise it when the same text would give other files
+FORMAT = 2  # part of every prepared folder's name: raise it when the files change for the same text
 
 
 class Damaged(ValueError):
-    """A prepared folder is not as it was made."""
+    """A prepared folder has changed since it was written."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Split:
     """bytes (of byte and bpe tokens), characters or words (<eos> is one): bits per unit are
     nats per token · tokens / units / ln 2"""
     sha256: str
-    """of the file of ids: what the data is, whatever it is called and wherever it lies"""
+    """of the file of ids: identifies the data whatever its name and folder"""
 
 
 @dataclass(frozen=True)
@@ -61,9 +58,9 @@ class Prepared:
 
 
 def prepare(config: DataConfig, on_progress: OnProgress | None = None, *, vocab: Vocab | None = None) -> Prepared:
-    """The tokens of a source, from the cache where they are already there.
+    """The tokens of a source, from the cache if it holds them.
 
-    vocab: the vocabulary to use, that of a model which was trained on another text, instead of one learned from this.
+    vocab: the vocabulary of a trained model, to use instead of one learned from this text.
     """
     if vocab is not None:
         config = replace(config, tokens=vocab.kind, vocab=0, tokenizer="")  # pyright: ignore[reportArgumentType]
@@ -79,10 +76,11 @@ def prepare(config: DataConfig, on_progress: OnProgress | None = None, *, vocab:
             return load(folder)
         except Damaged as error:
             warnings.warn(f"{error}; preparing it again", stacklevel=2)
-            _remove(folder)
+            with _writing(folder), contextlib.suppress(FileNotFoundError):  # another process was faster
+                remove_folder(folder)
     with _writing(config.cache_folder()):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        sweep(folder.parent)  # all that killed processes left of any corpus: it may be large
+        sweep(folder.parent)  # remove leftovers of killed processes: they may be large
         with hidden_folder(folder) as new:
             _write(new, config, corpus, vocab, on_progress or silent)
             _put_in_place(new, folder)
@@ -90,13 +88,13 @@ def prepare(config: DataConfig, on_progress: OnProgress | None = None, *, vocab:
 
 
 def load(folder: Path) -> Prepared:
-    """A folder that `prepare` has made. One that is damaged is refused, with what is wrong."""
+    """Load a folder that `prepare` wrote; raises Damaged with the reason."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         vocab = from_json(json.loads((folder / "vocab.json").read_text(encoding="utf-8")))
         splits = {split: _map(folder / f"{split}.bin", vocab.dtype, **meta["splits"][split]) for split in SPLITS}
     except PackageMissing:
-        raise  # which says nothing against the folder
+        raise  # the folder itself may be fine
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise Damaged(f"the prepared folder {folder} is damaged ({error})") from error
     return Prepared(folder, vocab, vocab.unit, splits)
@@ -110,7 +108,7 @@ def _map(path: Path, dtype: np.dtype, tokens: int, units: int, sha256: str) -> S
 
 
 def _made_of(config: DataConfig, corpus: Corpus) -> dict[str, Any]:
-    """All that the result depends on, as plain JSON."""
+    """Everything that the result depends on, as plain JSON."""
     tokenizer = expand_home(config.tokenizer, "tokenizer") if config.tokenizer else None
     if tokenizer and not tokenizer.is_file():
         raise ValueError(f"tokenizer {config.tokenizer!r} does not exist; expected a JSON file of package tokenizers")
@@ -149,7 +147,7 @@ def _write(new: Path, config: DataConfig, corpus: Corpus, vocab: Vocab | None, o
     for name, content in (("vocab.json", vocab.to_json()), ("meta.json", meta)):
         with (new / name).open("w", encoding="utf-8") as file:
             json.dump(content, file, indent=1 if content is meta else None)
-            _flush(file)
+        sync(new / name)
 
 
 def _vocab(config: DataConfig, train: Sequence[Piece], on_progress: OnProgress) -> Vocab:
@@ -163,7 +161,7 @@ def _vocab(config: DataConfig, train: Sequence[Piece], on_progress: OnProgress) 
 
 
 def _encode(path: Path, vocab: Vocab, pieces: Sequence[Piece], meter: Meter) -> dict[str, int | str]:
-    """Write the ids; count tokens and units, and take the digest."""
+    """Write the ids; return the counts of tokens and units, and the digest."""
     tokens = text_bytes = 0
     digest = hashlib.sha256()
 
@@ -185,33 +183,18 @@ def _encode(path: Path, vocab: Vocab, pieces: Sequence[Piece], meter: Meter) -> 
                 file.write(written)
                 digest.update(written)
                 tokens += len(ids)
-        _flush(file)
+    sync(path)
     units = text_bytes if isinstance(vocab, BPE) else tokens
     return {"tokens": tokens, "units": units, "sha256": digest.hexdigest()}
 
 
-def _flush(file: IO[Any]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
 def _put_in_place(new: Path, folder: Path) -> None:
-    sync_folder(new)
     try:
-        new.rename(folder)
+        put_folder(new, folder)
     except OSError:
         if not folder.is_dir():
             raise
-        return  # another process was first, and its result is the same
-    sync_folder(folder.parent)
-
-
-def _remove(folder: Path) -> None:
-    """Out of the way at once, by a rename, so that nobody sees half of it."""
-    away = hidden_path(folder)
-    with _writing(folder), contextlib.suppress(FileNotFoundError):  # or somebody else has just done it
-        folder.rename(away)
-        shutil.rmtree(away, ignore_errors=True)
+        # another process was first, with the same result
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""From the name of a source to its splits: a named corpus, the standard library, or files of your own."""
+"""Finds the splits of a source: a named corpus, the standard library, or files of your own."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Corpus:
     name: str
     """short, for file names"""
     identity: Any
-    """plain JSON that changes whenever the text may have changed; cheap, nothing is read or downloaded for it"""
+    """plain JSON that changes whenever the text may have changed; made without reading or downloading"""
     splits: Callable[[OnProgress], dict[str, list[Piece]]]
-    """finds (and if need be downloads) the text; every split is there, and none is empty"""
+    """finds the text, downloading it if needed; returns all splits, none of them empty"""
 
 
 def find(config: DataConfig) -> Corpus:
     source = config.source
     if config.copy and source not in NAMED:
         raise ValueError(
-            f"from is {config.copy!r}, but {source!r} is not a corpus to have a copy of; "
+            f"from is {config.copy!r}, but {source!r} is not a named corpus; "
             f"expected one of {', '.join(NAMED)} as the source"
         )
     if source in NAMED:
@@ -74,7 +74,7 @@ def _named(config: DataConfig) -> Corpus:
         raise ValueError(f"from is {config.copy!r}, which does not exist; expected a copy of {config.source}")
     if copy:
         check_regular(copy, "from")
-    # A download is what its url and digest say; a copy is whatever lies there now.
+    # A download is identified by its url and digest, a copy by its present content.
     identity = [config.source, NAMED[config.source].url if not copy else _stamps(copy.parent, _files_in(copy))]
 
     def splits(on_progress: OnProgress) -> dict[str, list[Piece]]:
@@ -84,7 +84,7 @@ def _named(config: DataConfig) -> Corpus:
 
 
 def _refuse_archives(files: Sequence[Path]) -> None:
-    """Read as it stands, an archive is no text but its bytes."""
+    """An archive is not text: its compressed bytes would be read."""
     for path in filter(is_archive, files):
         raise ValueError(f"source {path} is an archive; unpack it and give the folder")
 
@@ -92,7 +92,7 @@ def _refuse_archives(files: Sequence[Path]) -> None:
 def _own(
     name: str, root: Path, files: Sequence[Path], config: DataConfig, keep: Callable[[Path], bool] = lambda _: True
 ) -> Corpus:
-    """Files below a root, split as they are named, or else by the shares."""
+    """Files below a root, split by their names, or else by the shares."""
     _refuse_archives(files)
 
     def splits(_on_progress: OnProgress) -> dict[str, list[Piece]]:
@@ -117,13 +117,13 @@ def _split(root: Path, pieces: list[Piece], config: DataConfig) -> dict[str, lis
 
 
 def _split_name(root: Path, path: Path) -> str:
-    """The split that a file or folder directly below the root is named for: train.txt, wiki.valid.tokens, test/…"""
+    """The split in the name of a file or folder directly below the root: train.txt, wiki.valid.tokens, test/…"""
     parts = set(_relative(root, path).lower().split("/")[0].split("."))
     return next((split for split, names in OWN_SPLITS.items() if names & parts), "")
 
 
 def _cut(piece: Piece, valid: float, test: float) -> dict[str, list[Piece]]:
-    """One file: the end of it is for testing, and what stands before that for validation."""
+    """Split one file: its end is for testing, the part before that for validation."""
     to_test = piece.stop - round(piece.size * test)
     to_valid = to_test - round(piece.size * valid)
     bounds = {"train": (0, to_valid), "valid": (to_valid, to_test), "test": (to_test, piece.stop)}
@@ -131,10 +131,10 @@ def _cut(piece: Piece, valid: float, test: float) -> dict[str, list[Piece]]:
 
 
 def _deal(root: Path, pieces: list[Piece], valid: float, test: float) -> dict[str, list[Piece]]:
-    """Whole files, drawn in the order of a hash of their names while they fit a split's share of the bytes.
+    """Assign whole files to splits, in the order of a hash of their names, while they fit a split's share of the bytes.
 
-    The order does not depend on the other files, nor on where the folder is. A split that no file fits into gets the
-    smallest one left.
+    The order does not depend on other files or on the folder's location. A split that no file fits gets the smallest
+    remaining file.
     """
     total = sum(map(len, pieces))
     drawn = sorted(pieces, key=lambda p: hashlib.sha256(_relative(root, p.path).encode()).digest())
@@ -162,7 +162,7 @@ def _none_empty(config: DataConfig, splits: dict[str, list[Piece]]) -> dict[str,
 
 
 def _walk(root: Path, without: Set[str] = frozenset()) -> list[Path]:
-    """The files below a folder, by name; hidden ones are left out, and folders of these names."""
+    """The files below a folder, sorted by name, without hidden ones and without folders of these names."""
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
@@ -184,7 +184,7 @@ def _relative(root: Path, path: Path) -> str:
 
 
 def _is_text(path: Path) -> bool:
-    """Some of the standard library's tests are deliberately not."""
+    """Whether it is UTF-8: some of the standard library's tests deliberately are not."""
     with reading(str(path)):
         data = path.read_bytes()
     try:

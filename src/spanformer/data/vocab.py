@@ -1,6 +1,6 @@
-"""From text to ids and back: bytes, characters and words. (BPE has a file of its own.)
+"""Vocabularies of bytes, characters and words: text to ids and back. (BPE is in bpe.py.)
 
-Encoding streams: a text may come in parts of any size, and the ids do not depend on how it was cut.
+Encoding streams: a text may come in parts of any size, and the ids do not depend on the parts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from spanformer.data.decoder import ByteDecoder, Decoder
+from spanformer.data.detokenizer import ByteDetokenizer, Detokenizer
 
 Unit = Literal["byte", "char", "word"]
 UNKNOWN, END = "<unk>", "<eos>"
@@ -24,27 +24,27 @@ class Vocab(ABC):
     kind: ClassVar[str]
     """as in DataConfig.tokens"""
     unit: ClassVar[Unit]
-    """what a loss is reported per: bits per byte (or character), or perplexity per word"""
+    """unit of reported losses: bits per byte or character, or perplexity per word"""
     size: int
     """V: ids are 0 … V − 1"""
     unknown: int | None = None
-    """the id that stands for all that has none"""
+    """the id of everything outside the vocabulary"""
 
     @abstractmethod
     def stream(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
-        """The ids of one document that comes in parts. (Of bytes, the parts are bytes.)"""
+        """The ids of one document that comes in parts. (For `Bytes`, the parts are bytes.)"""
 
     @abstractmethod
     def decode(self, ids: Iterable[int] | np.ndarray) -> str: ...
 
     def prompt(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
-        """The ids of a text that goes on after its last part. A token that the vocabulary lacks is a ValueError.
-        (Of bytes, the parts may also be bytes.)"""
+        """The ids of a text that continues after its last part. Raises ValueError for a token outside the vocabulary.
+        (For `Bytes`, the parts may also be bytes.)"""
         return self.stream(parts)
 
-    def decoder(self, before: Iterable[int] = ()) -> Decoder | ByteDecoder:
-        """Takes ids one at a time and gives their text as soon as it is certain. before: ids they follow."""
-        return Decoder(self.decode, before)
+    def detokenizer(self, before: Iterable[int] = ()) -> Detokenizer | ByteDetokenizer:
+        """Decodes ids one at a time, returning text as soon as it is certain. before: the preceding ids."""
+        return Detokenizer(self.decode, before)
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
@@ -58,12 +58,12 @@ class Vocab(ABC):
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest that holds every id; little-endian wherever it is written."""
+        """The smallest dtype that holds every id, little-endian."""
         return np.dtype("u1" if self.size <= 1 << 8 else "<u2" if self.size <= 1 << 16 else "<i4")
 
 
 class Bytes(Vocab):
-    """A token is a byte, whatever the text is."""
+    """A token is a byte."""
 
     kind, unit, size = "byte", "byte", 256
 
@@ -72,11 +72,11 @@ class Bytes(Vocab):
             yield np.frombuffer(part, np.uint8)
 
     def prompt(self, parts: Iterable[str] | Iterable[bytes]) -> Iterator[np.ndarray]:
-        # What is no UTF-8 in a command line's words is kept by Python in this way.
+        # Python represents command-line bytes that are not UTF-8 in this way.
         return self.stream(part.encode("utf-8", "surrogateescape") if isinstance(part, str) else part for part in parts)
 
-    def decoder(self, before: Iterable[int] = ()) -> ByteDecoder:
-        return ByteDecoder(before)
+    def detokenizer(self, before: Iterable[int] = ()) -> ByteDetokenizer:
+        return ByteDetokenizer(before)
 
     def encode(self, text: str | bytes) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8") if isinstance(text, str) else text, np.uint8).astype(np.int64)
@@ -89,7 +89,7 @@ class Bytes(Vocab):
 
 
 class Chars(Vocab):
-    """A token is a character. Ids follow code points; the last one stands for every character not in `chars`."""
+    """A token is a character. Ids are in code-point order; the last id is for every character not in `chars`."""
 
     kind, unit = "char", "char"
 
@@ -125,8 +125,8 @@ class Chars(Vocab):
             if len(unknown):
                 wrong = part[unknown[0]]
                 raise ValueError(
-                    f"the model does not know the character {wrong!r} (U+{ord(wrong):04X}), the prompt's number "
-                    f"{at + unknown[0] + 1:,}; expected only characters of the text it was trained on"
+                    f"the vocabulary lacks the character {wrong!r} (U+{ord(wrong):04X}), at position "
+                    f"{at + unknown[0] + 1:,} of the prompt; expected characters of the training text"
                 )
             at += len(part)
             yield ids
@@ -141,8 +141,8 @@ class Chars(Vocab):
 class Words(Vocab):
     """A token is a word: `line.split() + ["<eos>"]` for every line, as WikiText is prepared.
 
-    Ids follow falling frequency. `<unk>` stands for every other word; where the text itself has it, they are one. An
-    imported vocabulary may lack it, and then refuses other words.
+    Ids are in order of falling frequency. `<unk>` is for every other word, also where the text itself contains it. An
+    imported vocabulary may lack it, and then raises for other words.
     """
 
     kind, unit = "word", "word"
@@ -160,7 +160,7 @@ class Words(Vocab):
         for document in documents:
             for words in split_words(document):
                 counts.update(words)
-        ranked = [word for word, _ in counts.most_common()]  # a stable sort of words in the order they appeared
+        ranked = [word for word, _ in counts.most_common()]  # a stable sort: ties keep the order of first appearance
         if UNKNOWN not in ranked[: size or None]:
             ranked = [*ranked[: size - 1 if size else None], UNKNOWN]
         return cls(ranked[: size or None])
@@ -181,7 +181,7 @@ class Words(Vocab):
             if word not in self._ids:
                 instead = "" if self.unknown is None else f", or {UNKNOWN} in its place"
                 raise ValueError(
-                    f"the model does not know the word {word!r}; expected words of the text it was trained on{instead}"
+                    f"the vocabulary lacks the word {word!r}; expected words of the training text{instead}"
                 )
         return np.fromiter(map(self._ids.__getitem__, words), self.dtype, len(words))
 
@@ -195,7 +195,7 @@ class Words(Vocab):
 
 
 def from_json(saved: dict[str, Any]) -> Vocab:
-    """The vocabulary that `to_json` described."""
+    """The vocabulary from the result of `to_json`."""
     from spanformer.data.bpe import BPE  # which imports this module
 
     match saved:
@@ -208,7 +208,7 @@ def from_json(saved: dict[str, Any]) -> Vocab:
         case {"kind": "bpe", "tokenizer": dict(tokenizer)}:
             return BPE(tokenizer)
     shown = json.dumps(saved)
-    raise ValueError(f"{shown[:40]}{'…' * (len(shown) > 40)} is no saved vocabulary; expected what to_json gives")
+    raise ValueError(f"{shown[:40]}{'…' * (len(shown) > 40)} is no saved vocabulary; expected the result of to_json")
 
 
 def _all_differ(tokens: str | list[str]) -> bool:
@@ -219,12 +219,12 @@ def _code_points(text: str) -> np.ndarray:
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
 
 
-# White space that every definition of it agrees on, after something that none takes for white space.
+# White space by every definition, after a character that is white space by none.
 _LAST_WORD_END = re.compile(r".*\S(?=[ \t\n\v\f\r])", re.DOTALL)
 
 
 def whole_words(parts: Iterable[str]) -> Iterator[str]:
-    """The same text, cut only where a word ends: after it, and before all the white space that follows."""
+    """The same text, cut only at ends of words: after the word, before the white space that follows."""
     held = ""
     for part in parts:
         held += part
@@ -236,8 +236,8 @@ def whole_words(parts: Iterable[str]) -> Iterator[str]:
 
 
 def split_words(parts: Iterable[str], ends: bool = True) -> Iterator[list[str]]:
-    """The words of one document, with an END for each line, the last one included if nothing ends it, unless the
-    document does not end here."""
+    """The words of one document, with an END after each line. A last line without a newline gets one too, unless `ends`
+    is False (the document continues)."""
     last = "\n"
     for text in whole_words(parts):
         last = text[-1]

@@ -1,4 +1,4 @@
-"""Hugging Face models with learned spans, and ours as one of theirs. Importing this room imports transformers."""
+"""Learned spans for Hugging Face models, and spanformer models in their format. Importing this imports transformers."""
 
 try:
     import transformers as _transformers
@@ -11,17 +11,27 @@ if int(_transformers.__version__.split(".")[0]) < 5:
         'pip install -U "spanformer[hf]"'
     )
 
-from spanformer.hf.attach import attach as attach
-from spanformer.hf.attach import detach as detach
-from spanformer.hf.cache import SpanCache as SpanCache
-from spanformer.hf.export import compare_losses as compare_losses
-from spanformer.hf.export import to_windows as to_windows
-from spanformer.hf.modeling import SpanformerConfig as SpanformerConfig
-from spanformer.hf.modeling import SpanformerForCausalLM as SpanformerForCausalLM
-from spanformer.hf.saving import from_pretrained as from_pretrained
-from spanformer.hf.spans import HeadSpans as HeadSpans
-from spanformer.hf.spans import cache_bytes as cache_bytes
-from spanformer.hf.spans import clamp_spans as clamp_spans
-from spanformer.hf.spans import head_spans as head_spans
-from spanformer.hf.spans import span_penalty as span_penalty
-from spanformer.hf.trainer import SpanCallback as SpanCallback
+from spanformer.hf.attach import attach, detach
+from spanformer.hf.cache import SpanCache
+from spanformer.hf.export import compare_losses, to_windows
+from spanformer.hf.modeling import SpanformerConfig, SpanformerForCausalLM
+from spanformer.hf.saving import from_pretrained
+from spanformer.hf.spans import HeadSpans, cache_bytes, clamp_spans, head_spans, span_penalty
+from spanformer.hf.trainer import SpanCallback
+
+__all__ = [
+    "HeadSpans",
+    "SpanCache",
+    "SpanCallback",
+    "SpanformerConfig",
+    "SpanformerForCausalLM",
+    "attach",
+    "cache_bytes",
+    "clamp_spans",
+    "compare_losses",
+    "detach",
+    "from_pretrained",
+    "head_spans",
+    "span_penalty",
+    "to_windows",
+]

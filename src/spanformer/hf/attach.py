@@ -3,8 +3,8 @@
     attach(model, max_span=2048)      each attention module gets `spans`, and attends by them
     detach(model)                     the model as it was
 
-Which modules attend, with how many heads of which size, is not guessed from the architecture: two tokens are sent
-through the model with a function that writes down who calls it, and gradients are sent back to see that they arrive.
+Attention modules and their head counts and sizes are not guessed from the architecture: a forward pass over two tokens
+records the calls of the attention function, and a backward pass checks that gradients arrive.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spanformer.hf.spans import NAME, HeadSpans, check_attach
 
 PROBE = "spanformer_probe"
 CONFIG = "spanformer"
-"""the key of config.json that says how spans are attached"""
+"""the key of config.json with the settings of `attach`"""
 
 
 def attach(
@@ -30,17 +30,18 @@ def attach(
     init: float = 1.0,
     ramp: float = 32.0,
     per: str = "kv_head",
-    sinks: int = 4,
+    sink_tokens: int = 4,
 ) -> PreTrainedModel:
     """Give every attention head of a causal language model a learned span, and return the model.
 
     max_span: S, the longest span; the model's own context (max_position_embeddings) unless given.
-    init: the ratio of S that spans start from; at 1.0 the model computes what it did before, up to S tokens back.
-    ramp: how many tokens the soft edge of a span takes.
-    per: "kv_head", one span for each key/value head, so that a cache can forget; "head", one for each query head.
-    sinks: so many first tokens of a text stay visible to all heads (but in layers with a sliding window of their own).
+    init: initial spans as a ratio of S; at 1.0 the output is unchanged within S tokens.
+    ramp: width of a span's soft edge, in tokens.
+    per: "kv_head", one span per KV head, so that the KV cache can shrink; "head", one per query head.
+    sink_tokens: this many first tokens of a text stay visible to all heads (but in layers with a sliding window of
+    their own).
     """
-    check_attach(max_span, init, ramp, per, sinks)
+    check_attach(max_span, init, ramp, per, sink_tokens)
     base = base_of(model)
     _refuse_model(base)
     layers = probe(base)
@@ -57,20 +58,20 @@ def attach(
             )
     for name, found in layers.items():
         spans = HeadSpans(
-            found.heads, found.kv_heads, max_span, ramp=ramp, init=init, per=per, sinks=sinks,
+            found.heads, found.kv_heads, max_span, ramp=ramp, init=init, per=per, sink_tokens=sink_tokens,
             window=found.window, head_size=found.head_size,
         )  # fmt: skip
         base.get_submodule(name).add_module(NAME, spans.to(found.device))
     register()
     base.set_attn_implementation(IMPLEMENTATION)
-    settings = {"max_span": max_span, "ramp": float(ramp), "per": per, "sinks": sinks}
+    settings = {"max_span": max_span, "ramp": float(ramp), "per": per, "sink_tokens": sink_tokens}
     setattr(base.config, CONFIG, settings)
     base._attention_before_spans = before  # type: ignore[assignment]
     return model  # type: ignore[return-value]
 
 
 def detach(model: nn.Module) -> PreTrainedModel:
-    """Take the spans away again: the model attends as before `attach`, and holds no parameter of ours."""
+    """Remove the spans: the model attends as before `attach` and has no added parameters."""
     base = base_of(model)
     if not hasattr(base, "_attention_before_spans"):
         raise ValueError(f"{type(base).__name__} has no spans to detach")
@@ -83,7 +84,7 @@ def detach(model: nn.Module) -> PreTrainedModel:
 
 
 def base_of(model: nn.Module) -> PreTrainedModel:
-    """The Hugging Face model itself, out of PEFT's wrapper."""
+    """The Hugging Face model itself, without PEFT's wrapper."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not isinstance(base, PreTrainedModel):
         raise ValueError(
@@ -95,18 +96,18 @@ def base_of(model: nn.Module) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Layer:
-    """What an attention module was seen to do."""
+    """Observed sizes of an attention module."""
 
     heads: int
     kv_heads: int
     head_size: int
-    """of a key and a value together"""
+    """size of a key plus a value"""
     window: int | None
     device: torch.device
 
 
 def probe(model: PreTrainedModel) -> dict[str, Layer]:
-    """Each attention module by its name, found by sending two tokens through the model and gradients back."""
+    """Attention modules by name, found by a forward and backward pass over two tokens."""
     names = {module: name for name, module in model.named_modules()}
     found: dict[str, Layer] = {}
     leaves: list[Tensor] = []

@@ -1,8 +1,8 @@
 """The attention function and the mask function that transformers calls in a model with spans.
 
-Both are registered, under one name: with an attention function alone transformers makes no mask at all, and causality
-would be lost without a word. The mask function makes no L × L tensor but a `Seen`: what is hidden beside the future, as
-[B, Tk] numbers, made once a forward pass and shared by all layers.
+Both are registered under one name: with an attention function alone transformers makes no mask at all, and causality
+would be lost silently. The mask function returns no L × L tensor but a `Seen`: the positions hidden besides the future,
+as [B, Tk] tensors, made once per forward pass and shared by all layers.
 
 Shapes: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D and Dv head sizes.
 """
@@ -25,12 +25,12 @@ from spanformer.ops import attend
 
 IMPLEMENTATION = "spanformer"
 HELD = "held_by_spans"
-"""the attribute by which keys that went through a SpanCache name their layer of it"""
+"""attribute of keys that passed through a SpanCache: their layer of it"""
 
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What one forward pass hides from every layer that shares it, beside the future."""
+    """Positions that one forward pass hides besides the future, shared by layers."""
 
     keys: int
     """Tk"""
@@ -41,20 +41,20 @@ class Seen:
     documents: Tensor | None = None
     """[B, Tk] ids of packed texts"""
     q_positions: Tensor | None = None
-    """[1 or B, Tq] where queries and keys stand in their text; None: the queries are the last, and nothing is padded"""
+    """[1 or B, Tq] positions of queries in their text; None: the queries are the last tokens, without padding"""
     k_positions: Tensor | None = None
     """[1 or B, Tk]"""
     real: Tensor | None = None
-    """[B, Tq] which of the new tokens are no padding; None: all"""
+    """[B, Tq] False where a new token is padding; None: no padding"""
 
     @cached_property
     def packed(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """For a cache, whose rows hold real tokens only: see `pack_real`. Made once a forward pass, by the first layer
-        that needs it."""
+        """For a KV cache, whose rows hold real tokens only: see `pack_real`. Computed once per forward pass, by the
+        first layer that needs it."""
         return None if self.real is None else pack_real(self.real)
 
     def contiguous(self) -> Seen:
-        """What transformers asks of a mask for a static cache alone; with a window that may be as long as its text."""
+        """Called by transformers on masks of a static cache only; its window may be as long as its text."""
         raise ValueError(_STATIC)
 
 
@@ -97,9 +97,9 @@ def make_mask(
     if shown.device.type == "cpu" and bool(shown.all()):
         return seen
     bias = torch.zeros(shown.shape, device=device).masked_fill(~shown, -math.inf)[:, None]
-    if local_size is None:  # padding takes no place, wherever it stands: a text is as far from itself as without it
+    if local_size is None:  # padding has no position: distances are the same as without it
         positions = attention_mask.long().cumsum(1)[:, kv_offset : kv_offset + kv_length] - 1
-    else:  # a window of the model's own counts the padding in between, as without spans
+    else:  # the model's own window counts the padding in between, as without spans
         positions = positions - attention_mask.int().argmax(1, keepdim=True)
     new = slice(kv_length - q_length, None)
     return replace(seen, bias=bias, q_positions=positions[:, new], k_positions=positions, real=shown[:, new])
@@ -158,14 +158,14 @@ def attend_seen(
     scaling: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    """[B, H, Tq, Dv]: all keys that may be seen are here. s_aux [H]: a learned score without a value (gpt-oss)."""
+    """[B, H, Tq, Dv], with all visible keys given. s_aux [H]: learned sink logits (gpt-oss)."""
     rule = spans.rule_for(seen.keys)
     if seen.bias is not None or seen.documents is not None or s_aux is not None:
         documents = None
         if seen.documents is not None:
             documents = (seen.documents[:, seen.keys - query.shape[2] :], seen.documents)
-        rule = replace(rule, key_bias=seen.bias, documents=documents, sinks=s_aux)
-    placed = seen.documents is None or rule.kept  # packed texts need positions only to know their first tokens
+        rule = replace(rule, key_bias=seen.bias, documents=documents, sink_logits=s_aux)
+    placed = seen.documents is None or rule.sink_tokens  # packed texts need positions only to find their first tokens
     return attend(
         query,
         key,
@@ -179,7 +179,7 @@ def attend_seen(
 
 
 def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast in its dtype, as SDPA does: rotary positions leave queries and keys in float32 there."""
+    """Cast to autocast's dtype, as SDPA does: rotary positions leave queries and keys in float32 under autocast."""
     kind = tensors[0].device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors
@@ -187,7 +187,7 @@ def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def register() -> None:
-    """Make both functions known to transformers; a second time changes nothing."""
+    """Register both functions with transformers; idempotent."""
     AttentionInterface.register(IMPLEMENTATION, attend_spans)
     AttentionMaskInterface.register(IMPLEMENTATION, make_mask)
 
@@ -195,7 +195,7 @@ def register() -> None:
 def _documents(mask: Callable, batch: int, queries: int, keys: int, device: torch.device | str) -> Tensor | None:
     """[B, Tk] ids of the texts that transformers found packed in each row; None if every row is one.
 
-    A mask function hides its reasons, but tells of any pair: a text begins where a token does not see its neighbour.
+    A mask function answers for any pair of positions: a text begins where a token does not see its left neighbour.
     """
     rows, at = torch.arange(batch, device=device)[:, None], torch.arange(keys, device=device)
     if keys < 2:
@@ -206,7 +206,7 @@ def _documents(mask: Callable, batch: int, queries: int, keys: int, device: torc
             "this model lets tokens see later ones, and spans look back only: an encoder, or a mask of "
             "its own for images; detach the spans for such inputs"
         )
-    if queries != keys:  # with a cache transformers knows of no packed texts
+    if queries != keys:  # transformers has no packed texts with a KV cache
         return None
     begins = ~mask(rows, rows[:1], after, before).expand(batch, keys - 1)
     if not bool(begins.any()):
@@ -215,7 +215,7 @@ def _documents(mask: Callable, batch: int, queries: int, keys: int, device: torc
 
 
 def _starts(documents: Tensor) -> Tensor:
-    """[B, Tk] where each token's text begins."""
+    """[B, Tk] position at which each token's text begins."""
     at = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = nn.functional.pad(documents.diff(dim=1) != 0, (1, 0), value=True)
     return torch.where(begins, at, 0).cummax(1).values
@@ -232,7 +232,7 @@ def _without_mask(mask: Tensor | None, query: Tensor, key: Tensor, spans: HeadSp
 
 
 def _refuse(others: dict[str, object]) -> None:
-    """Terms of other implementations that would be lost without a word."""
+    """Raise for arguments of other implementations that would be ignored silently."""
     for name, why in _REFUSED.items():
         if others.get(name) not in (None, False):
             raise ValueError(f"{name} is {others[name]!r}; {why}")

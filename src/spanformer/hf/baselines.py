@@ -1,4 +1,4 @@
-"""Windows that are not learned, to hold learned ones against at equal memory.
+"""Windows that are not learned, as baselines at equal memory.
 
     uniform        every head keeps the same number of tokens, but for layers whose own window is shorter
     local_global   five layers with a short window to one that keeps all, as several published models are built
@@ -23,12 +23,12 @@ def uniform(layers: int, heads: int, budget: Budget) -> Tensor:
 
 
 def local_global(layers: int, heads: int, budget: Budget) -> Tensor:
-    """Every sixth layer keeps all; what that leaves of the budget is shared evenly by the others."""
+    """Every sixth layer keeps all tokens; the other layers share the rest of the budget evenly."""
     if budget.own:
         raise ValueError("this model has sliding windows of its own; another order of local and global is not measured")
     is_global = torch.arange(layers) % (LOCAL_LAYERS + 1) == LOCAL_LAYERS
     left = budget.tokens * layers - budget.context * int(is_global.sum())
-    each = left / max(layers - int(is_global.sum()), 1) - budget.sinks
+    each = left / max(layers - int(is_global.sum()), 1) - budget.sink_tokens
     if each < 1:
         least = int(is_global.sum()) / layers
         raise ValueError(
@@ -36,7 +36,7 @@ def local_global(layers: int, heads: int, budget: Budget) -> Tensor:
             f"{LOCAL_LAYERS} local layers to one global need more than that"
         )
     windows = torch.full((layers, heads), each)
-    windows[is_global] = float(budget.context - budget.sinks)
+    windows[is_global] = float(budget.context - budget.sink_tokens)
     return budget.whole(windows)
 
 

@@ -1,4 +1,4 @@
-"""A transformers cache in which every key/value head keeps what its span lets it see, and no more.
+"""A transformers KV cache in which every KV head keeps only the tokens inside its span.
 
     model.generate(ids, past_key_values=SpanCache(model))
 
@@ -25,15 +25,15 @@ from spanformer.memory import HeadCache
 from spanformer.ops import Rule
 
 GROWTH = 256  # tokens by which a ring that is not yet as long as its span grows at least; or an eighth of its length
-TAKEN_BACK = 64  # tokens that assisted decoding may take back
+TAKEN_BACK = 64  # tokens that assisted decoding may crop
 
 
 class SpanCache(Cache):
-    """For a model with spans attached, to be given to its generate() or forward as past_key_values.
+    """For a model with spans attached: pass it to generate() or forward as past_key_values.
 
-    context: how many tokens will be read in all, if known: memory is then taken once, and no more than needed.
-    slack: how many tokens `crop` can take back once a ring is full. Assisted decoding asks for 64 by itself.
-    bits: 8 keeps keys and values in 8 bits; 0 in the model's dtype.
+    context: total number of tokens, if known: memory is then allocated once, and no more than needed.
+    slack: how many tokens `crop` can remove once a ring is full. Assisted decoding sets 64 by itself.
+    bits: 8 stores keys and values in 8 bits; 0 in the model's dtype.
     """
 
     def __init__(self, model: nn.Module, *, context: int = 0, slack: int = 0, bits: Literal[0, 8] = 0) -> None:
@@ -54,7 +54,7 @@ class SpanCache(Cache):
         self._model = model
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back so many tokens, as a negative number; padding among them counts. All layers do, or none."""
+        """Remove this many last tokens, given as a negative number, padding included; in all layers or in none."""
         for layer in self.layers:
             layer.check_crop(tokens_to_remove)  # type: ignore[attr-defined]
         super().crop(tokens_to_remove)
@@ -64,7 +64,7 @@ class SpanCache(Cache):
         return sum(layer.bytes() for layer in self.layers)  # type: ignore[attr-defined]
 
     def full_bytes(self) -> int:
-        """What a cache of all tokens would hold by now."""
+        """Bytes that a KV cache of all tokens so far would take."""
         first = self.layers[0]
         assert isinstance(first, SpanLayer)
         if not first.is_initialized:
@@ -126,7 +126,7 @@ class SpanLayer(CacheLayerMixin):
             self.rings.resize(self.rings.reach, self.slack)
 
     def check_crop(self, tokens_to_remove: int) -> None:
-        """Refuse what `crop` could not take back."""
+        """Raise if `crop` could not remove this many tokens."""
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop was given {tokens_to_remove}; expected a negative number, how many tokens to take back"
@@ -167,9 +167,9 @@ class SpanLayer(CacheLayerMixin):
         """q [B, H, T, D] over what is held and the new k [B, Hkv, T, D] and v [B, Hkv, T, Dv], which are kept."""
         t = q.shape[2]
         if self.rings is None:
-            self.dtype = k.dtype  # autocast may have changed it on the way
+            self.dtype = k.dtype  # autocast may have changed it
         packed = seen.packed if seen.real is not None else None
-        if self.rings is None and self.length == t:  # a text begins: all there is to see is here
+        if self.rings is None and self.length == t:  # start of a text: all keys are here
             out = attend_seen(q, k, v, seen, self.spans, 0.0, scale, s_aux)
             rings = self._rings(t)
             self.tokens.add(t, None if packed is None else seen.real)
@@ -179,7 +179,7 @@ class SpanLayer(CacheLayerMixin):
                 rings.append(_turn(k, packed[0]), _turn(v, packed[0]), packed[2])
             return out
         if torch.is_grad_enabled() and q.requires_grad:
-            raise ValueError("a SpanCache gives no gradients; read on under torch.no_grad(), or without a cache")
+            raise ValueError("a SpanCache gives no gradients; use torch.no_grad(), or no KV cache")
         rings, rule = self._rings(t), self.rule(s_aux)
         self.tokens.add(t, None if packed is None else seen.real)
         if packed is None:
@@ -197,14 +197,17 @@ class SpanLayer(CacheLayerMixin):
             assert rule.reach is not None and rule.span is not None
             reach = torch.as_tensor(rule.reach).clamp(max=self._longest)
             span = rule.span.detach()
-            self._rule = (state, replace(rule, reach=reach, span=span, sinks=None if s_aux is None else s_aux.detach()))
+            self._rule = (
+                state,
+                replace(rule, reach=reach, span=span, sink_logits=None if s_aux is None else s_aux.detach()),
+            )
         return self._rule[1]
 
     def bytes(self) -> int:
         return 0 if self.rings is None else self.rings.bytes()
 
     def _rings(self, new: int) -> HeadCache:
-        """With room for so many more tokens, and for the spans as they are now."""
+        """With room for this many more tokens, and for the spans as they are now."""
         change = self.spans._change()
         if self.length <= self.room and self._made_for == change:
             assert self.rings is not None
@@ -219,8 +222,8 @@ class SpanLayer(CacheLayerMixin):
         self._made_for = change
         if self.rings is None:
             self.rings = HeadCache(
-                self.batch_size, reach, *self._widths, kept=self.spans.sinks, slack=self.slack, bits=self.bits,
-                dtype=self.dtype, device=self.device,
+                self.batch_size, reach, *self._widths, sink_tokens=self.spans.sink_tokens, slack=self.slack,
+                bits=self.bits, dtype=self.dtype, device=self.device,
             )  # fmt: skip
         else:
             self.rings.resize(reach)
@@ -230,7 +233,7 @@ class SpanLayer(CacheLayerMixin):
 
     @property
     def _longest(self) -> int:
-        return max(1, self.room - self.spans.sinks)
+        return max(1, self.room - self.spans.sink_tokens)
 
     def _take_rows(self, index: Tensor) -> None:
         if self.rings is not None:

@@ -1,4 +1,4 @@
-"""A budget of key/value memory, spent where it buys most: one price per token for all heads.
+"""Divides a budget of KV memory among heads by one price per token.
 
 What is minimised is Σ_h cost_h(w_h) + λ · Σ_h w_h, with w_h the tokens head h keeps: an L1 penalty on spans. The weight
 λ is not a setting. It is the price at which the heads together ask for just the budget, found exactly where the costs
@@ -20,11 +20,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of a full cache may be kept: `share` of what all heads keep of `context` tokens, sinks included."""
+    """A `share` of the full KV cache: of the tokens that all heads keep of `context` tokens, sink tokens included."""
 
     share: float
     context: int
-    sinks: int
+    sink_tokens: int
     own: tuple[int | None, ...] = ()
     """[L] the sliding window that a layer has of its own, None for none; empty: no layer has one. That window is all
     such a layer keeps in a full cache, and it has no sinks"""
@@ -32,18 +32,21 @@ class Budget:
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
             raise ValueError(f"budget is {self.share:g}; expected a share of the full key/value memory, up to 1")
-        if self.sinks < 0:
-            raise ValueError(f"sinks is {self.sinks}; expected a number of tokens, 0 or more")
-        if self.sinks + 1 >= self.context:
+        if self.sink_tokens < 0:
+            raise ValueError(f"sink_tokens is {self.sink_tokens}; expected a number of tokens, 0 or more")
+        if self.sink_tokens + 1 >= self.context:
             raise ValueError(
-                f"sinks is {self.sinks} of {self.context} tokens of context; expected at least two tokens beside them"
+                f"sink_tokens is {self.sink_tokens} of {self.context} tokens of context; expected at least two tokens "
+                "beside them"
             )
         if self.share < self.least:
             need = float((self.aside + 1).double().mean())
             raise ValueError(
                 f"budget is {self.share:g}, {self.tokens:.1f} of {float(self.full.double().mean()):g} tokens a head, "
-                f"but {self.sinks} sinks and the token itself take {need:g}; ask for {self.least:.4f} or more, or for "
-                "fewer sinks"
+                f"but {self.sink_tokens} sink tokens and the token itself take {need:g}; ask for {self.least:.4f} or "
+                "more, "
+                "or for "
+                "fewer sink tokens"
             )
 
     @cached_property
@@ -54,7 +57,7 @@ class Budget:
     @cached_property
     def aside(self) -> Tensor:
         """[L or 1, 1] sinks of the layer"""
-        return torch.tensor([[self.sinks if window is None else 0] for window in self.own or (None,)])
+        return torch.tensor([[self.sink_tokens if window is None else 0] for window in self.own or (None,)])
 
     @property
     def longest(self) -> Tensor:
@@ -63,12 +66,12 @@ class Budget:
 
     @property
     def tokens(self) -> float:
-        """what a head may keep on average, sinks included"""
+        """mean tokens per head, sink tokens included"""
         return self.share * float(self.full.double().mean())
 
     @property
     def least(self) -> float:
-        """the share that sinks and the token itself take"""
+        """the smallest share: sink tokens and the token itself"""
         return float((self.aside + 1).sum() / self.full.sum().double())
 
     def share_of(self, windows: Tensor) -> float:
@@ -91,7 +94,7 @@ class Budget:
         return (windows * low).clamp(min=shortest).minimum(self.longest + spare)
 
     def whole(self, windows: Tensor) -> Tensor:
-        """Whole tokens, as a cache keeps them, and never more than the budget: [L, H] int64."""
+        """Windows rounded to whole tokens within the budget: [L, H] int64."""
         longest = self.longest.expand_as(windows)
         found = windows.clamp(min=1).minimum(longest).floor().long()
         spare = int(self.tokens * found.numel() + 1e-6) - int((found + self.aside).sum())
@@ -122,7 +125,7 @@ def allocate(costs: Tensor, grid: list[int], budget: Budget) -> tuple[Tensor, fl
         for (w0, c0), (w1, c1) in itertools.pairwise(hull):
             pieces.append(((c0 - c1) / (w1 - w0), head, w1 - w0))
     spare = budget.tokens * len(most) - int(budget.aside.expand(costs.shape[:2]).sum()) - sum(windows)
-    if spare < 0:  # even the shortest windows tried are too long: all alike
+    if spare < 0:  # even the shortest windows tried exceed the budget: use equal ones
         return budget.fit(torch.ones(costs.shape[:2])), math.inf
     price = 0.0
     for slope, head, more in sorted(pieces, reverse=True):

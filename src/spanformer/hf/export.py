@@ -1,5 +1,5 @@
-"""Learned spans as windows, the form that other engines understand: a configuration with `layer_types` and one
-`sliding_window`, in which each layer either has that window or sees everything.
+"""Exports learned spans as sliding windows, which other engines support: a configuration with `layer_types` and one
+`sliding_window`, in which each layer either has that window or full attention.
 
 That form is poorer than spans: all heads of a layer share its window, all layers share one number, there is no ramp and
 there are no sinks. `to_windows` makes the model of that form, and `compare_losses` measures what it costs.
@@ -24,14 +24,14 @@ _SAME_AS_MINISTRAL = ("llama", "mistral")
 
 @dataclass(frozen=True)
 class Windows:
-    """What a model's spans come to as windows."""
+    """A model's spans converted to windows."""
 
     sliding_window: int
     layer_types: list[str]
     wanted: list[int]
-    """[layers] the window each layer would have had by itself"""
+    """[layers] the window that each layer needs by itself"""
     tokens: int
-    """that all layers keep together, of `context` tokens"""
+    """sum over layers of the tokens kept of `context` tokens"""
     context: int
 
 

@@ -18,21 +18,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from spanformer.core.events import NoteEvent, ProgressEvent
 from spanformer.hf.attach import CONFIG, base_of
 from spanformer.hf.controller import Budget, Price, allocate
+from spanformer.hf.fit_events import OnFitEvent, Trial, WindowStep, ignore
 from spanformer.hf.spans import HeadSpans, head_spans
 from spanformer.hf.survey import Survey
-from spanformer.hf.text import Windows, chunks, hidden_states, logits_of
+from spanformer.hf.text import TextChunks, chunks, hidden_states, logits_of
 
-Event = Callable[[str, dict], object]
-"""what happened (progress, step, eval, note), and its numbers"""
+"""receives events: progress, step, eval, note"""
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class FitConfig:
     steps: int = 48
     """most steps; each reads one window of text"""
     minutes: float = 0.0
-    """stop learning after so many; 0: no limit"""
+    """stop learning after this many; 0: no limit"""
     lr: float = 0.08
-    """of log w: 0.1 would be about a tenth of a window a step, at first; a tenth of that at the end"""
+    """learning rate of log w: 0.1 changes a window by about a tenth per step at first; falls to a tenth at the end"""
     ramp: float = 96.0
-    """tokens of the soft edge, at first"""
+    """initial width of the soft edge in tokens"""
     last_ramp: float = 32.0
-    """and at the end"""
+    """final width of the soft edge in tokens"""
     check: int = 12
-    """steps between two trials on texts kept aside"""
+    """steps between trials on texts kept aside"""
     patience: int = 2
-    """stop after so many trials without a gain"""
+    """stop after this many trials without a gain"""
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 0), ("check", 1), ("patience", 1)):
@@ -64,7 +64,7 @@ class FitConfig:
 
 
 def window_table(model: nn.Module) -> Tensor:
-    """[L, Hkv] how many tokens each key/value head keeps beside the sinks."""
+    """[L, Hkv] how many tokens each key/value head keeps beside the sink_tokens."""
     return torch.tensor([layer.keeps() for layer in head_spans(model).values()])
 
 
@@ -91,12 +91,12 @@ def set_windows(model: nn.Module, windows: Tensor, ramp: float | None = None) ->
 
 def learn(
     model: PreTrainedModel,
-    texts: Windows,
-    trials: Windows,
+    texts: TextChunks,
+    trials: TextChunks,
     budget: Budget,
     found: Survey,
     config: FitConfig,
-    on_event: Event = lambda _kind, _row: None,
+    on_event: OnFitEvent = ignore,
 ) -> Tensor:
     """Whole windows [L, Hkv] within the budget, learned from the survey's; the model is left with them, hard-edged."""
     begun = time.monotonic()
@@ -104,11 +104,11 @@ def learn(
     best = budget.whole(windows)
     layers = list(head_spans(model).values())
     check_layers(layers)
-    on_event("progress", {"title": "trying the survey's windows", "done": 0, "total": config.steps})
+    on_event(ProgressEvent("trying the survey's windows", 0, config.steps))
     teacher: dict[int, Tensor] = {}  # by number of the text, as they are first read
     reference = [full_states(model, row, trials.start, budget.context) for row in trials.ids]
     lowest = trial(model, best, trials, reference)
-    on_event("eval", {"step": 0, "kl": lowest, "seconds": time.monotonic() - begun, "windows": best.tolist()})
+    on_event(Trial(0, lowest))
     theta = nn.Parameter(windows.clamp(min=config.last_ramp / 2).log())
     adam = torch.optim.Adam([theta], lr=config.lr, betas=(0.8, 0.95))
     follow = Price(price if math.isfinite(price) else 0.0)
@@ -129,21 +129,21 @@ def learn(
         weight = follow.step(slope)
         theta.grad = (slope + weight) * windows
         adam.step()
-        on_event("step", {
-            "step": step, "kl": loss, "price": weight, "ramp": ramp, "lr": adam.param_groups[0]["lr"],
-            "grad_norm": float(theta.grad.norm()), "seconds": time.monotonic() - begun, "windows": windows.tolist(),
-        })  # fmt: skip
+        on_event(WindowStep(
+            step, kl=loss, price=weight, ramp=ramp, lr=adam.param_groups[0]["lr"],
+            grad_norm=float(theta.grad.norm()), seconds=time.monotonic() - begun, windows=windows.tolist(),
+        ))  # fmt: skip
         late = bool(config.minutes) and time.monotonic() - begun > 60 * config.minutes
         if step % config.check == 0 or step == config.steps or late:
-            on_event("progress", {"title": f"step {step}: trying windows", "done": step, "total": config.steps})
+            on_event(ProgressEvent(f"step {step}: trying windows", step, config.steps))
             whole = budget.whole(budget.fit(theta.detach().exp()))
             now = trial(model, whole, trials, reference)
-            on_event("eval", {"step": step, "kl": now, "seconds": time.monotonic() - begun, "windows": whole.tolist()})
+            on_event(Trial(step, now))
             worse = 0 if now < lowest else worse + 1
             if now < lowest:
                 lowest, best = now, whole
         if late or worse >= config.patience:
-            on_event("note", {"step": step, "text": "out of time" if late else f"no gain in {worse} trials: stopped"})
+            on_event(NoteEvent(step, "out of time" if late else f"no gain in {worse} trials: stopped"))
             break
     set_windows(model, best)
     return best
@@ -161,7 +161,7 @@ def full_states(model: PreTrainedModel, ids: Tensor, start: int, context: int) -
 
 
 @torch.no_grad()
-def trial(model: PreTrainedModel, windows: Tensor, texts: Windows, reference: list[Tensor]) -> float:
+def trial(model: PreTrainedModel, windows: Tensor, texts: TextChunks, reference: list[Tensor]) -> float:
     """KL from the full model, in nats per token, with hard windows."""
     set_windows(model, windows)
     total = 0.0
@@ -208,10 +208,10 @@ def _kl(model: PreTrainedModel, states: Tensor, wanted: Tensor) -> Tensor:
     return (goal.exp() * (goal - now)).sum()
 
 
-def budget_of(layers: list[HeadSpans], share: float, context: int, sinks: int) -> Budget:
+def budget_of(layers: list[HeadSpans], share: float, context: int, sink_tokens: int) -> Budget:
     """A share of what these layers keep in a full cache."""
     own = tuple(layer.window for layer in layers)
-    return Budget(share, context, sinks, own if any(own) else ())
+    return Budget(share, context, sink_tokens, own if any(own) else ())
 
 
 def check_layers(layers: list[HeadSpans]) -> None:

@@ -83,7 +83,7 @@ class HarnessLM(TemplateLM):
         cache = self.lm.cache(1)
         next_ids, made = [self.start, *self.tok_encode(context)], []
         for _ in range(longest):
-            logits = self.lm.read(torch.tensor([next_ids], device=self._device), cache, logits="last")
+            logits = self.lm.decode(torch.tensor([next_ids], device=self._device), cache, logits="last")
             assert logits is not None
             next_ids = [int(logits[0].argmax())]
             made += next_ids

@@ -13,14 +13,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from spanformer.core.events import ProgressEvent
 from spanformer.hf.controller import Budget
-from spanformer.hf.fit import Event, backward_kl, full_states, set_windows
-from spanformer.hf.text import Windows, hidden_states
+from spanformer.hf.fit import backward_kl, full_states, set_windows
+from spanformer.hf.fit_events import LoraStep, OnFitEvent, ignore
+from spanformer.hf.text import TextChunks, hidden_states
 
 
 def learn_lora(
     model: PreTrainedModel,
-    texts: Windows,
+    texts: TextChunks,
     windows: torch.Tensor,
     budget: Budget,
     *,
@@ -28,7 +30,7 @@ def learn_lora(
     steps: int,
     minutes: float = 0.0,
     lr: float = 1e-3,
-    on_event: Event = lambda _kind, _row: None,
+    on_event: OnFitEvent = ignore,
 ) -> None:
     """Learn updates of the given rank to every linear layer in the blocks, windows held; merged into the weights,
     which are float32 then."""
@@ -40,7 +42,7 @@ def learn_lora(
     begun = time.monotonic()
     teacher = []
     for number, row in enumerate(texts.ids[:steps]):
-        on_event("progress", {"title": "reading with the full model", "done": number, "total": min(steps, len(texts))})
+        on_event(ProgressEvent("reading with the full model", number, min(steps, len(texts))))
         teacher.append(full_states(model, row, texts.start, budget.context))
     set_windows(model, windows)
     adapted = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
@@ -58,11 +60,11 @@ def learn_lora(
         number = (step - 1) % len(teacher)
         states = hidden_states(inner, texts.ids[number][None], texts.start)[0]  # type: ignore[arg-type]
         loss = backward_kl(inner, states, teacher[number])  # type: ignore[arg-type]
-        norm = float(nn.utils.clip_grad_norm_(learned, 1.0))
+        nn.utils.clip_grad_norm_(learned, 1.0)
         adam.step()
         adam.zero_grad()
         seconds = time.monotonic() - begun
-        on_event("lora", {"step": step, "kl": loss, "grad_norm": norm, "seconds": seconds})
+        on_event(LoraStep(step, loss))
         if minutes and seconds > 60 * minutes:
             break
     adapted.float()  # an update of a few thousandths of a weight would be lost in bfloat16

@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreT
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from spanformer.core.fields import as_dict, build
 from spanformer.hf.padding import Read, pack_real
 from spanformer.memory import Cache as Rings
 from spanformer.model.config import ModelConfig
-from spanformer.model.fields import as_dict, build
 from spanformer.model.lm import LM
 
 SLACK = 64  # tokens that assisted decoding may take back
@@ -62,7 +62,7 @@ class SpanformerForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_lm(cls, lm: LM) -> SpanformerForCausalLM:
-        """This very model, not a copy, in transformers' form."""
+        """Wrap this model without copying it."""
         with torch.random.fork_rng(devices=[]):
             made = cls(SpanformerConfig(as_dict(lm.config)))
         made.lm = lm
@@ -108,17 +108,17 @@ class SpanformerForCausalLM(PreTrainedModel, GenerationMixin):
         packed = None if real is None else pack_real(real)
         cache.tokens.add(ids.shape[1], None if packed is None else real)
         if packed is None:
-            logits = self.lm.read(ids, rings)
+            logits = self.lm.decode(ids, rings)
         else:
             order, back, lengths = packed
-            logits = self.lm.read(ids.gather(1, order), rings, lengths=lengths)
+            logits = self.lm.decode(ids.gather(1, order), rings, lengths=lengths)
             assert logits is not None
             logits = logits.gather(1, back[..., None].expand_as(logits))
         assert logits is not None
         return CausalLMOutputWithPast(logits=logits[:, -keep:], past_key_values=cache)  # pyright: ignore
 
     def after_step(self) -> None:
-        """Put spans back into their range; to be called after every optimiser step."""
+        """Clamp spans to their range; call it after every optimiser step."""
         self.lm.after_step()
 
     def get_input_embeddings(self):
@@ -128,7 +128,7 @@ class SpanformerForCausalLM(PreTrainedModel, GenerationMixin):
         return None
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *_others: Any) -> None:
-        """What generate() begins with: a cache in which each head keeps what it sees."""
+        """Give generate() a KV cache in which each head keeps only what it sees."""
         if generation_config.cache_implementation is not None:
             raise ValueError(
                 f"cache_implementation is {generation_config.cache_implementation!r}; this model makes its own cache"
@@ -137,7 +137,7 @@ class SpanformerForCausalLM(PreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = LMCache(self.lm)
 
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """LM has given its weights their beginnings."""
+        """LM has initialised its weights already."""
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: object = None, every_n_layers: int = 1
@@ -148,7 +148,7 @@ class SpanformerForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 class LMCache(Cache):
-    """The per-head cache of our own model in the form that generate() knows."""
+    """The per-head KV cache of an LM with the interface that generate() expects."""
 
     def __init__(self, lm: LM) -> None:
         super().__init__(layers=[])
@@ -157,7 +157,7 @@ class LMCache(Cache):
         self.tokens = Read()
 
     def begin(self, batch: int) -> Rings:
-        """The rings; they are made when it is known for how many rows."""
+        """The rings, allocated once the number of rows is known."""
         if self.rings is None:
             self.rings = self.lm.cache(batch, slack=SLACK)
         return self.rings
@@ -180,7 +180,7 @@ class LMCache(Cache):
             self._reorder(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back so many tokens, as a negative number."""
+        """Take back this many tokens, as a negative number."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop was given {tokens_to_remove}; expected a negative number of tokens to take back")
         if self.rings is not None:

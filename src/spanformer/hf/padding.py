@@ -33,7 +33,7 @@ class Read:
         self._parts.append((tokens, real))
 
     def last(self, tokens: int) -> int | Tensor:
-        """How many of the last so many were real, [B] on the CPU where rows may differ."""
+        """How many of the last this many were real, [B] on the CPU where rows may differ."""
         if not 0 <= tokens <= self.length:
             raise ValueError(f"{self.length} tokens were read; {tokens} cannot be taken back")
         found: int | Tensor = 0
@@ -44,7 +44,7 @@ class Read:
         return found
 
     def drop(self, tokens: int) -> None:
-        """Forget the last so many."""
+        """Forget the last this many."""
         self.length -= tokens
         while tokens:
             size, real = self._parts.pop()

@@ -10,15 +10,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from spanformer.core.events import NoteEvent, ProgressEvent
+from spanformer.core.shape import Shape
 from spanformer.hf.attach import attach
 from spanformer.hf.baselines import by_mass, uniform
 from spanformer.hf.controller import Budget, allocate
-from spanformer.hf.fit import Event, FitConfig, budget_of, check_layers, learn, set_windows
+from spanformer.hf.fit import FitConfig, budget_of, check_layers, learn, set_windows
+from spanformer.hf.fit_events import Measured, OnFitEvent, ignore
 from spanformer.hf.lora import check_peft, learn_lora
 from spanformer.hf.saved import save_fitted
 from spanformer.hf.spans import head_spans
 from spanformer.hf.survey import Survey, survey
-from spanformer.hf.text import Windows, bits_per_byte, check_logits, load_model, make_windows, read_text
+from spanformer.hf.text import TextChunks, bits_per_byte, check_logits, load_model, make_chunks, read_text
 
 TRIALS = 2
 """texts of the training data that are not learned from: the best windows are chosen on them. Held-out text is only
@@ -28,32 +31,32 @@ measured."""
 @dataclass(frozen=True)
 class FitPlan:
     budget: float = 0.25
-    """share of the full key/value memory that may be kept, sinks included"""
+    """share of the full KV cache to keep, sink tokens included"""
     tolerance: float = 0.0
-    """instead of a budget: the loss may rise by this share (0.01 is 1 %), on texts of the data that are not learned
+    """use instead of a budget: largest rise of the loss (0.01 is 1 %), on texts of the data that are not learned
     from; the smallest memory that the survey's windows reach it with is the budget, and learning improves on it"""
     context: int = 2048
-    """tokens of a text; memory is counted for so many"""
+    """tokens per text; KV memory is computed for this length"""
     start: int = 0
-    """loss is counted from this position on; 0: half the context"""
-    sinks: int = 4
-    """first tokens that stay visible to every head"""
+    """first position whose loss counts; 0: half the context"""
+    sink_tokens: int = 4
+    """number of first tokens that stay visible to every head"""
     survey: int = 8
-    """texts that the windows to begin with are chosen from"""
+    """texts used to choose the initial windows"""
     steps: int = 48
-    """most steps of learning; each reads one text"""
+    """maximum number of training steps, one text each"""
     minutes: float = 0.0
-    """learn no longer than so many minutes; 0: all steps"""
+    """stop training after this many minutes; 0: no limit"""
     lr: float = 0.08
-    """of the logarithm of a window"""
+    """learning rate of the logarithm of a window"""
     lora: int = 0
-    """rank of low-rank updates to the weights, learned after the spans; 0: none, all weights stay as they are"""
+    """rank of LoRA updates, trained after the spans; 0: no LoRA, the weights stay unchanged"""
     lora_steps: int = 60
     lora_lr: float = 1e-3
     measure: int = 4
-    """held-out texts that bits per byte are measured on"""
+    """held-out texts on which to measure bits per byte"""
     baselines: bool = True
-    """also measure uniform windows, and windows chosen by attention mass, of the same memory"""
+    """also measure uniform windows, and windows chosen by attention mass, at the same memory"""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -71,7 +74,7 @@ class FitPlan:
             raise ValueError(f"minutes is {self.minutes:g}; expected 0 (no limit) or more")
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance is {self.tolerance:g}; expected a share of the loss, such as 0.01")
-        Budget(self.budget, self.context, self.sinks)
+        Budget(self.budget, self.context, self.sink_tokens)
 
     @property
     def first(self) -> int:
@@ -113,26 +116,26 @@ class FitRun:
         if longest is not None and plan.context > longest:
             raise ValueError(f"context is {plan.context}, and the model was made for {longest}; ask for fewer tokens")
         check_logits(self.model)
-        attach(self.model, max_span=plan.context, sinks=plan.sinks)
+        attach(self.model, max_span=plan.context, sink_tokens=plan.sink_tokens)
         self.model.requires_grad_(False)
         self.layers = list(head_spans(self.model).values())
         check_layers(self.layers)
         self.budget(plan.budget)  # refused now, not after the survey
         made = {"context": plan.context, "start": plan.first}
         need = max(plan.survey, plan.steps) + TRIALS
-        texts = make_windows(text if valid else text[:cut], self.tokenizer, limit=need, **made)
+        texts = make_chunks(text if valid else text[:cut], self.tokenizer, limit=need, **made)
         if len(texts) <= TRIALS:
             raise ValueError(
                 f"the text has {len(texts)} windows of {plan.context:,} tokens, and {TRIALS} are kept aside to try "
                 "windows on; give more text or a shorter context"
             )
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(plan.seed))
-        texts = Windows(texts.ids[order], texts.bytes[order], plan.first)
+        texts = TextChunks(texts.ids[order], texts.bytes[order], plan.first)
         self.trials, self.train = texts[:TRIALS], texts[TRIALS:]
-        self.held_out = make_windows(other, self.tokenizer, limit=plan.measure, **made)
+        self.held_out = make_chunks(other, self.tokenizer, limit=plan.measure, **made)
 
     def budget(self, share: float) -> Budget:
-        return budget_of(self.layers, share, self.plan.context, self.plan.sinks)
+        return budget_of(self.layers, share, self.plan.context, self.plan.sink_tokens)
 
     @property
     def spans(self) -> int:
@@ -143,23 +146,22 @@ class FitRun:
         """query heads of a key/value head"""
         return self.layers[0].heads // self.layers[0].groups
 
-    def shape(self) -> dict:
-        """The fields of cost.model.Shape, for a report."""
+    def shape(self) -> Shape:
+        """For a report."""
         c, layer = self.model.config, self.layers[0]
-        return {
-            "layers": len(self.layers), "dim": c.hidden_size, "heads": layer.heads, "kv_heads": layer.groups,
-            "head_dim": layer.head_size // 2, "feedforward": 3 * c.hidden_size * getattr(c, "intermediate_size", 0),
-            "persistent": 0, "vocab": c.vocab_size, "block": self.plan.context, "batch": 1,
-            "max_span": self.plan.context,
-        }  # fmt: skip
+        return Shape(
+            layers=len(self.layers), dim=c.hidden_size, heads=layer.heads, kv_heads=layer.groups,
+            head_dim=layer.head_size // 2, feedforward=3 * c.hidden_size * getattr(c, "intermediate_size", 0),
+            persistent=0, vocab=c.vocab_size, block=self.plan.context, batch=1, max_span=self.plan.context,
+        )  # fmt: skip
 
-    def survey(self, on_event: Event) -> Survey:
+    def survey(self, on_event: OnFitEvent) -> Survey:
         return survey(
-            self.model, self.train[: self.plan.survey], sinks=self.plan.sinks, seed=self.plan.seed,
+            self.model, self.train[: self.plan.survey], sink_tokens=self.plan.sink_tokens, seed=self.plan.seed,
             on_progress=lambda done, total: _progress(on_event, "surveying the heads", done, total),
         )  # fmt: skip
 
-    def fit(self, on_event: Event = lambda _kind, _row: None, found: Survey | None = None) -> Outcome:
+    def fit(self, on_event: OnFitEvent = ignore, found: Survey | None = None) -> Outcome:
         """found: a survey made before, to share between budgets."""
         plan, begun = self.plan, time.monotonic()
         bits = {"full": self.measure(None, "full", on_event)}
@@ -184,16 +186,16 @@ class FitRun:
         set_windows(self.model, windows)
         return Outcome(windows, budget.share_of(windows), bits, time.monotonic() - begun, bool(plan.lora))
 
-    def measure(self, windows: Tensor | None, title: str, on_event: Event = lambda _kind, _row: None) -> float:
+    def measure(self, windows: Tensor | None, title: str, on_event: OnFitEvent = ignore) -> float:
         """Bits per byte of held-out text with these windows; None: every head sees everything."""
         bits = self._bits(self.held_out, windows, title, on_event)
         targets = self.held_out.targets * len(self.held_out)
         loss = bits * math.log(2) * float(self.held_out.bytes.sum()) / targets
         if title in ("full", "fitted spans", "LoRA"):
-            on_event("bits", {"bits": bits, "loss": loss, "tokens": targets})
+            on_event(Measured(bits, loss, targets))
         return bits
 
-    def _bits(self, texts: Windows, windows: Tensor | None, title: str, on_event: Event) -> float:
+    def _bits(self, texts: TextChunks, windows: Tensor | None, title: str, on_event: OnFitEvent) -> float:
         if windows is None:
             windows = self.budget(1.0).longest.expand(len(self.layers), self.layers[0].groups)
         set_windows(self.model, windows)
@@ -201,7 +203,7 @@ class FitRun:
             self.model, texts, lambda done, total: _progress(on_event, f"measuring: {title}", done, total)
         )
 
-    def _tolerated(self, found: Survey, on_event: Event) -> float:
+    def _tolerated(self, found: Survey, on_event: OnFitEvent) -> float:
         """The smallest share whose windows, as the survey chooses them, raise the loss on the texts kept aside by no
         more than is tolerated."""
         full = self._bits(self.trials, None, "full, on texts kept aside", on_event)
@@ -211,7 +213,7 @@ class FitRun:
             budget = self.budget(share)
             windows = budget.whole(allocate(found.costs, found.grid, budget)[0])
             rise = self._bits(self.trials, windows, f"a share of {share:.3f}", on_event) / full - 1
-            on_event("note", {"step": 0, "text": f"{share:.3f} of the memory raises the loss by {100 * rise:.2f} %"})
+            on_event(NoteEvent(0, f"{share:.3f} of the memory raises the loss by {100 * rise:.2f} %"))
             low, high = (low, share) if rise <= self.plan.tolerance else (share, high)
         return high
 
@@ -220,15 +222,17 @@ class FitRun:
         not what fitting rounded them to, unless LoRA changed them."""
         model = self.model
         if not outcome.adapted:
-            model = attach(load_model(self.name, "auto")[0], max_span=self.plan.context, sinks=self.plan.sinks)
+            model = attach(
+                load_model(self.name, "auto")[0], max_span=self.plan.context, sink_tokens=self.plan.sink_tokens
+            )
         set_windows(model, outcome.windows)
         figures = {
-            "context": self.plan.context, "sinks": self.plan.sinks, "share": outcome.share,
+            "context": self.plan.context, "sink_tokens": self.plan.sink_tokens, "share": outcome.share,
             "bits_per_byte": outcome.bits, "minutes": round(outcome.seconds / 60, 2),
             "windows": outcome.windows.tolist(),
         }  # fmt: skip
         save_fitted(model, self.tokenizer, out, figures)
 
 
-def _progress(on_event: Event, title: str, done: int, total: int) -> None:
-    on_event("progress", {"title": title, "done": done, "total": total})
+def _progress(on_event: OnFitEvent, title: str, done: int, total: int) -> None:
+    on_event(ProgressEvent(title, done, total))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 
-from spanformer.core.files import sync_folder, write_text
-from spanformer.core.hidden import hidden_folder
+from spanformer.core.files import hidden_folder, put_file, write_text
 from spanformer.hf.attach import CONFIG
 from spanformer.hf.pretrained import load_tokenizer
 from spanformer.hf.saving import from_pretrained
@@ -32,10 +30,7 @@ def save_fitted(model: PreTrainedModel, tokenizer: Any, out: Path, figures: dict
             tokenizer.save_pretrained(new)
             write_text(new / FILE, json.dumps(figures, indent=1) + "\n")
             for file in sorted(new.iterdir(), key=lambda each: each.name == CONFIG_NAME):
-                with file.open("rb") as stream:
-                    os.fsync(stream.fileno())
-                file.replace(out / file.name)
-        sync_folder(out)
+                put_file(file, out / file.name)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or error
         raise OSError(

@@ -22,7 +22,7 @@ from spanformer.hf.attach import CONFIG, attach
 from spanformer.hf.pretrained import load_causal_lm, load_config
 from spanformer.hf.spans import NAME, head_spans
 
-_KEYS = {"max_span": int, "ramp": float, "per": str, "sinks": int}
+_KEYS = {"max_span": int, "ramp": float, "per": str, "sink_tokens": int}
 _TAIL = f".{NAME}.ratio"
 
 

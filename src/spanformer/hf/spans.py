@@ -1,7 +1,7 @@
-"""The learned spans of one attention layer of a Hugging Face model, and what their heads keep in a cache.
+"""The learned spans of one attention layer of a Hugging Face model, and the tokens its heads keep in the KV cache.
 
 With ratio ρ, max_span S and ramp R, a head weighs a key at distance d by m = clip((ρ·S + R − d) / R, 0, 1): a ramp
-centred on z = ρ·S + R/2. It sees ⌈z + R/2⌉ tokens, S at most, and beside them the first `sinks` tokens of the text:
+centred on z = ρ·S + R/2. It sees ⌈z + R/2⌉ tokens, S at most, and beside them the text's first `sink_tokens`:
 that is what it keeps in a cache. At ρ = 1 nothing within S is dimmed.
 
 Shapes: H query heads, Hkv key/value heads.
@@ -27,7 +27,7 @@ class HeadSpans(AdaptiveSpan):
     """One learned span per key/value head (per="kv_head") or per query head. `ratio` [Hkv] or [H] is z's share of S.
 
     window: the sliding window the layer has of its own, None for none. It stays in force, and such a layer keeps no
-    sinks: beyond its window it has never seen them.
+    sink_tokens: beyond its window it has never seen them.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class HeadSpans(AdaptiveSpan):
         ramp: float,
         init: float,
         per: str,
-        sinks: int,
+        sink_tokens: int,
         window: int | None = None,
         head_size: int = 0,
     ) -> None:
@@ -47,7 +47,7 @@ class HeadSpans(AdaptiveSpan):
             heads, max_span, ramp=ramp, init=init, penalty=0.0, kv_heads=kv_heads if per == "kv_head" else None
         )
         self.groups, self.window = kv_heads, window
-        self.sinks = 0 if window is not None else sinks
+        self.sink_tokens = 0 if window is not None else sink_tokens
         self.head_size = head_size
         """numbers that one token costs a key/value head, keys and values together"""
         self._still: tuple[tuple[int, int], Rule, float] | None = None
@@ -68,10 +68,10 @@ class HeadSpans(AdaptiveSpan):
 
     def rule(self, view: object = None) -> Rule:
         reach = self.max_span if self.window is None else min(self.max_span, self.window)
-        return Rule(self.heads, span=self._spans(), ramp=self.ramp, reach=reach, kept=self.sinks)
+        return Rule(self.heads, span=self._spans(), ramp=self.ramp, reach=reach, sink_tokens=self.sink_tokens)
 
     def rule_for(self, keys: int) -> Rule:
-        """The rule for a call over so many keys. Without gradients it is made once and kept until the spans change,
+        """The rule for a call over this many keys. Without gradients it is made once and kept until the spans change,
         and what hides and dims nothing among so few keys is left out."""
         if (torch.is_grad_enabled() and self.ratio.requires_grad) or torch.compiler.is_compiling():
             return self.rule()
@@ -82,7 +82,7 @@ class HeadSpans(AdaptiveSpan):
             self._still = (self._change(), rule, shortest)
         _, rule, shortest = self._still
         if keys <= shortest + 1 and keys <= min(rule.reach_list()):
-            return replace(rule, span=None, reach=None, kept=0)
+            return replace(rule, span=None, reach=None, sink_tokens=0)
         return rule
 
     def tokens(self) -> list[float]:
@@ -91,7 +91,8 @@ class HeadSpans(AdaptiveSpan):
         return [z + self.ramp for z in self._read[1]]
 
     def keeps(self) -> list[int]:
-        """[Hkv] how many of the latest tokens each key/value head keeps, sinks aside; a group keeps its longest."""
+        """[Hkv] how many of the latest tokens each key/value head keeps, sink_tokens aside; a group keeps its
+        longest."""
         most = self.max_span if self.window is None else min(self.max_span, self.window)
         seen = [min(most, math.ceil(t)) for t in self.tokens()]
         each = len(seen) // self.groups
@@ -99,7 +100,7 @@ class HeadSpans(AdaptiveSpan):
 
     def extra_repr(self) -> str:
         window = "" if self.window is None else f", window={self.window}"
-        return f"{super().extra_repr()}, sinks={self.sinks}{window}"
+        return f"{super().extra_repr()}, sink_tokens={self.sink_tokens}{window}"
 
 
 def head_spans(model: nn.Module) -> dict[str, HeadSpans]:
@@ -133,34 +134,34 @@ def span_penalty(model: nn.Module, weight: float) -> Tensor:
 
 
 def clamp_spans(model: nn.Module) -> None:
-    """Put every ratio back into 0 … 1. Call it after each optimiser step."""
+    """Clamp every ratio to 0 … 1. Call it after each optimiser step."""
     for layer in head_spans(model).values():
         layer.after_step()
 
 
 def cache_bytes(model: nn.Module, context: int, *, batch: int = 1, dtype: torch.dtype | None = None) -> tuple[int, int]:
-    """(bytes that the heads keep of a context of so many tokens, bytes of all of it), keys and values together.
+    """(bytes that the heads keep of a context of this many tokens, bytes of all of it), keys and values together.
 
     dtype: of the cache; the model's own unless given.
     """
     size = (dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())).itemsize
     layers = head_spans(model).values()
-    kept = sum(min(context, n + s.sinks) * s.head_size for s in layers for n in s.keeps())
+    kept = sum(min(context, n + s.sink_tokens) * s.head_size for s in layers for n in s.keeps())
     full = sum(context * s.groups * s.head_size for s in layers)
     return kept * batch * size, full * batch * size
 
 
-def check_attach(max_span: int | None, init: float, ramp: float, per: str, sinks: int) -> None:
+def check_attach(max_span: int | None, init: float, ramp: float, per: str, sink_tokens: int) -> None:
     """What `attach` was given, as far as it can be judged without a model; AdaptiveSpan checks the rest."""
     if per not in ("kv_head", "head"):
         raise ValueError(f"per is {per!r}; expected 'kv_head' (a cache can then forget) or 'head'")
-    if isinstance(sinks, bool) or not isinstance(sinks, int) or sinks < 0:
-        raise ValueError(f"sinks is {sinks!r}; expected a number of tokens, 0 or more")
+    if isinstance(sink_tokens, bool) or not isinstance(sink_tokens, int) or sink_tokens < 0:
+        raise ValueError(f"sink_tokens is {sink_tokens!r}; expected a number of tokens, 0 or more")
     if max_span is not None and (isinstance(max_span, bool) or not isinstance(max_span, int)):
         raise ValueError(f"max_span is {max_span!r}; expected a whole number of tokens")
 
 
 def mean_keeps(layers: Sequence[HeadSpans]) -> float:
-    """Tokens a key/value head keeps on average, sinks included."""
-    kept = [n + s.sinks for s in layers for n in s.keeps()]
+    """Tokens a key/value head keeps on average, sink_tokens included."""
+    kept = [n + s.sink_tokens for s in layers for n in s.keeps()]
     return sum(kept) / len(kept)

@@ -1,12 +1,12 @@
 """What each key/value head would lose with a shorter window, for all heads and windows from a few passes over text.
 
-For head h and window w let δ be the change of the head's output when it sees w tokens and the sinks instead of all.
-Near the full model the predictions change by
+For head h and window w let δ be the change of the head's output when it sees w tokens and the sink_tokens instead of
+all. Near the full model the predictions change by
 
     KL(full ‖ cut) ≈ ½ · δᵀ F δ        F = E_y[g gᵀ],   g = ∂ log p(y) / ∂ output,   y drawn from the full model itself
 
 (F is the Fisher information), so one backward pass from drawn targets prices every head and window at once: the cost
-is ½ E[(g · δ)²]. Drawn targets make g average zero, so products of different queries average out as far as their
+is ½ E[(g · δ)²]. Batch targets make g average zero, so products of different queries average out as far as their
 effects on the predictions do not overlap; they are summed within blocks of queries and squared block by block.
 
 From the same passes: the share of attention that falls outside each window, which asks for no gradients.
@@ -25,7 +25,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from spanformer.core.progress import OnCount
 from spanformer.hf.attention import make_mask
 from spanformer.hf.spans import NAME, HeadSpans, unwrap
-from spanformer.hf.text import Windows, hidden_states, logits_of
+from spanformer.hf.text import TextChunks, hidden_states, logits_of
 from spanformer.ops import Rule, attend
 
 IMPLEMENTATION = "spanformer_survey"
@@ -35,8 +35,8 @@ BLOCK = 64
 
 @dataclass(frozen=True, eq=False)
 class Survey:
-    """Both tables are [L, Hkv, G]: of a head that keeps grid[g] tokens beside the sinks, all others keeping all. A
-    layer with a sliding window of its own has no sinks, and loses nothing at that window and beyond."""
+    """Both tables are [L, Hkv, G]: of a head that keeps grid[g] tokens beside the sink_tokens, all others keeping all.
+    A layer with a sliding window of its own has no sink_tokens, and loses nothing at that window and beyond."""
 
     grid: list[int]
     costs: Tensor
@@ -56,16 +56,16 @@ def default_grid(longest: int) -> list[int]:
 
 def survey(
     model: PreTrainedModel,
-    windows: Windows,
+    texts: TextChunks,
     *,
-    sinks: int,
+    sink_tokens: int,
     grid: list[int] | None = None,
     drawings: int = 4,
     seed: int = 0,
     on_progress: OnCount | None = None,
 ) -> Survey:
-    """Survey a model that spans are attached to (their present values play no part), a window of text at a time."""
-    grid = grid or default_grid(windows.context - sinks)
+    """Survey a model that spans are attached to (their present values play no part), one text at a time."""
+    grid = grid or default_grid(texts.context - sink_tokens)
     generator = torch.Generator().manual_seed(seed)
     costs = lost = None
     before = model.config._attn_implementation
@@ -77,7 +77,8 @@ def survey(
             raise ValueError(f"{type(module).__name__} has no spans; attach them to the model before surveying it")
         if others.get("s_aux") is not None:
             raise ValueError(
-                f"{type(module).__name__} has learned sinks (s_aux), which are not surveyed; learn its spans in a loop "
+                f"{type(module).__name__} has learned sink logits (s_aux), which are not surveyed; learn its spans "
+                "in a loop "
                 "of your own with spanformer.hf.attach"
             )
         spans = unwrap(module._modules[NAME])
@@ -92,22 +93,24 @@ def survey(
     AttentionMaskInterface.register(IMPLEMENTATION, make_mask)
     try:
         model.set_attn_implementation(IMPLEMENTATION)
-        for number, row in enumerate(windows.ids):
+        for number, row in enumerate(texts.ids):
             seen.clear()
-            grads = _drawn_gradients(model, row, windows.start, drawings, generator, seen)
-            tables = [_price(layer, [g[n] for g in grads], grid, sinks, windows.start) for n, layer in enumerate(seen)]
+            grads = _drawn_gradients(model, row, texts.start, drawings, generator, seen)
+            tables = [
+                _price(layer, [g[n] for g in grads], grid, sink_tokens, texts.start) for n, layer in enumerate(seen)
+            ]
             c, m = (torch.stack(each) for each in zip(*tables, strict=True))
             costs = c if costs is None else costs + c
             lost = m if lost is None else lost + m
             if on_progress:
-                on_progress(number + 1, len(windows))
+                on_progress(number + 1, len(texts))
     finally:
         seen.clear()
         model.set_attn_implementation(before)
         for interface in (AttentionInterface, AttentionMaskInterface):
             interface._global_mapping.pop(IMPLEMENTATION, None)
     assert costs is not None and lost is not None
-    return Survey(grid, costs / (len(windows) * windows.targets), lost / len(windows))
+    return Survey(grid, costs / (len(texts) * texts.targets), lost / len(texts))
 
 
 def _drawn_gradients(model, row: Tensor, start: int, drawings: int, generator, seen: list) -> list[tuple[Tensor, ...]]:
@@ -124,7 +127,7 @@ def _drawn_gradients(model, row: Tensor, start: int, drawings: int, generator, s
 
 
 @torch.no_grad()
-def _price(layer, grads: list[Tensor], grid: list[int], sinks: int, start: int) -> tuple[Tensor, Tensor]:
+def _price(layer, grads: list[Tensor], grid: list[int], sink_tokens: int, start: int) -> tuple[Tensor, Tensor]:
     """(½ Σ_blocks (g · δ)² averaged over drawings, attention lost), each [Hkv, G]."""
     q, k, v, scaling, full, lse, own = layer
     heads, groups, length = q.shape[1], k.shape[1], q.shape[2]
@@ -133,7 +136,7 @@ def _price(layer, grads: list[Tensor], grid: list[int], sinks: int, start: int) 
     for n, window in enumerate(grid):
         if own is not None and window >= own:  # nothing more is hidden
             continue
-        cut = attend(q, k, v, Rule(heads, reach=window, kept=sinks if own is None else 0), scale=scaling)
+        cut = attend(q, k, v, Rule(heads, reach=window, sink_tokens=sink_tokens if own is None else 0), scale=scaling)
         change = (cut.out - full.detach()).float()
         for g in grads:
             moved = (change * g).sum(-1)[0].view(groups, heads // groups, length).sum(1)  # [Hkv, T]

@@ -25,8 +25,8 @@ from spanformer.hf.pretrained import load_causal_lm, load_tokenizer
 
 
 @dataclass(frozen=True, eq=False)
-class Windows:
-    """ids [N, T]; bytes [N]: how many bytes the targets of each window spell, those at positions `start` … T − 1."""
+class TextChunks:
+    """ids [N, T]; bytes [N]: how many bytes the targets of each chunk spell, those at positions `start` … T − 1."""
 
     ids: Tensor
     bytes: Tensor
@@ -35,8 +35,8 @@ class Windows:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, which: slice) -> Windows:
-        return Windows(self.ids[which], self.bytes[which], self.start)
+    def __getitem__(self, which: slice) -> TextChunks:
+        return TextChunks(self.ids[which], self.bytes[which], self.start)
 
     @property
     def context(self) -> int:
@@ -100,8 +100,8 @@ def beginning(tokenizer: Any) -> list[int]:
     return whole[: next((n for n in range(len(whole)) if whole[n : n + len(plain)] == plain), 0)]
 
 
-def make_windows(text: str, tokenizer: Any, *, context: int, start: int, limit: int = 0) -> Windows:
-    """Windows of `context` tokens one after another, each a text with its beginning; limit: at most so many, spread
+def make_chunks(text: str, tokenizer: Any, *, context: int, start: int, limit: int = 0) -> TextChunks:
+    """Chunks of `context` tokens one after another, each a text with its beginning; limit: at most this many, spread
     over the text (0: all)."""
     first = beginning(tokenizer)
     if not max(1, len(first)) <= start < context:
@@ -119,7 +119,7 @@ def make_windows(text: str, tokenizer: Any, *, context: int, start: int, limit: 
         windows = windows[torch.linspace(0, count - 1, limit).round().long()]
     windows = torch.cat([torch.tensor(first, dtype=torch.long).expand(len(windows), -1), windows], 1)
     spelt = [tokenizer.decode(row, clean_up_tokenization_spaces=False) for row in windows[:, start:].tolist()]
-    return Windows(windows, torch.tensor([len(each.encode()) for each in spelt]), start)
+    return TextChunks(windows, torch.tensor([len(each.encode()) for each in spelt]), start)
 
 
 def hidden_states(model: PreTrainedModel, ids: Tensor, start: int) -> Tensor:
@@ -156,27 +156,27 @@ def check_logits(model: PreTrainedModel) -> None:
 
 
 def chunks(length: int, size: int = 256) -> Iterator[slice]:
-    """Slices over so many targets: all logits of a window at once would be T × vocabulary numbers."""
+    """Slices over this many targets: all logits of a text at once would be T × vocabulary numbers."""
     for begin in range(0, length, size):
         yield slice(begin, min(begin + size, length))
 
 
 @torch.no_grad()
-def window_bits(model: PreTrainedModel, windows: Windows, on_progress: OnCount | None = None) -> list[float]:
-    """The bits that the counted targets of each window take, [N]. Divide their sum by the sum of bytes."""
+def chunk_bits(model: PreTrainedModel, texts: TextChunks, on_progress: OnCount | None = None) -> list[float]:
+    """The bits that the counted targets of each chunk take, [N]. Divide their sum by the sum of bytes."""
     found = []
-    for number, row in enumerate(windows.ids):
-        states = hidden_states(model, row[None], windows.start)[0]
-        targets = row[windows.start :]
+    for number, row in enumerate(texts.ids):
+        states = hidden_states(model, row[None], texts.start)[0]
+        targets = row[texts.start :]
         nats = sum(
             float(functional.cross_entropy(logits_of(model, states[part]), targets[part], reduction="sum"))
             for part in chunks(len(targets))
         )
         found.append(nats / math.log(2))
         if on_progress:
-            on_progress(number + 1, len(windows))
+            on_progress(number + 1, len(texts))
     return found
 
 
-def bits_per_byte(model: PreTrainedModel, windows: Windows, on_progress: OnCount | None = None) -> float:
-    return sum(window_bits(model, windows, on_progress)) / float(windows.bytes.sum())
+def bits_per_byte(model: PreTrainedModel, texts: TextChunks, on_progress: OnCount | None = None) -> float:
+    return sum(chunk_bits(model, texts, on_progress)) / float(texts.bytes.sum())

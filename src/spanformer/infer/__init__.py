@@ -1,4 +1,4 @@
-"""Generation: from a prompt to the text that follows it; and how well a text is predicted."""
+"""Generation from prompts, and scoring of texts."""
 
 from spanformer.infer.answer import answer
 from spanformer.infer.decode import Piece

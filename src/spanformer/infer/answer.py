@@ -1,6 +1,6 @@
-"""What an encoder–decoder answers to a source: the likeliest tokens one by one, or the best that a beam search finds.
+"""Generation with an encoder–decoder: greedy decoding or beam search.
 
-The source is read once: each layer keeps its keys and values of it, and of the answer what its heads still see.
+The source is encoded once: each layer keeps its keys and values, and those of the answer that its heads still see.
 Shapes: B sources, S tokens of the longest, V vocabulary.
 """
 
@@ -28,13 +28,13 @@ def answer(
     max_tokens: int = 256,
     beams: int = 1,
 ) -> list[list[int]]:
-    """The answer to each source, in tokens, without its end; one that is not over after max_tokens is cut there.
+    """The answer to each source as tokens, without the end token; cut after max_tokens.
 
-    sources: texts (with vocab), or ids [S] without an end, which is put behind them. beams: 1 takes the likeliest token
-    each time, for all sources side by side; above 1, a search for each of them.
+    sources: texts (with vocab), or ids [S] without the end token, which is appended. beams: 1 decodes greedily, all
+    sources in one batch; above 1, a beam search per source.
     """
     if not sources:
-        raise ValueError("there are no sources; expected one or more")
+        raise ValueError("sources is empty; expected one or more")
     check_counts(max_tokens=max_tokens, beams=beams)
     size = model.begin if vocab is None else min(model.begin, vocab.size)
     ids = [np.concatenate([*parts_of(source, vocab, size), [model.end]]).astype(np.int64) for source in sources]
@@ -56,9 +56,9 @@ def _padded(ids: list[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor
 
 
 def _first(model: Seq2Seq, cache: Cache) -> Tensor:
-    """[B, V] what an answer may begin with."""
+    """[B, V] logits of the first token."""
     begin = torch.full((cache.batch, 1), model.begin, device=next(model.parameters()).device)
-    logits = model.read(begin, cache, logits="last")
+    logits = model.decode(begin, cache, logits="last")
     assert logits is not None
     if not bool(logits.isfinite().all()):
         raise ValueError("the model's predictions are not finite numbers; its weights are damaged")
@@ -75,11 +75,11 @@ def _greedy(model: Seq2Seq, cache: Cache, logits: Tensor, max_tokens: int) -> li
             answers[rows[n]].append(tokens[n])
         if not going or made == max_tokens:
             break
-        if len(going) < len(rows):  # those that have ended cost nothing any more
+        if len(going) < len(rows):  # drop rows that have ended
             cache.reorder(torch.tensor(going))
             rows = [rows[n] for n in going]
         newest = torch.tensor([[tokens[n]] for n in going], device=logits.device)
-        found = model.read(newest, cache, logits="last")
+        found = model.decode(newest, cache, logits="last")
         assert found is not None
         logits = found
     return answers

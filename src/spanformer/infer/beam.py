@@ -1,8 +1,8 @@
-"""Beam search: the likeliest text that a search of this width finds.
+"""Beam search.
 
-Kept are the `beams` likeliest beginnings; each step tries every token after each of them. A beginning may end, by a
-stop string or by the model's own end. The search is over when `beams` have ended and no other is likelier per
-token than the worst of these, or when the text is long enough; the winner has the highest log-probability per token.
+Each step extends the `beams` likeliest prefixes by every token. A prefix ends with a stop string or the model's end
+token. The search ends when `beams` have ended and no other is likelier per token than the worst of these, or at the
+maximum length; the winner has the highest log-probability per token.
 Shapes: B beams, V vocabulary.
 """
 
@@ -21,12 +21,12 @@ from spanformer.model.decoder import Decoder
 @dataclass(frozen=True)
 class Beam:
     score: float = 0.0
-    """log-probability of all its tokens"""
+    """sum of the log-probabilities of its tokens"""
     length: int = 0
     tail: tuple[int, ...] = ()
-    """its last tokens, from the first on which the beams do not agree"""
+    """its tokens from the first one on which the beams differ"""
     last: tuple[int, ...] = ()
-    """its last tokens, as many as tell whether it has ended"""
+    """its last tokens, enough to decide whether it has ended"""
 
     def mean(self) -> float:
         return self.score / self.length
@@ -41,10 +41,10 @@ def beam_search(
     has_ended: Callable[[tuple[int, ...]], bool],
     looks_at: int,
 ) -> Iterator[int]:
-    """Tokens of the winner, each as soon as all that may still win agree on it.
+    """Tokens of the winner, each as soon as all remaining candidates agree on it.
 
-    logits [1, V]: what follows the text in the cache, which has one row now, and one for each beam afterwards.
-    has_ended is asked of every beam's last `looks_at` tokens.
+    logits [1, V]: for the token after the text in the KV cache, which has one row now and one per beam afterwards.
+    has_ended receives every beam's last `looks_at` tokens.
     """
     live, ended = [Beam()], []
     for made in range(1, max_tokens + 1):
@@ -59,7 +59,7 @@ def beam_search(
             break
         cache.reorder(torch.tensor(parents))
         newest = torch.tensor([beam.last[-1] for beam in live], device=logits.device)
-        found = model.read(newest[:, None], cache, logits="last")
+        found = model.decode(newest[:, None], cache, logits="last")
         assert found is not None
         logits = found[:, : logits.shape[1]]
     yield from max([*ended, *live], key=Beam.mean).tail
@@ -68,7 +68,7 @@ def beam_search(
 def _grow(
     live: list[Beam], logits: Tensor, beams: int, has_ended: Callable[[tuple[int, ...]], bool], looks_at: int
 ) -> tuple[list[Beam], list[int], list[Beam]]:
-    """The likeliest of all beams one token longer: those that go on, whose children they are, and those that end."""
+    """The likeliest extensions by one token: (beams that continue, the index of each one's parent, beams that end)."""
     vocab = logits.shape[1]
     before = torch.tensor([beam.score for beam in live], dtype=torch.float64, device=logits.device)
     scores = (before[:, None] + logits.double().log_softmax(-1)).flatten()

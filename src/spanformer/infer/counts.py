@@ -1,14 +1,14 @@
-"""How much may be asked of a search, a look-up and a prompt."""
+"""Limits on numbers of tokens, beams and guesses."""
 
 from __future__ import annotations
 
 LEAST = {"max_tokens": 1, "chunk": 1, "beams": 1, "lookup": 0}
 MOST = {"beams": 1024, "lookup": 1024}
-"""each beam is a row of the cache, and a cache has room for every guess beside what it keeps"""
+"""each beam is a row of the KV cache, and the KV cache has an extra slot for every guess"""
 
 
 def check_counts(**counts: int) -> None:
-    """Refuse numbers of tokens, beams or guesses that cannot be, by their names."""
+    """Raise for numbers outside their limits, by name."""
     for name, value in counts.items():
         least, most = LEAST[name], MOST.get(name)
         if type(value) is not int or value < least or (most is not None and value > most):

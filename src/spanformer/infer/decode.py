@@ -1,4 +1,4 @@
-"""The loop: draw a token for every row, read them, and again; or read several at once where they can be guessed.
+"""The decoding loop: sample a token for every row, feed it to the model, repeat; guessed tokens go in together.
 
 Shapes: B rows (texts), n tokens read in a step, V vocabulary.
 """
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
     row: int
     id: int
     text: str
-    """what is certain with it: "" while a character or a stop string may be unfinished, and more once that is known"""
+    """text that became certain: "" while a character or stop string may be incomplete, more once it is resolved"""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Row:
 
 
 class Chooser:
-    """Draws the next token of every row, and remembers of earlier ones what the next depend on."""
+    """Samples the next token of every row, and keeps the state of earlier tokens that sampling depends on."""
 
     def __init__(self, rows: list[Row], sampling: Sampling, vocab: int, device: torch.device, guess: int) -> None:
-        """guess: of a single row, up to so many tokens a step."""
+        """guess: up to this many tokens per step, for a single row."""
         self.rows, self.sampling = rows, sampling
         self.most, self.lookup, self.repeats = guess, Lookup() if guess else None, None
         if sampling.repetition != 1:
@@ -62,7 +62,7 @@ class Chooser:
         return tokens
 
     def guess(self, most: int) -> list[int]:
-        """What may come next, if anything is known of it."""
+        """Guessed next tokens, possibly none."""
         return [] if self.lookup is None else self.lookup.guess(min(most, self.most))
 
     def keep(self, rows: list[int]) -> None:
@@ -78,12 +78,12 @@ class Chooser:
 
 
 def decode(model: LM, cache: Cache, logits: Tensor, chooser: Chooser, max_tokens: int) -> Iterator[Piece]:
-    """logits [B, V]: what follows the texts in the cache. Rows that have ended are taken out of it.
+    """logits [B, V]: for the tokens after the texts in the KV cache. Rows that have ended are removed from it.
 
-    Where tokens are guessed (of a single row), each is drawn all the same, from the same random numbers: a guess that
-    was right has been read already, and what was read beyond the first wrong one is taken back.
+    Guessed tokens (single row) are still sampled, with the same random numbers: a correct guess is already in the
+    cache, and tokens after the first wrong guess are cropped from it.
     """
-    ahead = logits[:, None]  # [B, n, V]: what follows the token read last, and each guess after it
+    ahead = logits[:, None]  # [B, n, V]: logits after the last token and after each guess
     guessed: list[int] = []
     made = right = 0
     while True:
@@ -105,6 +105,6 @@ def decode(model: LM, cache: Cache, logits: Tensor, chooser: Chooser, max_tokens
             chooser.keep(going)
         guessed, right = chooser.guess(max_tokens - made - 1), 0
         x = torch.cat([tokens[going, None], tokens.new_tensor([guessed] * len(going))], 1)
-        found = model.read(x, cache)
+        found = model.decode(x, cache)
         assert found is not None
         ahead = found[..., : logits.shape[1]]

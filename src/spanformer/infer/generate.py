@@ -1,4 +1,4 @@
-"""What follows a prompt: text or tokens, drawn or searched for.
+"""Generation from prompts: text or tokens, by sampling or beam search.
 
 Shapes: B rows (prompts), V vocabulary.
 """
@@ -22,7 +22,7 @@ from spanformer.infer.text import Vocabulary, Writer, check_stop
 from spanformer.memory.cache import Cache
 from spanformer.model.lm import LM
 
-BEFORE = 8  # tokens of the prompt that the decoder of text is shown
+BEFORE = 8  # last tokens of the prompt given to the detokenizer as context
 
 
 def generate(
@@ -40,19 +40,18 @@ def generate(
     cache: Cache | None = None,
     on_read: OnRead | None = None,
 ) -> Iterator[Piece]:
-    """What follows the prompt, token by token as it is made.
+    """Generate the continuation of a prompt, token by token.
 
-    prompt: a text, ids [T], or an iterator over arrays of ids, which may be of any length.
-    vocab: turns texts to tokens and back (those of `spanformer.data`); without one, prompts are ids and pieces have no
-        text.
-    stop: texts that end the text, and are left out.
-    seed: the same gives the same text; None: another each time.
-    beams: above 1, search for the likeliest text instead of drawing one.
-    lookup: guess up to so many tokens where the text repeats itself and check them in one step, which changes the speed
-        and not the tokens.
-    chunk: tokens of the prompt read at once.
-    cache: goes on after the text in it, which has one row, and at least `lookup` tokens of slack; None: a new one.
-    on_read: called with the tokens read so far, and all of them, while the prompt is read.
+    prompt: a text, ids [T], or an iterator over arrays of ids, of any total length.
+    vocab: a vocabulary of `spanformer.data`; without one, prompts are ids and pieces have no text.
+    stop: stop strings; not included in the output.
+    seed: makes the text reproducible; None: random.
+    beams: above 1, use beam search instead of sampling.
+    lookup: guess up to this many tokens where the text repeats itself and check them in one step; changes the speed,
+        not the tokens.
+    chunk: tokens of the prompt per forward pass.
+    cache: KV cache of the text to continue, with one row and at least `lookup` tokens of slack; None: a new one.
+    on_read: called with (tokens read so far, all tokens to read) while the prompt is read.
     """
     return generate_batch(
         model, [prompt], vocab=vocab, max_tokens=max_tokens, sampling=sampling, stop=stop, seed=seed, beams=beams,
@@ -75,16 +74,16 @@ def generate_batch(
     cache: Cache | None = None,
     on_read: OnRead | None = None,
 ) -> Iterator[Piece]:
-    """What follows each of several prompts, of whatever lengths; pieces say which row they belong to.
+    """Generate continuations of several prompts of any lengths; each piece names its row.
 
-    A row's text does not depend on the others: row b draws as it would alone with seed + b. For the rest, and for beams
-    and lookup, which take one prompt, see `generate`.
+    A row's text does not depend on the others: row b is sampled as if alone with seed + b. beams and lookup accept one
+    prompt only. For the other arguments see `generate`.
     """
     if not prompts:
-        raise ValueError("there are no prompts; expected one or more")
+        raise ValueError("prompts is empty; expected one or more")
     check_counts(max_tokens=max_tokens, beams=beams, lookup=lookup, chunk=chunk)
     if beams > 1 and sampling is not None:
-        raise ValueError(f"beams is {beams}, a search that draws nothing; leave sampling out, or use 1 beam")
+        raise ValueError(f"beams is {beams}, and beam search does not sample; omit sampling, or use 1 beam")
     if beams > 1 and lookup:
         raise ValueError(f"beams is {beams} and lookup is {lookup}; expected one of the two")
     if len(prompts) > 1 and (beams > 1 or lookup):
@@ -113,12 +112,12 @@ class _Settings:
 
     @property
     def size(self) -> int:
-        """Tokens that may be chosen: a model can have more than its vocabulary."""
+        """Number of tokens to choose from: a model may have more ids than its vocabulary."""
         limit = self.model.config.vocab
         return limit if self.vocab is None else min(limit, self.vocab.size)
 
     def rows(self, prompts: Sequence[Prompt], least: int) -> list[Row]:
-        """least: keep so many tokens of each prompt even if fewer matter."""
+        """least: keep this many tokens of each prompt even if fewer affect the output."""
         seed = secrets.randbits(62) if self.seed is None else self.seed
         most = max(least, matters(self.model), self.sampling.repetition_window)
         rows = []
@@ -126,8 +125,8 @@ class _Settings:
             ids = last_tokens(parts_of(prompt, self.vocab, self.size), most)
             if not len(ids):
                 which = "the prompt" if len(prompts) == 1 else f"prompt {index + 1}"
-                raise ValueError(f"{which} is empty; expected at least one token to go on from")
-            decoder = None if self.vocab is None else self.vocab.decoder(ids[-BEFORE:].tolist())
+                raise ValueError(f"{which} is empty; expected at least one token")
+            decoder = None if self.vocab is None else self.vocab.detokenizer(ids[-BEFORE:].tolist())
             random = torch.Generator().manual_seed((seed + index) % (1 << 63))
             rows.append(Row(index, ids, Writer(decoder, self.stop), random))
         return rows
@@ -136,16 +135,16 @@ class _Settings:
         if given is None:
             return self.model.cache(rows, slack=slack)
         if given.batch != rows:
-            raise ValueError(f"the cache has {given.batch} rows; expected one for each prompt, {rows}")
+            raise ValueError(f"the KV cache has {given.batch} rows; expected one for each prompt, {rows}")
         if given.slack < slack:
             raise ValueError(
-                f"lookup is {slack} and the cache can take back {given.slack} tokens; expected a cache with a slack of "
+                f"lookup is {slack}, but the KV cache has a slack of {given.slack} tokens; expected a slack of "
                 f"{slack} or more"
             )
         return given
 
     def read(self, rows: list[Row], cache: Cache) -> Tensor:
-        """[B, V] what follows the prompts."""
+        """[B, V] logits of the first new tokens."""
         most = matters(self.model)
         logits = read_prompts(self.model, [row.ids[-most:] for row in rows], cache, self.chunk, self.on_read)
         if not bool(logits.isfinite().all()):
@@ -166,14 +165,14 @@ def _search(settings: _Settings, rows: list[Row], cache: Cache, beams: int) -> I
     def has_ended(last: tuple[int, ...]) -> bool:
         if not stop or vocab is None:
             return False
-        writer = Writer(vocab.decoder(), stop)
+        writer = Writer(vocab.detokenizer(), stop)
         for token in last:
             writer.add(token)
         writer.finish()
         return writer.stopped
 
     logits = settings.read(rows, cache)
-    waiting: int | None = None  # the last token also brings what is still to be written
+    waiting: int | None = None  # hold one token back: the last one also carries the remaining text
     for token in beam_search(settings.model, cache, logits, beams, settings.max_tokens, has_ended, looks_at):
         if waiting is not None:
             yield row.write(waiting, False)

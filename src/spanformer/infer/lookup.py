@@ -1,7 +1,7 @@
-"""Prompt look-up: guesses the next tokens where the text repeats itself, for the model to check several in one step.
+"""Prompt lookup: guesses the next tokens where the text repeats itself; the model checks several in one step.
 
-Saxena, Prompt Lookup Decoding, 2023, https://github.com/apoorvumang/prompt-lookup-decoding; checking guesses so that
-the outcome does not change: Leviathan et al., 2022, https://arxiv.org/abs/2211.17192.
+Saxena, Prompt Lookup Decoding, 2023, https://github.com/apoorvumang/prompt-lookup-decoding; checking guesses without
+changing the output: Leviathan et al., 2022, https://arxiv.org/abs/2211.17192.
 """
 
 from __future__ import annotations
@@ -9,28 +9,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 LENGTHS = (16, 8, 4)
-"""Of the last tokens, how many must have stood together before; the longest that did is believed."""
+"""Lengths of the suffix to search for in the earlier text; the longest match is used."""
 KEPT = 1 << 16
-"""The look-up remembers at least this many of the last tokens, and at most twice as many."""
+"""The lookup keeps at least this many of the last tokens, and at most twice as many."""
 
 
 class Lookup:
-    """The last tokens of a text, and after which of them it can go on. Adding a token takes constant time."""
+    """Index of the last tokens of a text by n-gram. Adding a token takes constant time."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}  # some tokens together → where the text went on, most recently
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram → position after its latest occurrence
 
     def add(self, tokens: Sequence[int]) -> None:
         for token in tokens[-KEPT:]:
-            self._index()  # only now: what the last tokens are followed by is this one
+            self._index()  # only now: this token follows the last n-grams
             self._tokens.append(token)
             if len(self._tokens) >= 2 * KEPT:
                 self._forget()
 
     def guess(self, most: int) -> list[int]:
-        """So many tokens as they followed the last time the text stood as it stands now; none if it never did. Where
-        less has followed so far, the text goes round in a circle, and is taken to go on so."""
+        """Up to `most` tokens that followed the latest earlier match of the suffix; none without a match. If fewer have
+        followed so far, the text is periodic, and the period is repeated."""
         for length in LENGTHS:
             at = self._after.get(self._last(length))
             if at is not None:

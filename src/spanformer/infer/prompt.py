@@ -1,7 +1,7 @@
-"""Reading prompts: tokens of any number, in constant memory.
+"""Reads prompts of any length in constant memory.
 
-A token sees so far back in one layer, and what it sees there has seen further back in the layer below. Added up over
-the layers this is all that can matter to what comes next: of a longer prompt only that much is read by the model.
+The receptive field of the next token is the sum of the layers' context lengths. The model reads only that many of the
+last tokens of a longer prompt.
 Shapes: B prompts, T tokens of a chunk, V vocabulary.
 """
 
@@ -19,16 +19,16 @@ from spanformer.memory.cache import Cache
 from spanformer.model.lm import LM
 
 Prompt = str | Tensor | np.ndarray | Sequence[int] | Iterator[np.ndarray]
-"""A text, its ids, or an iterator over arrays of ids, for what is too long to be held."""
+"""A text, its ids, or an iterator over arrays of ids, for prompts too long for the memory."""
 OnRead = Callable[[int, int], None]
-"""takes how many tokens have been read, and how many there are to read"""
+"""receives (tokens read so far, tokens to read)"""
 
 
 def parts_of(prompt: Prompt, vocab: Vocabulary | None, limit: int) -> Iterator[np.ndarray]:
     """The ids of a prompt in parts [n], each checked to be below `limit`."""
     if isinstance(prompt, str):
         if vocab is None:
-            raise ValueError("the prompt is a text; give its vocabulary as vocab, or the ids of its tokens")
+            raise ValueError("the prompt is a text, but vocab is None; pass vocab, or the ids of its tokens")
         return checked(vocab.prompt([prompt] if prompt else []), limit)
     if isinstance(prompt, Iterator):
         return checked(prompt, limit)
@@ -40,7 +40,7 @@ def parts_of(prompt: Prompt, vocab: Vocabulary | None, limit: int) -> Iterator[n
 
 
 def checked(parts: Iterable[np.ndarray], limit: int, name: str = "the prompt") -> Iterator[np.ndarray]:
-    """The same parts, or a sentence about the first id that is not 0 … limit − 1."""
+    """The same parts; raises for the first id outside 0 … limit − 1."""
     at = 0
     for part in parts:
         outside = np.flatnonzero((part < 0) | (part >= limit)) if len(part) else part
@@ -54,12 +54,12 @@ def checked(parts: Iterable[np.ndarray], limit: int, name: str = "the prompt") -
 
 
 def matters(model: LM) -> int:
-    """How many of a text's last tokens can make a difference to what follows it."""
-    return 1 + sum(map(max, model.lookback()))
+    """Receptive field: how many of a text's last tokens can affect the next one."""
+    return 1 + sum(map(max, model.context_length()))
 
 
 def last_tokens(parts: Iterable[np.ndarray], most: int) -> np.ndarray:
-    """[n] int64: the last `most` tokens, or all if there are fewer. Holds little more than that."""
+    """[n] int64: the last `most` tokens, or all if there are fewer. Uses little more memory than that."""
     kept: deque[np.ndarray] = deque()
     held = 0
     for part in parts:
@@ -71,7 +71,7 @@ def last_tokens(parts: Iterable[np.ndarray], most: int) -> np.ndarray:
 
 
 def read_prompts(model: LM, prompts: list[np.ndarray], cache: Cache, chunk: int, on_read: OnRead | None) -> Tensor:
-    """[B, V] what follows each prompt [n]; read side by side, a chunk at a time, into the cache."""
+    """[B, V] logits after each prompt [n]; reads the prompts as one batch, a chunk at a time, into the KV cache."""
     device = next(model.parameters()).device
     ends = torch.tensor([len(ids) for ids in prompts])
     longest = int(ends.max())
@@ -84,7 +84,7 @@ def read_prompts(model: LM, prompts: list[np.ndarray], cache: Cache, chunk: int,
             x[row, : len(part)] = part
         lengths = (ends - at).clamp(0, width)
         here = (ends > at) & (ends <= at + width)
-        found = model.read(
+        found = model.decode(
             x.to(device),
             cache,
             lengths=None if bool((lengths == width).all()) else lengths,

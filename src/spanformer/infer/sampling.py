@@ -1,14 +1,14 @@
-"""Which token comes next: from logits to a choice.
+"""Sampling: from logits to the next token.
 
     repetition   a logit of a token that came before is divided by the penalty if positive, else multiplied by it
                  (Keskar et al., CTRL, 2019, https://arxiv.org/abs/1909.05858)
-    temperature  logits / temperature; at 0 the likeliest token is taken, the first of equals
-    top_k        the k likeliest tokens, and those as likely as the last of them
+    temperature  logits / temperature; at 0 the likeliest token is taken, the first one of a tie
+    top_k        the k likeliest tokens, and those tied with the last of them
     top_p        the fewest likeliest tokens whose probabilities sum to p or more
                  (Holtzman et al., 2019, https://arxiv.org/abs/1904.09751)
     min_p        tokens at least p times as likely as the likeliest (Nguyen et al., 2024, https://arxiv.org/abs/2407.01082)
 
-They are applied in this order; what one takes out has no part in the probabilities of the next.
+They are applied in this order; each removes tokens before the next computes probabilities.
 Shapes: B batch, V vocabulary.
 """
 
@@ -26,17 +26,17 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Sampling:
     temperature: float = 1.0
-    """0: always the likeliest token; below 1 likely tokens get likelier; above 1 all become more alike"""
+    """divide logits by this; 0: always the likeliest token, below 1: sharper, above 1: more random"""
     top_k: int = 0
-    """choose among so many likeliest tokens; 0: all"""
+    """sample from this many likeliest tokens; 0: all"""
     top_p: float = 1.0
-    """choose among the likeliest tokens that together have this probability; 1: all"""
+    """sample from the likeliest tokens that together have this probability; 1: all"""
     min_p: float = 0.0
-    """leave out tokens that are less than this times as likely as the likeliest; 0: none"""
+    """drop tokens less than this times as likely as the likeliest; 0: none"""
     repetition: float = 1.0
-    """above 1: tokens that came before are less likely; 1: no penalty"""
+    """penalty above 1 makes recent tokens less likely; 1: no penalty"""
     repetition_window: int = 64
-    """how many of the last tokens the penalty looks at, those of the prompt included"""
+    """number of last tokens that the penalty applies to, prompt included"""
 
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, 0 <= self.temperature < math.inf, "0 or more")
@@ -53,7 +53,7 @@ def _check(name: str, value: float, fits: bool, expected: str) -> None:
 
 
 class Repeats:
-    """How often each token is among the last ones of each row: counts [B, V], kept up to date token by token."""
+    """Counts [B, V] of each token among the last ones of each row, updated token by token."""
 
     def __init__(self, rows: int, vocab: int, window: int, device: torch.device) -> None:
         self.counts = torch.zeros(rows, vocab, dtype=torch.int64, device=device)
@@ -67,7 +67,7 @@ class Repeats:
         self._count(row, [recent.popleft() for _ in range(len(recent) - self.window)], -1)
 
     def keep(self, rows: list[int]) -> None:
-        """Only some rows, in this order."""
+        """Select rows, in this order."""
         self.counts = self.counts[rows]
         self._recent = [self._recent[row] for row in rows]
 
@@ -77,7 +77,7 @@ class Repeats:
 
 
 def penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """logits [B, V]; seen [B, V] bool: which tokens came before."""
+    """Penalise repeated tokens in logits [B, V]; seen [B, V] bool: tokens that came before."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
@@ -89,27 +89,27 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """−∞ for all but the fewest likeliest whose probabilities sum to p or more; of equals, the first ones stay."""
+    """−∞ for all but the fewest likeliest whose probabilities sum to p or more; of a tie, the first ones stay."""
     if p >= 1:
         return logits
     ordered, order = logits.double().sort(descending=True, stable=True)
     probability = ordered.softmax(-1)
-    enough = probability.cumsum(-1) - probability >= p  # those before it are enough already
+    enough = probability.cumsum(-1) - probability >= p  # the tokens before it already suffice
     enough[:, 0] = False
     return logits.masked_fill(torch.zeros_like(enough).scatter(1, order, enough), -math.inf)
 
 
 def keep_min_p(logits: Tensor, p: float) -> Tensor:
-    """−∞ for tokens of less than p times the largest probability."""
+    """−∞ for tokens with less than p times the largest probability."""
     if p <= 0:
         return logits
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -math.inf)
 
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
-    """[B] tokens: where the running sum of the probabilities passes `uniform` [B], numbers in [0, 1).
+    """[B] tokens by inverse transform sampling: where the cumulative probability passes `uniform` [B], in [0, 1).
 
-    One number a row and the tokens' own order: a row's choice depends on no other row. What is −∞ is never chosen.
+    One number per row, so rows are independent. A logit of −∞ is never chosen.
     """
     running = logits.double().softmax(-1).cumsum(-1)
     total = running[:, -1]
@@ -118,17 +118,17 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 def choose(logits: Tensor, sampling: Sampling, seen: Tensor | None, randoms: Iterable[torch.Generator]) -> Tensor:
-    """[B] tokens from logits [B, V]; seen [B, V] bool for the repetition penalty, one source of numbers for each row.
+    """[B] tokens from logits [B, V]; seen [B, V] bool for the repetition penalty; one random generator per row.
 
-    Numbers are drawn whenever the temperature is above 0, one a row, whatever the other settings are.
+    At any temperature above 0, each row consumes one random number, whatever the other settings.
     """
     logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     if seen is not None:
         logits = penalise(logits, seen, sampling.repetition)
     if not sampling.temperature:
         return logits.argmax(-1)
-    logits = logits - logits.amax(-1, keepdim=True)  # so that nothing overflows, however low the temperature
-    # float64, because float32 takes a temperature below 1e-45 for 0, and 0 / 0 for no number
+    logits = logits - logits.amax(-1, keepdim=True)  # no overflow at any temperature
+    # float64, because float32 rounds a temperature below 1e-45 to 0, and 0 / 0 is NaN
     logits = keep_top_k(logits.double() / sampling.temperature, sampling.top_k)
     logits = keep_min_p(keep_top_p(logits, sampling.top_p), sampling.min_p)
     uniform = torch.cat([torch.rand(1, generator=random, dtype=torch.float64) for random in randoms])

@@ -1,6 +1,6 @@
-"""How well a model predicts a text that comes in parts, token by token, in constant memory.
+"""Scores a text that comes in parts, token by token, in constant memory.
 
-Shapes: n tokens read at once.
+Shapes: n tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Scored(NamedTuple):
     ids: np.ndarray
     """[n] int64, the next tokens of the text"""
     nats: np.ndarray
-    """[n] float64, how surprised the model was by each, having read all before it"""
+    """[n] float64, negative log-likelihood of each given all tokens before it"""
 
 
 def score(model: LM, parts: Iterable[np.ndarray], *, chunk: int = 512) -> Iterator[Scored]:
-    """parts: arrays of ids, of any lengths. The first token, which nothing comes before, counts as a uniform guess."""
+    """parts: arrays of ids, of any lengths. The first token has no context and counts as a uniform guess."""
     check_counts(chunk=chunk)
     return _score(model, checked(parts, model.config.vocab, "the text"), chunk)
 
@@ -49,7 +49,7 @@ def _score(model: LM, parts: Iterable[np.ndarray], chunk: int) -> Iterator[Score
 
 
 def in_chunks(parts: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """The same tokens as int64, `size` at a time and the rest at the end."""
+    """The same tokens as int64 arrays of `size`, the last one possibly shorter."""
     held = np.empty(0, np.int64)
     for part in parts:
         held = np.concatenate([held, part])

@@ -1,4 +1,4 @@
-"""Between tokens and text while it is being written: pieces of text, and where to stop."""
+"""Streams generated tokens as text, and stops at stop strings."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from typing import Protocol
 import numpy as np
 
 
-class Decoder(Protocol):
+class Detokenizer(Protocol):
     def add(self, token: int) -> str: ...
     def finish(self) -> str: ...
 
 
 class Vocabulary(Protocol):
-    """What generation needs of a vocabulary; those of `spanformer.data` have it."""
+    """The interface of a vocabulary for generation; those of `spanformer.data` implement it."""
 
     size: int
 
     def prompt(self, parts: Iterable[str]) -> Iterator[np.ndarray]: ...
-    def decoder(self, before: Iterable[int] = ()) -> Decoder: ...
+    def detokenizer(self, before: Iterable[int] = ()) -> Detokenizer: ...
 
 
 class Writer:
-    """Tokens to text, up to the first of the stop strings, which is left out.
+    """Tokens to text, up to the first stop string, which is not included.
 
-    What may be the beginning of a stop string waits until that is known. A token costs the length of the stop strings,
-    however long the text has become.
+    Text that may begin a stop string is held back until that is decided. The cost per token depends on the length of
+    the stop strings, not of the text.
     """
 
-    def __init__(self, decoder: Decoder | None, stop: Sequence[str]) -> None:
-        self._decoder, self._stop = decoder, tuple(stop)
+    def __init__(self, detokenizer: Detokenizer | None, stop: Sequence[str]) -> None:
+        self._detokenizer, self._stop = detokenizer, tuple(stop)
         self._held = ""
         self.stopped = False
 
     def add(self, token: int) -> str:
-        return "" if self._decoder is None else self._cut(self._decoder.add(token), False)
+        return "" if self._detokenizer is None else self._cut(self._detokenizer.add(token), False)
 
     def finish(self) -> str:
-        """What is still waiting, when no token follows."""
-        return "" if self._decoder is None or self.stopped else self._cut(self._decoder.finish(), True)
+        """The text still held back, when no token follows."""
+        return "" if self._detokenizer is None or self.stopped else self._cut(self._detokenizer.finish(), True)
 
     def _cut(self, new: str, last: bool) -> str:
         text = self._held + new
@@ -53,15 +53,15 @@ class Writer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many of the text's last characters begin the stop string."""
+    """Length of the longest suffix of the text that is a prefix of the stop string."""
     most = min(len(text), len(stop) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 def check_stop(stop: Sequence[str], vocab: Vocabulary | None) -> None:
     if isinstance(stop, str):
-        raise ValueError(f"stop is the text {stop!r}; expected a list of texts, such as [{stop!r}]")
+        raise ValueError(f"stop is the string {stop!r}; expected a list of strings, such as [{stop!r}]")
     if not all(stop):
-        raise ValueError("one of the stop strings is empty, which would stop at once; expected some text")
+        raise ValueError("stop contains an empty string, which would stop at once; expected non-empty strings")
     if stop and vocab is None:
-        raise ValueError("stop strings need a vocabulary to compare texts by; give vocab as well")
+        raise ValueError("stop strings need a vocabulary; pass vocab as well")

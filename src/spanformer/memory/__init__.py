@@ -1,9 +1,14 @@
-"""What a model remembers beyond the tokens in front of it."""
+"""Segment memory for training, and KV caches for decoding."""
 
+from spanformer.memory.base import ByHead, HeadPart, LayerCall, LayerMemory, MemoryShape, OwnMemory
 from spanformer.memory.cache import Cache
 from spanformer.memory.head_cache import HeadCache
+from spanformer.memory.hidden_states import HiddenStates
 from spanformer.memory.persistent import Persistent
-from spanformer.memory.segment import State
 from spanformer.memory.source import Source
+from spanformer.memory.state import State
 
-__all__ = ["Cache", "HeadCache", "Persistent", "Source", "State"]
+__all__ = [
+    "ByHead", "Cache", "HeadCache", "HeadPart", "HiddenStates", "LayerCall", "LayerMemory", "MemoryShape", "OwnMemory",
+    "Persistent", "Source", "State",
+]  # fmt: skip

@@ -1,15 +1,17 @@
-"""What a language model keeps of the texts it is reading, so that it goes on from there: one `HeadCache` a layer.
+"""The KV cache of a model that decodes token by token.
 
-Shapes: B batch.
+Each layer holds keys and values in rings (`HeadCache`), or its mechanism's own memory (`OwnMemory`), or both, where
+heads differ (`ByHead`). Shapes: B batch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,116 +19,151 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from spanformer.core.files import replace_file
+from spanformer.memory.base import ByHead, OwnMemory, pick, rows_of
+from spanformer.memory.checks import check_lengths_back
 from spanformer.memory.head_cache import HeadCache
+from spanformer.memory.lost import LOST
 from spanformer.memory.source import Source
 
-KIND, FORMAT = "spanformer cache", 3
-MOST = 1 << 48  # a position in a text beyond all that was ever read, with the zeros before it
+KIND, FORMAT = "spanformer cache", 4
+CacheLayer = HeadCache | OwnMemory | ByHead
+MOST = 1 << 48  # a position beyond any real text, including the zeros before it
+
+
+class CacheSettings(NamedTuple):
+    """What all layers of a cache share."""
+
+    zeros: int = 0
+    """tokens of zeros before every text, as in the paper's code"""
+    slack: int = 0
+    """how many tokens `Cache.crop` can always take back"""
+    bits: Literal[0, 8] = 0
+    """of each number in a ring; 0: as in the model"""
+    token_bytes: int = 0
+    """what full attention keeps for a token, in all layers"""
 
 
 class Maker(Protocol):
     """The model that a cache belongs to."""
 
     config: Any
-    """all that is not in its weights; its `repr` tells two apart"""
+    """all that is not in its weights; compared by its `repr`"""
 
     def state_dict(self) -> dict[str, Tensor]: ...
 
 
-class Reader(Maker, Protocol):
+class CachedModel(Maker, Protocol):
     """A model whose caches begin empty."""
 
     def cache(self, batch: int, *, slack: int = 0, bits: Literal[0, 8] = 0) -> Cache: ...
 
 
 class Cache:
-    """Made by `LM.cache`, filled by `LM.read`. Rows may stand at different places."""
+    """Made by `LM.cache`, filled by `LM.decode`. Rows may be at different positions."""
 
-    def __init__(self, maker: Maker, layers: Sequence[HeadCache], sources: Sequence[Source] = ()) -> None:
-        """layers: all with one `place`. sources: of a decoder, what each layer keeps of the text it answers to."""
-        assert all(layer.place is layers[0].place for layer in layers)
-        self.maker, self.layers, self.sources = maker, list(layers), list(sources)
+    def __init__(
+        self, maker: Maker, layers: Sequence[CacheLayer], place: Tensor, settings: CacheSettings,
+        sources: Sequence[Source] = (),
+    ) -> None:  # fmt: skip
+        """place [B]: the position of each row's next token, which all rings share. sources: of a decoder, each layer's
+        keys and values of the source text."""
+        self.maker, self.layers, self.place, self.settings = maker, list(layers), place, settings
+        self.sources = list(sources)
+        assert all(ring.place is place for ring in self.rings())
 
     @property
     def seen(self) -> Tensor:
         """[B] int64 on the CPU: how many tokens each row has read."""
-        return self.layers[0].seen
+        return self.place - self.settings.zeros
 
     @property
     def batch(self) -> int:
-        return self.layers[0].batch
+        return len(self.place)
 
     @property
     def slack(self) -> int:
-        return self.layers[0].slack
+        return next((ring.slack for ring in self.rings()), self.settings.slack)  # rings may have been resized
 
     @property
     def bits(self) -> Literal[0, 8]:
-        return self.layers[0].bits
+        return self.settings.bits
+
+    def parts(self) -> list[HeadCache | OwnMemory]:
+        """What its layers hold, one after the other; a layer whose heads differ holds several."""
+        return [part for layer in self.layers for part in _parts(layer)]
+
+    def rings(self) -> list[HeadCache]:
+        """Those that hold keys and values."""
+        return [part for part in self.parts() if isinstance(part, HeadCache)]
 
     def bytes(self) -> int:
-        """What is allocated for keys and values, exactly."""
-        return sum(layer.bytes() for layer in self.layers)
+        """What is allocated for keys, values and states, exactly."""
+        return sum(part.bytes() for part in self.parts())
 
     def full_bytes(self, context: int) -> int:
-        """What full attention would keep for so many tokens of each row, in the model's dtype."""
-        each = (len(layer.reach) * sum(layer.dims) * layer.dtype.itemsize for layer in self.layers)
-        return self.batch * context * sum(each)
+        """What full attention would keep for this many tokens of each row, in the model's dtype."""
+        return self.batch * context * self.settings.token_bytes
 
     def advance(self, tokens: int, lengths: Tensor | None = None) -> None:
-        """Move every row on, by `tokens` or by lengths [B]."""
-        self.layers[0].advance(tokens, lengths)
+        """Advance every row by `tokens`, or by lengths [B]."""
+        self.place += tokens if lengths is None else lengths.to("cpu", torch.int64)
 
     def crop(self, lengths: Tensor) -> None:
         """Back to lengths [B] tokens, as if the rest had not been read. Once a ring has wrapped, at most `slack` tokens
-        can be taken back."""
+        can be taken back; of a ring that grew, tokens that were read since."""
         lengths = lengths.to("cpu", torch.int64)
-        for layer in self.layers:
-            layer.check_crop(lengths)
-        for layer in self.layers:
-            layer.note_crop(lengths)
-        self.layers[0].crop(lengths)
+        for ring in self.rings():
+            ring.check_crop(lengths)
+        check_lengths_back(lengths, self.seen)
+        back = self.seen - lengths
+        self.layers = [_each(layer, lambda part: _crop(part, back)) for layer in self.layers]
+        for ring in self.rings():
+            ring.note_crop(lengths)
+        self.place.copy_(lengths + self.settings.zeros)
 
     def reorder(self, rows: Tensor) -> None:
         """Row b becomes what row rows[b] was, rows [B']; B' may be another number."""
-        self.layers, self.sources = self._rows(rows), [source.rows(rows) for source in self.sources]
+        self.place, self.layers = self._rows(rows)
+        self.sources = [source.rows(rows) for source in self.sources]
 
     def fork(self, copies: int) -> Cache:
-        """Another cache with every row so many times, one after the other; the two know nothing of each other."""
+        """Another cache with every row this many times, one after the other; the two share no memory."""
         if copies < 1:
             raise ValueError(f"copies is {copies}; expected at least 1")
         rows = torch.arange(self.batch).repeat_interleave(copies)
-        return Cache(self.maker, self._rows(rows), [source.rows(rows) for source in self.sources])
+        place, layers = self._rows(rows)
+        return Cache(self.maker, layers, place, self.settings, [source.rows(rows) for source in self.sources])
 
-    def _rows(self, rows: Tensor) -> list[HeadCache]:
+    def _rows(self, rows: Tensor) -> tuple[Tensor, list[CacheLayer]]:
         if rows.ndim != 1 or rows.is_floating_point() or rows.dtype == torch.bool:
             raise ValueError(f"rows has shape {list(rows.shape)} and dtype {rows.dtype}; expected row numbers [B']")
         rows = rows.to("cpu", torch.int64)
         if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < self.batch):
             raise ValueError(f"rows holds {rows.tolist()}; expected numbers 0 … {self.batch - 1}")
         with torch.inference_mode(False):  # to be written to in or out of it
-            place = self.layers[0].place[rows]
-        return [layer.rows(rows, place) for layer in self.layers]
+            place = self.place[rows]
+
+        def pick_rows(part: HeadCache | OwnMemory) -> HeadCache | OwnMemory:
+            return part.rows(rows, place) if isinstance(part, HeadCache) else rows_of(part, rows)
+
+        return place, [_each(layer, pick_rows) for layer in self.layers]
 
     def save(self, path: str | Path) -> None:
-        """One safetensors file, with what it takes to go on reading; it also says which model made it. Written whole or
-        not at all: beside `path` first, which it then takes."""
+        """One safetensors file with all that decoding needs to continue, and a digest of the model. Written whole or
+        not at all: to a temporary file first, which then replaces `path`."""
         if self.sources:
-            raise ValueError("the cache of an encoder–decoder is not saved; read its source again instead")
-        first = self.layers[0]
-        tensors = {"place": first.place}
+            raise ValueError("the KV cache of an encoder–decoder cannot be saved; call start again instead")
+        tensors = {"place": self.place}
         for n, layer in enumerate(self.layers):
-            tensors |= {f"{n}.{name}": t for name, t in layer.store.tensors().items()}
-            tensors |= {f"{n}.reach": torch.tensor(layer.reach), f"{n}.written": layer.written}
-            tensors |= {} if layer.oldest is None else {f"{n}.oldest": layer.oldest}
+            tensors |= {f"{n}.{name}": t for name, t in layer.tensors().items()}
         about = {"kind": KIND, "format": FORMAT, "maker": digest(self.maker), "slack": self.slack, "bits": self.bits}
         about["sha256"] = _content(tensors)
         # a file's tensors may not share memory, and these do
         _write(Path(path), {name: t.clone() for name, t in tensors.items()}, {"spanformer": json.dumps(about)})
 
     @staticmethod
-    def load(path: str | Path, model: Reader) -> Cache:
-        """What `save` wrote, for the same model: another one's keys and values would mean nothing to it."""
+    def load(path: str | Path, model: CachedModel) -> Cache:
+        """Read a cache that `save` wrote, for the same model; a cache of another model is refused."""
         try:
             with safe_open(path, "pt") as file:
                 about = json.loads((file.metadata() or {}).get("spanformer", "{}"))
@@ -136,13 +173,25 @@ class Cache:
         if not isinstance(about, dict) or about.get("kind") != KIND or about.get("format") != FORMAT:
             raise ValueError(f"{path} is not a cache saved by this version of spanformer")
         if about.get("maker") != digest(model):
-            raise ValueError(f"{path} was saved by another model, or before this one was trained; read the text anew")
+            raise ValueError(f"{path} was saved by another model, or before this one was trained; decode it again")
         if about.get("sha256") != _content(tensors):
-            raise ValueError(f"{path} has another content than was written: the file is damaged; read the text anew")
+            raise ValueError(f"{path} is damaged: its checksum does not match; decode the text again")
         try:
             return _fill(model, about, tensors)
         except (KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"{path} does not hold what its model needs ({error}); the file is damaged") from error
+
+
+def _parts(layer: CacheLayer) -> list[HeadCache | OwnMemory]:
+    return [part.memory for part in layer.parts] if isinstance(layer, ByHead) else [layer]
+
+
+def _each(layer: CacheLayer, how: Callable[[HeadCache | OwnMemory], HeadCache | OwnMemory]) -> CacheLayer:
+    return layer.change(how) if isinstance(layer, ByHead) else how(layer)
+
+
+def _crop(part: HeadCache | OwnMemory, back: Tensor) -> HeadCache | OwnMemory:
+    return part if isinstance(part, HeadCache) else part.crop(back)
 
 
 def _write(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
@@ -155,36 +204,54 @@ def _write(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> No
         raise OSError(f"{path} could not be saved ({why}); what was there before is untouched") from error
 
 
-def _fill(model: Reader, about: dict, tensors: dict[str, Tensor]) -> Cache:
+def _fill(model: CachedModel, about: dict, tensors: dict[str, Tensor]) -> Cache:
     slack, bits, place = about["slack"], about["bits"], tensors["place"]
     if type(slack) is not int or type(bits) is not int:
         raise ValueError(f"slack is {slack!r} and bits {bits!r}; expected whole numbers")
     # First one of no rows, which takes no memory: whatever the file says, it is held against what the file has.
     _check(model.cache(0, slack=slack, bits=bits), tensors)  # pyright: ignore[reportArgumentType]
     cache = model.cache(len(place), slack=slack, bits=bits)  # pyright: ignore[reportArgumentType]
-    for n, layer in enumerate(cache.layers):
-        layer.resize(tensors[f"{n}.reach"].tolist())
-        for name, held in layer.store.tensors().items():
-            held.copy_(tensors[f"{n}.{name}"])
-        layer.written.copy_(tensors[f"{n}.written"])
-        layer.oldest = tensors.get(f"{n}.oldest")
-    cache.layers[0].place.copy_(place)
+    cache.layers = [_loaded(layer, pick(tensors, n)) for n, layer in enumerate(cache.layers)]
+    cache.place.copy_(place)
     return cache
+
+
+def _loaded(layer: CacheLayer, tensors: dict[str, Tensor]) -> CacheLayer:
+    if isinstance(layer, HeadCache):
+        layer.load(tensors)
+        return layer
+    if isinstance(layer, ByHead):
+        numbers = itertools.count()
+        return layer.change(lambda part: _loaded(part, pick(tensors, next(numbers))))
+    return layer.with_tensors(tensors)
 
 
 def _check(empty: Cache, tensors: dict[str, Tensor]) -> None:
     """Whether the tensors are those of such a cache with some rows."""
-    rows, zeros = len(tensors["place"]), empty.layers[0].zeros
+    rows, zeros = len(tensors["place"]), empty.settings.zeros
     _check_numbers("place", tensors["place"], (rows,), zeros)
     for n, layer in enumerate(empty.layers):
-        _check_numbers(f"{n}.reach", tensors[f"{n}.reach"], (len(layer.reach),), 1)
-        _check_numbers(f"{n}.written", tensors[f"{n}.written"], (rows,), zeros)
-        if (oldest := tensors.get(f"{n}.oldest")) is not None:
-            _check_numbers(f"{n}.oldest", oldest, (rows, len(layer.reach)), 0)
-        layer.resize(tensors[f"{n}.reach"].tolist())
-        for name, none in layer.store.tensors().items():
-            saved, shape = tensors[f"{n}.{name}"], [rows, *none.shape[1:]]
-            _check_shape(f"{n}.{name}", saved, shape, none.dtype)
+        for m, part in enumerate(_parts(layer)):
+            prefix = f"{n}.{m}." if isinstance(layer, ByHead) else f"{n}."
+            if isinstance(part, HeadCache):
+                _check_ring(part, prefix, tensors, rows, zeros)
+            _check_shapes(part, prefix, tensors, rows)
+
+
+def _check_ring(ring: HeadCache, prefix: str, tensors: dict[str, Tensor], rows: int, zeros: int) -> None:
+    reach = tensors[f"{prefix}reach"]
+    _check_numbers(f"{prefix}reach", reach, (len(ring.reach),), 1)
+    _check_numbers(f"{prefix}written", tensors[f"{prefix}written"], (rows,), zeros)
+    names = [f"{prefix}{name}" for name in LOST]
+    for name in names if any(name in tensors for name in names) else []:
+        _check_numbers(name, tensors[name], (rows, len(ring.reach)), zeros)
+    ring.resize(reach.tolist())
+
+
+def _check_shapes(part: HeadCache | OwnMemory, prefix: str, tensors: dict[str, Tensor], rows: int) -> None:
+    held = part.store if isinstance(part, HeadCache) else part
+    for name, none in held.tensors().items():
+        _check_shape(f"{prefix}{name}", tensors[f"{prefix}{name}"], [rows, *none.shape[1:]], none.dtype)
 
 
 def _check_shape(name: str, t: Tensor, shape: Sequence[int], dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""What a layer's cache refuses, each in a sentence.
+"""Checks of the arguments of a layer's KV cache.
 
 Shapes: B batch, H query heads, Hkv key/value heads, T new tokens, D and Dv head sizes.
 """
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spanformer.ops import Rule
+from spanformer.ops import AnyRule, Rule
 
 
 def check_reach(reach: Sequence[int]) -> list[int]:
@@ -31,8 +31,23 @@ def check_lengths(lengths: Tensor | None, batch: int, new: int) -> Tensor | None
     return given
 
 
+def check_in_sight(lost: Tensor, lengths: Tensor, seen: Tensor, why: str) -> None:
+    """lost [B, Hkv] bool: whether a row that is cropped from seen [B] to lengths [B] tokens would see tokens its ring
+    does not hold."""
+    if bool(lost.any()):
+        row = int(lost.nonzero()[0, 0])
+        raise ValueError(f"row {row} cannot be cropped from {int(seen[row])} to {int(lengths[row])} tokens: {why}")
+
+
 def check_call(
-    q: Tensor, k: Tensor, v: Tensor, rule: Rule, batch: int, reach: list[int], dims: tuple[int, int], kept: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: AnyRule,
+    batch: int,
+    reach: list[int],
+    dims: tuple[int, int],
+    sink_tokens: int,
 ) -> None:
     """q [B, H, T, D], k [B, Hkv, T, D] and v [B, Hkv, T, Dv] for a cache with these reaches [Hkv] and dims (D, Dv)."""
     if q.ndim != 4 or q.shape[1] != rule.heads or rule.heads % len(reach):
@@ -46,17 +61,30 @@ def check_call(
         if t.dtype != q.dtype or t.device != q.device:
             raise ValueError(f"{name} has dtype {t.dtype} on {t.device}; expected {q.dtype} on {q.device}, as q has")
     for _, part in rule.parts():
-        if part.kept != kept:
-            raise ValueError(f"the rule keeps {part.kept} first tokens and the cache {kept}; expected one number")
-        unknown = ("blocks", "key_bias", "key_span", "forget", "documents", "also")
+        if not isinstance(part, Rule):
+            raise ValueError(f"a cache takes one Rule for all pairs of a head, not a {type(part).__name__}")
+        if part.sink_tokens != sink_tokens:
+            raise ValueError(
+                f"the rule keeps {part.sink_tokens} first tokens and the cache {sink_tokens}; expected one number"
+            )
+        unknown = ("blocks", "key_bias", "key_span", "forget", "documents")
         if any(getattr(part, name) is not None for name in unknown) or not part.causal:
             raise ValueError(f"a cache takes causal rules without {', '.join(unknown)}")
         if part.stride != 1 or part.skip != 0:
             raise ValueError("a cache takes rules without stride and skip")
-    shared, shift = rule.heads // len(reach), 1 if rule.original else 0
+    shared, shift = rule.heads // len(reach), 1 if rule.paper_compat else 0
     for head, limit in enumerate(rule.limits()):
         if limit + shift > reach[head // shared] and limit:
             raise ValueError(
                 f"head {head} sees {limit + shift} positions and the cache holds {reach[head // shared]} for "
                 "it; make it with this reach, or resize it"
             )
+
+
+def check_lengths_back(lengths: Tensor, seen: Tensor) -> None:
+    """Whether rows that have read seen [B] tokens can go back to lengths [B]."""
+    if lengths.shape != seen.shape or lengths.is_floating_point():
+        raise ValueError(f"lengths has shape {list(lengths.shape)}; expected whole numbers [{len(seen)}]")
+    for row, (length, read) in enumerate(zip(lengths.tolist(), seen.tolist(), strict=True)):
+        if not 0 <= length <= read:
+            raise ValueError(f"row {row} has read {read} tokens; it cannot be cropped to {length}")

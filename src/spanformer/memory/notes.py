@@ -1,7 +1,7 @@
-"""What a cache notes of each key beside the key itself, for heads whose rules are made of the keys' hidden states: how
-long it lasts (`Rule.key_span`) or how much had been forgotten when it came (`Rule.forget`). One number a head and key.
+"""Notes: one number per head and key that a KV cache stores for rules that depend on the keys' hidden states, the key's
+span (`Rule.key_span`) or its cumulative forget gate (`Rule.forget`).
 
-A rule for new tokens alone carries the terms of those; the earlier keys' were noted when they were new.
+A rule for new tokens carries their terms only; the terms of earlier keys were stored when those were new.
 Shapes: B batch, H query heads, T new tokens, Tk held and new ones.
 """
 
@@ -12,42 +12,47 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from spanformer.ops import Rule
+from spanformer.ops import AnyRule, HeadGroups, Rule, Union
 
 TERMS = ("key_span", "forget")
 
 
-def noteworthy(rule: Rule) -> bool:
+def noteworthy(rule: AnyRule) -> bool:
     """Whether all that the rule says of its keys, if anything, can be noted."""
-    parts = [part for _, part in rule.parts()]
-    noted = any(getattr(part, name) is not None for part in parts for name in TERMS)
-    return noted and all(part.key_bias is None for part in parts)
+    return any(map(_given, rule.leaves())) and all(leaf.key_bias is None for leaf in rule.leaves())
 
 
-def take_notes(rule: Rule, batch: int, tokens: int, last: Tensor) -> Tensor | None:
+def take_notes(rule: AnyRule, batch: int, tokens: int, last: Tensor) -> Tensor | None:
     """[B, H, T] in float64, of a rule for T new tokens; None if it carries no such term. last [B, H]: what was noted of
     the token before them, from which forgetting goes on."""
     found, some = [], False
     for heads, part in rule.parts():
-        given = [name for name in TERMS if getattr(part, name) is not None]
+        leaf = part.leaves()[0]  # what is made of keys was added to all rules of a Union
+        given = _given(leaf)
         if len(given) > 1:
-            raise ValueError("a cache notes one number of each key, and heads here have both key_span and forget")
+            raise ValueError("a KV cache stores key_span or forget for each key, and these heads have both; drop one")
         note = torch.zeros(batch, len(heads), tokens, dtype=torch.float64, device=last.device)
         for name in given:
-            some, note = True, note + getattr(part, name)
+            some, note = True, note + getattr(leaf, name)
             if name == "forget":
                 note = note + last[:, heads, None]
         found.append(note)
     return torch.cat(found, 1) if some else None
 
 
-def with_notes(rule: Rule, notes: Tensor, dtype: torch.dtype) -> Rule:
+def with_notes(rule: AnyRule, notes: Tensor, dtype: torch.dtype) -> AnyRule:
     """The rule with the notes [B, H, Tk] of all keys in place of those of the new ones."""
     parts = []
     for heads, part in rule.parts():
-        given = [name for name in TERMS if getattr(part, name) is not None]
-        of_heads = notes[:, heads]
-        # forgetting stays in float64: attend takes differences first
-        terms = {name: of_heads if name == "forget" else of_heads.to(dtype) for name in given}
-        parts.append(replace(part, **terms))
-    return replace(rule, apart=tuple(parts)) if rule.apart else parts[0]
+        leaves = [_with(leaf, notes[:, heads], dtype) for leaf in part.leaves()]
+        parts.append(leaves[0] if len(leaves) == 1 else Union(*leaves))
+    return parts[0] if len(parts) == 1 else HeadGroups(parts)
+
+
+def _with(rule: Rule, notes: Tensor, dtype: torch.dtype) -> Rule:
+    # forgetting stays in float64: attend takes differences first
+    return replace(rule, **{name: notes if name == "forget" else notes.to(dtype) for name in _given(rule)})
+
+
+def _given(rule: Rule) -> list[str]:
+    return [name for name in TERMS if getattr(rule, name) is not None]

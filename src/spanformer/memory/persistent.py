@@ -4,7 +4,7 @@ https://arxiv.org/abs/1907.01470
     a ∝ exp([q·k_context, q·(√D·m_key)] / √D)        out = a · [v_context, √N·m_value]
 
 N learned key/value vectors for each head, seen by every token beside the text; they have no distance, so they are
-attended to apart and merged by lse. With enough of them a layer needs no feed-forward ("all-attention").
+attended to by themselves and merged by lse. With enough of them a layer needs no feed-forward ("all-attention").
 Shapes: B batch, H heads, T queries, D head size, N vectors.
 """
 
@@ -26,7 +26,7 @@ class Persistent(nn.Module):
         self.value = nn.Parameter(torch.randn(heads, vectors, head_dim) / math.sqrt(vectors))
         """[H, N, D], multiplied by √N in use"""
 
-    def attend(self, q: Tensor, *, backend: str = "auto", dropout: float = 0.0) -> Attended:
+    def forward(self, q: Tensor, *, backend: str = "auto", dropout: float = 0.0) -> Attended:
         """q [B, H, T, D] → what every query gets from the vectors alone, to be merged with what the text gives it."""
         b, h, t, d = q.shape
         # no distances, so the batch is one long row of queries, and no gradient of the vectors is kept per row

@@ -1,4 +1,4 @@
-"""Segment recurrence: each layer keeps the hidden states of earlier tokens, so that a long text can be read in pieces.
+"""Segment recurrence: each layer keeps the hidden states of earlier tokens, so that a long text can run in pieces.
 
 Transformer-XL (Dai et al., 2019), https://arxiv.org/abs/1901.02860
 
@@ -9,8 +9,6 @@ Shapes: B batch, M remembered tokens, T new tokens, dim of hidden states.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,12 +22,12 @@ SEGMENTS = 4  # room on a tape, at most half of what it remembers: so often is i
 class Tape:
     """Room behind what a layer remembers: new states are written after the old, which stay where they are.
 
-    So a long memory is neither copied in every segment nor there twice, once for the backward pass and once for the
-    next segment. Written is only what no state reaches yet: a state continued a second time gets a tape of its own.
+    So a long memory is neither copied in every segment nor held twice, once for the backward pass and once for the
+    next segment. Only unused room is written: a state that is continued a second time gets a tape of its own.
     """
 
     def __init__(self, past: Tensor, x: Tensor, more: int) -> None:
-        """more: room for so many further states."""
+        """more: room for this many further states."""
         b, old, dim = past.shape
         room = old + x.shape[1] + more
         self.states = torch.empty(b, room, dim, dtype=x.dtype, device=x.device)
@@ -60,58 +58,10 @@ class Tape:
         return self.states.data[:, start : self.end]
 
 
-@dataclass(frozen=True, eq=False)
-class State:
-    """What a model carries from one segment to the next. Layers may remember different lengths."""
-
-    hidden: tuple[Tensor, ...]
-    """per layer [B, M, dim], detached"""
-    seen: int = 0
-    """tokens read so far, remembered or not"""
-    documents: Tensor | None = None
-    """[B, longest M] ids, if the text is packed documents"""
-    padding: Tensor | None = None
-    """[B, longest M] bool, True where a token is padding"""
-    tapes: tuple[Tape | None, ...] = ()
-    """per layer, what its hidden states lie on, if they do"""
-
-    def rows(self, rows: slice) -> State:
-        """Some rows of the batch alone."""
-        if len(range(*rows.indices(len(self.hidden[0])))) == len(self.hidden[0]):
-            return self
-        return replace(
-            self,
-            hidden=tuple(h[rows] for h in self.hidden),
-            tapes=(),
-            documents=None if self.documents is None else self.documents[rows],
-            padding=None if self.padding is None else self.padding[rows],
-        )
-
-    @staticmethod
-    def stack(states: list[State]) -> State:
-        """The rows of several states, one below the other."""
-        first = states[0]
-        if len(states) == 1:
-            return first
-        return replace(
-            first,
-            hidden=tuple(torch.cat(rows) for rows in zip(*(s.hidden for s in states), strict=True)),
-            tapes=(),
-            documents=None if first.documents is None else torch.cat([_there(s.documents) for s in states]),
-            padding=None if first.padding is None else torch.cat([_there(s.padding) for s in states]),
-        )
-
-
-def _there(t: Tensor | None) -> Tensor:
-    if t is None:
-        raise ValueError("some of the states carry documents or padding and others do not; expected all or none")
-    return t
-
-
-def memory_length(lookback: list[int]) -> int:
-    """How many states a layer keeps for heads that look back so far: whole blocks, and one to spare, so that a span
-    that grows finds its tokens there."""
-    longest = max(lookback)
+def memory_length(context: list[int]) -> int:
+    """How many states a layer keeps for heads of these context lengths: whole blocks, and one to spare for spans that
+    grow."""
+    longest = max(context)
     return (longest // BLOCK + 2) * BLOCK if longest else 0
 
 

@@ -1,6 +1,6 @@
 """The memory behind a layer's rings: one allocation, and moving rows of keys and values in and out of it.
 
-Head g of a row has `kept` slots, then capacity[g] slots of its ring; position p lies in slot first[g] + p mod
+Head g of a row has `sink_tokens` slots, then capacity[g] slots of its ring; position p lies in slot first[g] + p mod
 capacity[g]. Shapes: B batch, Hkv key/value heads, T tokens, N slots of a row, D and Dv head sizes.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from spanformer.ops import Rings
-from spanformer.ops.rings_banded import quantise
+from spanformer.ops.decode.banded import quantise
 
 
 class Store:
@@ -23,18 +23,18 @@ class Store:
         self,
         batch: int,
         capacity: Sequence[int],
-        kept: int,
+        sink_tokens: int,
         dims: tuple[int, int],
         bits: int,
         dtype: torch.dtype,
         device: torch.device,
         notes: int = 0,
     ) -> None:
-        self.batch, self.kept, self.bits, self.dtype = batch, kept, bits, dtype
+        self.batch, self.sink_tokens, self.bits, self.dtype = batch, sink_tokens, bits, dtype
         self.capacities = list(capacity)
-        self.first = [sum(self.capacities[:g]) + kept * (g + 1) for g in range(len(self.capacities))]
+        self.first = [sum(self.capacities[:g]) + sink_tokens * (g + 1) for g in range(len(self.capacities))]
         self.dims = dims
-        slots = sum(self.capacities) + kept * len(self.capacities)
+        slots = sum(self.capacities) + sink_tokens * len(self.capacities)
         kind = torch.int8 if bits else dtype
         shapes = [((batch, slots, dims[0]), kind), ((batch, slots, dims[1]), kind)]
         shapes = [((batch, slots), torch.float32)] * 2 + shapes if bits else shapes  # the wider first: aligned
@@ -48,13 +48,13 @@ class Store:
             )
         self.scales = (scales[0], scales[1]) if bits else None
 
-    def rings(self, newest: Tensor, kept: int, oldest: Tensor | None) -> Rings:
-        return Rings(self.keys, self.values, self.capacities, newest, kept, oldest, self.scales)
+    def rings(self, newest: Tensor, sink_tokens: int, oldest: Tensor | None) -> Rings:
+        return Rings(self.keys, self.values, self.capacities, newest, sink_tokens, oldest, self.scales)
 
     def rows(self, index: Tensor) -> Store:
         notes = self.notes.shape[2]
         other = Store(
-            len(index), self.capacities, self.kept, self.dims, self.bits, self.dtype, self.memory.device, notes
+            len(index), self.capacities, self.sink_tokens, self.dims, self.bits, self.dtype, self.memory.device, notes
         )  # fmt: skip
         at = index.to(self.memory.device)
         for mine, theirs in zip(self.tensors().values(), other.tensors().values(), strict=True):
@@ -71,7 +71,8 @@ class Store:
 def read_slots(
     store: Store, place: Tensor | None, kv_heads: list[int], count: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Keys [B, heads, count, D] and values of the `count` positions before place [B], or of the kept ones (None)."""
+    """Keys [B, heads, count, D] and values of the `count` positions before place [B], or of the sink tokens
+    (None)."""
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
     for g in kv_heads:
         pieces = _pieces(store, g, place, count)
@@ -89,7 +90,7 @@ def read_notes(store: Store, place: Tensor | None, kv_heads: list[int], count: i
 
 def _pieces(store: Store, g: int, place: Tensor | None, count: int) -> list[tuple[int, int]] | Tensor:
     if place is None:
-        return [(store.first[g] - store.kept, store.kept)]
+        return [(store.first[g] - store.sink_tokens, store.sink_tokens)]
     return _stretches(store, g, place - count, count)
 
 
@@ -138,9 +139,9 @@ def write_slots(
         count = torch.full_like(place, t) if lengths is None else lengths
         token = torch.arange(t)
         position, real = place[:, None] + token, token < count[:, None]
-        early = real & (position < store.kept)
-        ring = real & (position >= store.kept) & (token >= count[:, None] - capacity)
-        slot = store.first[g] + torch.where(early, position - store.kept, position % capacity)
+        early = real & (position < store.sink_tokens)
+        ring = real & (position >= store.sink_tokens) & (token >= count[:, None] - capacity)
+        slot = store.first[g] + torch.where(early, position - store.sink_tokens, position % capacity)
         row, column = (ring | early).nonzero(as_tuple=True)
         to = slot[row, column]
         at = [i.to(k.device) for i in (row, column, to)]
@@ -152,9 +153,9 @@ def _write_together(store: Store, held: dict[str, Tensor], new: dict[str, Tensor
     """All rows at one place: slices."""
     capacity, first = store.capacities[g], store.first[g]
     pieces = []
-    early = max(0, min(store.kept - place, t))
+    early = max(0, min(store.sink_tokens - place, t))
     if early:
-        pieces.append((0, first - store.kept + place, early))
+        pieces.append((0, first - store.sink_tokens + place, early))
     start = max(early, t - capacity)
     while start < t:
         slot = (place + start) % capacity
@@ -169,7 +170,7 @@ def _write_together(store: Store, held: dict[str, Tensor], new: dict[str, Tensor
 def move(old: Store, new: Store, place: Tensor, lost: Tensor) -> None:
     """What both have room for, from one store to another with other capacities. lost [B, Hkv]: positions below have
     been overwritten, though rows that were taken back would have room for them; they are zeros in the new one."""
-    early = torch.arange(-old.kept, 0).expand(len(place), -1)
+    early = torch.arange(-old.sink_tokens, 0).expand(len(place), -1)
     for g, (was, now) in enumerate(zip(old.capacities, new.capacities, strict=True)):
         position = place[:, None] - 1 - torch.arange(min(was, now))
         source = old.first[g] + torch.cat([position % was, early], 1)

@@ -1,4 +1,4 @@
-"""What one layer of a decoder keeps of the text it answers to: keys and values of the encoder's states, made once.
+"""Keys and values of the encoder's states for one layer of a decoder, computed once.
 
 Shapes: B batch, S states of the encoder, Hkv key/value heads, D head size.
 """

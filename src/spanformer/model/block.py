@@ -2,7 +2,7 @@
 
 pre     x + f(norm(x))            post    norm(x + f(x))
 
-In a decoder a second attention, over the states of an encoder, stands between the two.
+A decoder has a second attention between the two, over the states of an encoder.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from spanformer.attention import View
-from spanformer.memory import Source
+from spanformer.memory import LayerMemory, Source
 from spanformer.model.cross_attention import CrossAttention
 from spanformer.model.layer import SelfAttention
 from spanformer.position import Position
 
-Heard = tuple[Tensor, Tensor | None]
+EncoderStates = tuple[Tensor, Tensor | None]
 """states of an encoder [B, S, dim], and their padding [B, S] bool"""
 
 
@@ -43,23 +43,27 @@ class Block(nn.Module):
         self.pre = order == "pre"
 
     def forward(
-        self, x: Tensor, past: Tensor, view: View, position: Position, heard: Heard | None = None
+        self,
+        x: Tensor,
+        memory: LayerMemory,
+        view: View,
+        position: Position,
+        encoder_states: EncoderStates | Source | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x [B, T, dim], past [B, M, dim] → new x, what of it is remembered [B, T, dim], what to add to the loss.
-        heard: of a decoder's layer, the encoder's states."""
+        """x [B, T, dim] → new x, what a memory may keep of it [B, T, dim], what to add to the loss. encoder_states: of
+        a decoder's layer, the encoder's states or the keys and values made of them."""
         h = self.norm1(x) if self.pre else x
-        found, penalty = self.attention(h, past, view, position)
+        found, penalty = self.attention(h, memory, view, position)
         x = x + found if self.pre else self.norm1(x + found)
-        # here and not before: where weights are sharded, a block's are whole only while it runs
-        source = None if heard is None or self.cross is None else self.cross.source(*heard)
-        x, auxiliary = self.feed(self.listen(x, source))
+        x, auxiliary = self.feed(self.cross_attend(x, encoder_states))
         return x, h, _plus(penalty, auxiliary)
 
-    def listen(self, x: Tensor, source: Source | None) -> Tensor:
+    def cross_attend(self, x: Tensor, encoder_states: EncoderStates | Source | None) -> Tensor:
         """The attention to the encoder's states, x [B, T, dim] → new x; nothing without them."""
-        if source is None:
+        if encoder_states is None or self.cross is None or self.norm3 is None:
             return x
-        assert self.cross is not None and self.norm3 is not None
+        # here and not before: where weights are sharded, a block's are whole only while it runs
+        source = encoder_states if isinstance(encoder_states, Source) else self.cross.source(*encoder_states)
         found = self.cross(self.norm3(x) if self.pre else x, source)
         return x + found if self.pre else self.norm3(x + found)
 

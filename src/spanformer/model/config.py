@@ -1,4 +1,4 @@
-"""What a language model is made of, as plain data: a run file's [model] section, a checkpoint's description.
+"""The configuration of a model as plain data: a run file's [model] section, a checkpoint's description.
 
 No torch here: the command line reads these fields for its help.
 """
@@ -6,10 +6,12 @@ No torch here: the command line reads these fields for its help.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-from spanformer.model.kinds import MOST, HeadKind, parse_layer
+from spanformer.kinds import KINDS, POSITIONS, HeadSpec, Section
+from spanformer.kinds.notation import LARGEST as MOST
+from spanformer.kinds.notation import PATTERN, parse_layer
 
 SPECIAL = {"lm": 0, "seq2seq": 2, "encoder": 1}
 """kinds of models, with how many tokens each needs beside the data's, the last ids of its vocabulary: seq2seq begin and
@@ -18,34 +20,19 @@ end, encoder mask"""
 MOST_PARTS = 4096
 """of layers, heads and experts, which are built one by one"""
 
-CROSS = ("scaled", "dot", "general", "bilinear", "additive")
-"""how a decoder may score what an encoder has read"""
-
 
 @dataclass(frozen=True)
-class AttentionConfig:
+class AttentionConfig(Section):
     kind: str = "adaptive_span"
-    """what the heads are: adaptive_span (each learns how far it looks), dynamic_span (each token and head chooses),
-    window:128 (a fixed number of tokens), full (everything up to max_span) and others, mixtures by head such as
-    "6 window:64 + 2 adaptive_span", or a pattern such as "Window(64) | Global([0])"; see docs/patterns.md"""
-    max_span: int = 1024
-    """S: no span grows beyond this many tokens"""
-    window: int = 128
-    """how many tokens a head of kind window without a number sees, itself included"""
-    ramp: float = 32.0
-    """R: how many tokens the soft edge of a span takes"""
-    init: float = 0.0
-    """where spans start, as a share of max_span (dynamic spans start at 1.8 % at least)"""
-    penalty: float = 2e-6
-    """what a layer pays in the loss for each token of its heads' average span"""
-    tied: bool = False
-    """one span for each key/value head instead of each query head, so that a grouped cache can forget"""
+    """kind of attention: a name such as adaptive_span, window(128) or big_bird(block=16, random=2) (`spanformer cost`
+    lists them), a mixture by head such as "6 window(64) + 2 adaptive_span", or a pattern such as
+    "Window(64) | Global([0])"; see docs/patterns.md"""
     stack: tuple[str, ...] = ()
-    """what each layer is, instead of `kind` for all: a list repeated until every layer has one"""
+    """kind of each layer, instead of `kind` for all: a list that repeats until every layer has one"""
     dropout: float = 0.0
-    """of attention weights"""
+    """dropout of attention weights"""
     backend: str = "auto"
-    """what runs it: auto, native, flex, banded or reference"""
+    """backend of attention: auto, native, flex, banded or reference"""
 
     def __post_init__(self) -> None:
         for name in ("max_span", "window"):
@@ -60,18 +47,11 @@ class AttentionConfig:
         _within("attention.backend", repr(self.backend), self.backend in known, f"one of {', '.join(known)}")
 
 
-PER_LAYER = ("sinusoidal_per_layer", "learned_per_layer", "shaw", "transformer_xl", "da_transformer")
-"""kinds of positions of which every layer has its own"""
-
-
 @dataclass(frozen=True)
 class PositionConfig:
-    kind: Literal[
-        "none", "sinusoidal", "sinusoidal_per_layer", "learned", "learned_per_layer", "table", "shaw",
-        "transformer_xl", "rotary", "alibi", "t5", "distance_bias", "da_transformer",
-    ] = "rotary"  # fmt: skip
-    """absolute: sinusoidal and learned, either also with _per_layer; a vector for each distance: table (the
-    adaptive-span paper's), shaw (clipped, for keys and values), transformer_xl; turned queries and keys: rotary; a
+    kind: str = "rotary"
+    """none; absolute: sinusoidal and learned, either also with _per_layer; a vector for each distance: table (the
+    adaptive-span paper's), shaw (clipped, for keys and values), transformer_xl; rotated queries and keys: rotary; a
     number for each head and distance: alibi, t5 (by buckets), distance_bias (learned), da_transformer (multiplied);
     see docs/positions.md"""
     base: float = 10000.0
@@ -80,21 +60,22 @@ class PositionConfig:
     """of learned and learned_per_layer: how many tokens a text may have; of rotary with scaling yarn: the length that
     the model was trained on"""
     clip: int = 16
-    """of shaw: the distance from which on all are alike"""
+    """of shaw: larger distances share the vectors of this one"""
     scaling: Literal["none", "linear", "ntk", "yarn"] = "none"
-    """of rotary: how its angles are stretched for longer texts"""
+    """of rotary: how to scale its angles for longer texts"""
     factor: float = 1.0
-    """of rotary with scaling: how many times as long texts are"""
+    """of rotary with scaling: length of texts divided by the trained length"""
 
     def __post_init__(self) -> None:
         _within("position.base", self.base, 0 < self.base < math.inf, "a positive, finite number")
         _size("position.length", self.length, 0)
         _size("position.clip", self.clip, 1)
-        needs = self.kind in ("learned", "learned_per_layer") or self.scaling == "yarn"
-        if needs and not self.length:
+        _within("position.kind", repr(self.kind), self.kind in POSITIONS, f"one of {', '.join(POSITIONS)}")
+        known = POSITIONS[self.kind]
+        if (known.needs_length or self.scaling == "yarn") and not self.length:
             what = "the length that the model was trained on" if self.scaling == "yarn" else "a number of tokens"
             raise ValueError(f"model.position.length is 0; {self.kind} needs {what}")
-        if self.scaling != "none" and self.kind != "rotary":
+        if self.scaling != "none" and "scaling" not in known.options:
             raise ValueError(f"model.position.scaling is {self.scaling!r}, which stretches rotary, not {self.kind}")
         _within("position.factor", self.factor, 1 <= self.factor < math.inf, "1 or more")
         if self.factor != 1 and self.scaling == "none":
@@ -103,7 +84,7 @@ class PositionConfig:
     @property
     def per_layer(self) -> bool:
         """Whether every layer has an encoding of its own."""
-        return self.kind in PER_LAYER
+        return POSITIONS[self.kind].per_layer
 
 
 @dataclass(frozen=True)
@@ -115,9 +96,9 @@ class FeedForwardConfig:
     bias: bool = False
     """biases in its two (or three) products"""
     dropout: float = 0.0
-    """of the inner activations"""
+    """dropout of the inner activations"""
     experts: int = 0
-    """number of expert feed-forwards a token is routed to some of; 0: one feed-forward for all"""
+    """number of expert feed-forwards, of which each token uses some; 0: one feed-forward for all"""
     per_token: int = 2
     """how many experts each token uses"""
     balance: float = 0.01
@@ -139,7 +120,7 @@ class EmbeddingConfig:
     divisor: int = 4
     """by how much the vectors shrink from one cutoff to the next"""
     dropout: float = 0.0
-    """of the embedded tokens, and of the last hidden states"""
+    """dropout of the embedded tokens, and of the last hidden states"""
     bias: bool = False
     """a bias for each token of the output"""
 
@@ -149,7 +130,7 @@ class EmbeddingConfig:
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """The half of an encoder–decoder that reads; all that is not here it shares with the decoder."""
+    """The encoder of an encoder–decoder; all other settings are the decoder's."""
 
     layers: int = 0
     """0: as many as the decoder has"""
@@ -182,25 +163,27 @@ class ModelConfig:
     """norm before each part, or after its sum (as in the paper)"""
     persistent: int = 0
     """learned key/value vectors each head sees beside the text ("all-attention" with feedforward.kind none)"""
-    original: bool = False
+    paper_compat: bool = False
     """the conventions of the paper's code: a token does not see itself, memory starts as zeros that are attended to"""
     kind: Literal["lm", "seq2seq", "encoder"] = "lm"
     """lm: a language model, trained to predict the next token; seq2seq: an encoder–decoder, trained on pairs of texts;
     encoder: looks in both directions, trained to guess tokens that are masked"""
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
-    cross: Literal["scaled", "dot", "general", "bilinear", "additive"] = "scaled"
-    """of seq2seq: how a decoder's queries and an encoder's keys are scored, q·k/√D, or as the attention of that name"""
+    cross: str = "scaled"
+    """of seq2seq: how a decoder's queries and an encoder's keys are scored: scaled (q·k/√D), or as the attention kinds
+    dot, general, bilinear or additive"""
 
     def __post_init__(self) -> None:
         _within("kind", repr(self.kind), self.kind in SPECIAL, f"one of {', '.join(SPECIAL)}")
         if self.kind != "seq2seq" and self.encoder != EncoderConfig():
             raise ValueError(f"model.encoder is set, and model.kind is {self.kind!r}; expected kind 'seq2seq'")
-        _within("cross", repr(self.cross), self.cross in CROSS, f"one of {', '.join(CROSS)}")
+        scorings = cross_scorings()
+        _within("cross", repr(self.cross), self.cross in scorings, f"one of {', '.join(scorings)}")
         if self.kind != "seq2seq" and self.cross != "scaled":
             raise ValueError(f"model.cross is set, and model.kind is {self.kind!r}; expected kind 'seq2seq'")
-        if self.kind != "lm" and self.original:
+        if self.kind != "lm" and self.paper_compat:
             raise ValueError(
-                f"model.original is set, and model.kind is {self.kind!r}; the paper's code has language models only"
+                f"model.paper_compat is set, and model.kind is {self.kind!r}; the paper's code has language models only"
             )
         _size("dim", self.dim, 1)
         for name in ("layers", "heads"):
@@ -217,10 +200,12 @@ class ModelConfig:
             raise ValueError(
                 f"model.embedding.cutoffs ends at {cutoffs[-1]}; expected less than the vocabulary, {self.vocab}"
             )
-        kinds = {part.kind for parts in self.stack() for part in parts}
-        if self.original and kinds - {"adaptive_span", "window", "full"}:
-            strange = ", ".join(sorted(kinds - {"adaptive_span", "window", "full"}))
-            raise ValueError(f"model.original is set, and the paper's code has no {strange}; unset one of them")
+        kinds = {spec.kind for layer in self.stack() for spec in layer}
+        strange = sorted(kind for kind in kinds if kind == PATTERN or not KINDS[kind].paper_compat)
+        if self.paper_compat and strange:
+            raise ValueError(
+                f"model.paper_compat is set, and the paper's code has no {', '.join(strange)}; unset one of them"
+            )
 
     @property
     def causal(self) -> bool:
@@ -250,19 +235,38 @@ class ModelConfig:
         """Key/value heads, as a number that is never 0."""
         return self.kv_heads or self.heads
 
-    def stack(self) -> list[list[HeadKind]]:
-        """What the heads of each layer are: one part for a uniform layer, several for a mixture."""
+    def stack(self) -> list[list[HeadSpec]]:
+        """What the heads of each layer are: one spec for a uniform layer, several for a mixture."""
         a = self.attention
         entries = a.stack or (a.kind,)
         where = "model.attention.stack" if a.stack else "model.attention.kind"
-        parsed = [parse_layer(entry, self.heads, where) for entry in entries[: self.layers]]
-        layers = [parsed[n % len(parsed)] for n in range(self.layers)]
+        section = Section(**{f.name: getattr(a, f.name) for f in fields(Section)})
+        once = {
+            entry: self._layer(parse_layer(entry, self.heads, where, section), where)
+            for entry in set(entries[: self.layers])
+        }
+        return [once[entries[n % len(entries)]] for n in range(self.layers)]
+
+    def _layer(self, specs: list[HeadSpec], where: str) -> list[HeadSpec]:
+        """The specs of a layer, which know the model around them."""
         shared = self.heads // self.groups
-        if any(part.heads % shared for parts in layers for part in parts):
+        if any(spec.heads % shared for spec in specs):
             raise ValueError(
-                f"{where} holds {entries}; expected multiples of {shared} heads, the query heads that share keys"
+                f"{where} has parts of {[spec.heads for spec in specs]} heads; expected multiples of {shared}, the "
+                "query heads that share keys"
             )
-        return layers
+        return [
+            replace(
+                spec, dim=self.dim, head_dim=self.head_dim, kv_heads=spec.heads // shared, causal=self.causal,
+                paper_compat=self.paper_compat,
+            )
+            for spec in specs
+        ]  # fmt: skip
+
+
+def cross_scorings() -> list[str]:
+    """The score functions of cross-attention."""
+    return ["scaled", *(name for name, kind in KINDS.items() if kind.scoring)]
 
 
 def _size(name: str, value: int, least: int, most: int = MOST) -> None:

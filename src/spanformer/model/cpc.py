@@ -1,8 +1,8 @@
 """ETC's second pre-training task (Ainslie et al., 2020, https://arxiv.org/abs/2004.08483): contrastive predictive
 coding (van den Oord et al., 2018, https://arxiv.org/abs/1807.03748) of whole sentences.
 
-Some sentences are masked in a text. What their global tokens then hold, guessed from all around, is to be told apart as
-what a global token holds that sees the sentence and nothing else:
+Some sentences of a text are masked. The output of a masked sentence's global token must match the output of a global
+token that sees that sentence alone:
 
     loss = mean_s −log( exp(p_s·c_s / √dim) / Σ_t exp(p_s·c_t / √dim) )
 
@@ -21,7 +21,7 @@ SHARE = 0.25
 
 
 def nce(predicted: Tensor, codes: Tensor) -> Tensor:
-    """predicted and codes [S, dim] → a scalar, log S for guesses that know nothing."""
+    """predicted and codes [S, dim] → a scalar, log S for uniform predictions."""
     if predicted.shape != codes.shape or predicted.ndim != 2 or len(predicted) < 2:
         raise ValueError(
             f"predicted has shape {list(predicted.shape)} and codes {list(codes.shape)}; expected one [S, dim], S at "

@@ -1,28 +1,25 @@
 """Attention of a decoder's tokens to all states of an encoder, with its projections; the equation is `attention.Cross`.
 
-Positions take no part: the two texts have no common ones. Where a source's token stands, its state must tell.
+There are no distances: the two texts have no common positions. The encoder's states must encode positions.
 Shapes: B batch, T tokens of the decoder, S states of the encoder, H heads, Hkv key/value heads, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import Tensor, nn
 
-from spanformer.attention import Additive, Attention, Bilinear, Cross, Dot, General, View
+from spanformer.attention import Attention, Cross, View
+from spanformer.kinds import KINDS
+from spanformer.kinds.spec import resolve
 from spanformer.memory import Source
 from spanformer.model.layer import split_heads
 from spanformer.model.linear import Linear
 
-SCORINGS: dict[str, Callable[[int, int], Attention]] = {
-    "scaled": lambda heads, _size: Cross(heads),
-    "dot": lambda heads, _size: Dot(Cross(heads)),
-    "general": lambda heads, size: General(Cross(heads), size),
-    "bilinear": lambda heads, size: Bilinear(Cross(heads), size),
-    "additive": lambda heads, size: Additive(Cross(heads), size),
-}
-"""by `ModelConfig.cross`, from the number of heads and their size"""
+
+def make_scoring(scoring: str, heads: int, head_dim: int) -> Attention:
+    """`ModelConfig.cross`: the scaled product, or the scoring of an attention kind around it."""
+    cross = Cross(heads)
+    return cross if scoring == "scaled" else resolve(KINDS[scoring].scoring)(cross, head_dim)
 
 
 class CrossAttention(nn.Module):
@@ -31,7 +28,7 @@ class CrossAttention(nn.Module):
         backend: str = "auto",
     ) -> None:  # fmt: skip
         super().__init__()
-        self.kv_heads, self.mechanism = kv_heads, SCORINGS[scoring](heads, dim // heads)
+        self.kv_heads, self.mechanism = kv_heads, make_scoring(scoring, heads, dim // heads)
         self.mechanism.dropout, self.mechanism.backend = dropout, backend
         inner = kv_heads * (dim // heads)
         self.query, self.out = Linear(dim, dim, bias=False), Linear(dim, dim, bias=False)
@@ -47,5 +44,5 @@ class CrossAttention(nn.Module):
         """x [B, T, dim] → [B, T, dim]"""
         q = self.mechanism.map_queries(split_heads(self.query(x), self.mechanism.heads))
         view = View(padding=source.padding)
-        found = self.mechanism.mix(q, source.k, source.v, self.mechanism.rule(view), view)
+        found = self.mechanism(q, source.k, source.v, self.mechanism.rule(view), view)
         return self.out(found.out.transpose(1, 2).reshape(x.shape))

@@ -1,4 +1,4 @@
-"""A model that reads a text token by token: a language model, or the half of an encoder–decoder that writes."""
+"""A model that decodes token by token: a language model, or the decoder of an encoder–decoder."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from typing import Literal
 from torch import Tensor
 
 from spanformer.memory import Cache
-from spanformer.model.layered import Layered
-from spanformer.model.reading import Reader, read
+from spanformer.model.decoding import read
+from spanformer.model.decoding_rules import DecodingRules
+from spanformer.model.stack import TransformerStack
 
 
-class Decoder(Layered):
-    _reader: Reader | None = None
+class Decoder(TransformerStack):
+    _decoding_rules: DecodingRules | None = None
 
-    def read(
+    def decode(
         self,
         x: Tensor,
         cache: Cache,
@@ -22,17 +23,17 @@ class Decoder(Layered):
         lengths: Tensor | None = None,
         logits: Literal["all", "last", "none"] = "all",
     ) -> Tensor | None:
-        """Read the next tokens x [B, T] of each row of the cache, without gradients and dropout.
+        """Run the next tokens x [B, T] of each row of the KV cache, without gradients and dropout.
 
         lengths [B]: how many of a row's T tokens are real; the others are padding behind them. Returns the logits of
-        all tokens [B, T, V], or of each row's last real token [B, V] (of a row without any, they mean nothing), or
-        None. They are those of `lm(x)` over the whole text so far.
+        all tokens [B, T, V], or of each row's last real token [B, V] (undefined for a row without any), or
+        None. They equal the logits of `lm(x)` over the whole text so far.
         """
         return read(self, x, cache, lengths, logits)
 
     @property
-    def reader(self) -> Reader:
-        """The rules that `read` goes by."""
-        if self._reader is None:
-            self._reader = Reader(self)
-        return self._reader
+    def decoding_rules(self) -> DecodingRules:
+        """The rules that `decode` uses."""
+        if self._decoding_rules is None:
+            self._decoding_rules = DecodingRules(self)
+        return self._decoding_rules

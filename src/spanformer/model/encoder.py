@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from spanformer.attention import View
+from spanformer.memory import HiddenStates
 from spanformer.model.config import ModelConfig
 from spanformer.model.cpc import SHARE, nce
 from spanformer.model.etc import make_summaries
-from spanformer.model.layered import Layered, Output
+from spanformer.model.stack import Output, TransformerStack
+from spanformer.position import Position
 
 
 class Encoded(NamedTuple):
@@ -30,7 +32,7 @@ class Encoded(NamedTuple):
     """what to add to the loss"""
 
 
-class Encoder(Layered):
+class Encoder(TransformerStack):
     """Its mechanisms run in both directions. `encoder(x)` gives the logits of every token, `encoder.encode(…)` the
     hidden states alone."""
 
@@ -52,16 +54,16 @@ class Encoder(Layered):
         at: Tensor | None = None,
         targets: Tensor | None = None,
         padding: Tensor | None = None,
-        chosen: Tensor | None = None,
+        global_attention_mask: Tensor | None = None,
         segments: Tensor | None = None,
         picked: Tensor | None = None,
         alone: Tensor | None = None,
         alone_padding: Tensor | None = None,
     ) -> Output:
         """x [B, T] ids; padding [B, T] bool: True where x is no token, nothing sees it. at [B, N]: only these places of
-        each row are predicted. targets [B, N], or [B, T] without at: then only their losses are computed. chosen [B, T]
-        bool: each text's global tokens, for layers that have such (Longformer). segments [B, T] integers: which global
-        token each token belongs to (ETC), −1 for none; by default so many tokens each.
+        each row are predicted. targets [B, N], or [B, T] without at: then only their losses are computed.
+        global_attention_mask [B, T] bool: each text's global tokens, for layers that have such (Longformer). segments
+        [B, T] integers: which global token each token belongs to (ETC), −1 for none; by default this many tokens each.
 
         picked [B, P]: segments that are masked in x as a whole; alone [B, P, S] their tokens, alone_padding [B, P, S]
         True behind the end of each: what the global tokens guess of them is then part of the penalty (model/cpc.py)."""
@@ -71,7 +73,7 @@ class Encoder(Layered):
             raise ValueError(f"at has shape {list(asked.shape)} and dtype {asked.dtype}; expected places [{len(x)}, N]")
         if targets is not None and targets.shape != asked.shape:
             raise ValueError(f"targets has shape {list(targets.shape)}; expected {list(asked.shape)}")
-        h, summaries, penalty = self.encode(self.embedding(x), padding, chosen, segments)
+        h, summaries, penalty = self.encode(self.embedding(x), padding, global_attention_mask, segments)
         if any(given is not None for given in (picked, alone, alone_padding)):
             penalty = penalty + SHARE * self._contrast(summaries, picked, alone, alone_padding)
         if at is not None:
@@ -85,28 +87,28 @@ class Encoder(Layered):
         self,
         embedded: Tensor,
         padding: Tensor | None = None,
-        chosen: Tensor | None = None,
+        global_attention_mask: Tensor | None = None,
         segments: Tensor | None = None,
     ) -> Encoded:
-        """embedded [B, T, dim] tokens, padding, chosen and segments as in `forward`."""
+        """embedded [B, T, dim] tokens, padding, global_attention_mask and segments as in `forward`."""
         check_padding("padding", padding, embedded)
-        h, view, m = self.dropout(self.place(0, embedded, 0)), View(padding=padding, chosen=chosen), 0
+        h, view, m = embedded, View(padding=padding, global_attention_mask=global_attention_mask), 0
         if self.summaries is not None:
             m = self.summaries.count(h.shape[1])
             h, view = self.summaries(h, padding, segments)
         elif segments is not None:
             raise ValueError("segments is given, and no layer has global tokens for them; expected attention kind etc")
-        if chosen is not None and not any(getattr(m, "most", 0) for m in self.mechanisms()):
+        if global_attention_mask is not None and not any(getattr(m, "most", 0) for m in self.mechanisms()):
             raise ValueError(
-                "chosen is given, and no layer has tokens to choose; expected attention kind longformer:W:G"
+                "global_attention_mask is given, and no layer has global tokens; expected attention kind "
+                "longformer(globals=N)"
             )
-        penalty = h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
-        for n, (block, position) in enumerate(zip(self.blocks, self.positions(), strict=True)):
-            if n and self.config.position.per_layer:
-                placed = self.place(n, h[:, m:], 0)
-                h = torch.cat([h[:, :m], placed], 1) if m else placed
-            h, _, added = self.through(block, h, h[:, :0], view, position)
-            penalty = penalty if added is None else penalty + added
+        nothing = [HiddenStates(h[:, :0]) for _ in self.blocks]
+
+        def add_positions(position: Position, h: Tensor) -> Tensor:
+            return torch.cat([h[:, :m], position.embed(h[:, m:], 0)], 1) if m else position.embed(h, 0)
+
+        h, penalty = self.run_blocks(h, nothing, view, add_positions)
         h = self.norm(h)
         return Encoded(h[:, m:], h[:, :m], penalty)
 

@@ -1,6 +1,6 @@
 """The global tokens of ETC (Ainslie et al., 2020), https://arxiv.org/abs/2004.08483, before a text's own.
 
-    h = [s, …, s, x_1, …, x_n]        one s, a learned vector, for each segment: a sentence, or so many tokens
+    h = [s, …, s, x_1, …, x_n]        one s, a learned vector, for each segment: a sentence, or this many tokens
 
 They go through the same layers as the text (attention/etc.py says who sees whom), and come out as summaries of their
 segments. Shapes: B batch, n tokens, m = ⌈n / segment⌉ global ones.
@@ -22,12 +22,12 @@ class Summaries(nn.Module):
         self.weight = nn.Parameter(torch.randn(dim) * dim**-0.5)
 
     def count(self, length: int) -> int:
-        """m, of a text of so many tokens."""
+        """m, of a text of this many tokens."""
         return -(-length // self.segment)
 
     def forward(self, h: Tensor, padding: Tensor | None, segments: Tensor | None) -> tuple[Tensor, View]:
         """h [B, n, dim] → [B, m + n, dim], and what its layers may look at. segments [B, n] integers 0 … m − 1, −1: of
-        none; by default so many tokens each. A global token without any token is hidden."""
+        none; by default this many tokens each. A global token without any token is hidden."""
         b, n, _ = h.shape
         if not n:
             raise ValueError("the text has no token; expected at least 1, for a global token to stand for")

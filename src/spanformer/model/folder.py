@@ -3,20 +3,16 @@
     PATH/meta.json           what the caller says, the format, the version, and the size and SHA-256 of every other file
     PATH/NAME.safetensors    one for every part, or several: see part.py
 
-Written whole or not at all: the files are made in a hidden folder beside PATH and reach the disk before one rename
-gives them their place. Read as untrusted: nothing in it is executed, and what does not fit is told in one sentence.
+Written whole or not at all (core/files.py). Read as untrusted: nothing in it is executed, and an error names in one
+sentence what does not fit.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import re
-import secrets
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spanformer.core.lock import take_lock
+from spanformer.core.files import hidden_folder, put_folder, sync
 from spanformer.core.version import VERSION
 from spanformer.model.part import Part, reason
 
@@ -39,7 +35,6 @@ Files = dict[str, dict[str, int | str]]
 
 _PART = re.compile(r"[A-Za-z0-9_-]+")
 _PIECE = re.compile(r"-\d{5}-of-\d{5}$")
-_HIDDEN = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.spanformer-(?P<state>new|old)")
 _LONGEST_META = 256 << 20  # bytes; a longer one is not ours
 
 
@@ -65,17 +60,9 @@ def write_folder(
     if path.exists():
         _check_replaceable(path, replace)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sweep(path.parent, re.escape(path.name))
-        new = _hidden(path, "new")
-        try:
-            new.mkdir()
-            with _held(new):
-                _fill(new, parts, meta, others)
-                _take_place(new, path)
-        except BaseException:
-            shutil.rmtree(new, ignore_errors=True)
-            raise
+        with hidden_folder(path) as new:
+            _fill(new, parts, meta, others)
+            put_folder(new, path, replace=replace)
     except (OSError, SafetensorError) as error:
         raise OSError(
             f"{path} could not be saved ({reason(error)}); nothing saved before was touched, "
@@ -112,7 +99,7 @@ def write_part(folder: Path, name: str, tensors: dict[str, Tensor], header: dict
     file = _file(folder, name)
     save_file(_apart(tensors), file, header)
     file.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files for the owner alone; the umask made the folder
-    _sync(file)
+    sync(file)
     return {file.name: {"size": file.stat().st_size, "sha256": _digest(file)}}
 
 
@@ -160,26 +147,6 @@ def faults(path: Path) -> list[str]:
     return found
 
 
-def remove(path: Path) -> None:
-    """Take a folder away such that, even half removed, it is never taken for a damaged one."""
-    hidden = _hidden(path, "new")
-    path.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
-
-
-def sweep(parent: Path, names: str) -> None:
-    """Tidy up after writers that were killed: undo what they left in `parent` of folders whose name is like `names`,
-    a regular expression."""
-    for left in list(parent.iterdir()):
-        found = _HIDDEN.fullmatch(left.name)
-        if not found or not re.fullmatch(names, found["name"]) or _is_held(left):
-            continue
-        if found["state"] == "old" and not (parent / found["name"]).exists():
-            left.rename(parent / found["name"])  # killed between the two renames of a replacement
-        else:
-            shutil.rmtree(left, ignore_errors=True)
-
-
 def _check_replaceable(path: Path, replace: bool) -> None:
     if not replace:
         raise ValueError(f"{path} already exists; choose another name or remove it first")
@@ -200,25 +167,7 @@ def _fill(new: Path, parts: dict[str, dict[str, Tensor]], meta: dict, others: Ca
     whole = _as_json({"kind": KIND, "format": FORMAT, "version": VERSION, "files": files, **meta})
     whole["sha256"] = _digest_of_meta(whole)
     (new / META).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    _sync(new / META)
-    _sync(new)
-
-
-def _take_place(new: Path, path: Path) -> None:
-    if not path.exists():
-        new.rename(path)
-        _sync(path.parent)
-        return
-    old = _hidden(path, "old")
-    with _held(path):
-        path.rename(old)
-        try:
-            new.rename(path)
-        except BaseException:
-            old.rename(path)
-            raise
-        _sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    sync(new / META)
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -253,10 +202,6 @@ def _file(path: Path, name: str) -> Path:
     return path / f"{name}.safetensors"
 
 
-def _hidden(path: Path, state: str) -> Path:
-    return path.parent / f".{path.name}.{secrets.token_hex(4)}.spanformer-{state}"
-
-
 def _digest(file: Path) -> str:
     with open(file, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -276,33 +221,3 @@ def _as_json(meta: dict) -> dict:
         raise ValueError(
             f"meta cannot be written as JSON ({error}); expected texts, finite numbers and lists"
         ) from None
-
-
-def _sync(path: Path) -> None:
-    with _opened(path) as descriptor:
-        os.fsync(descriptor)
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
-    """A lock that ends with the process, however it ends: what nobody holds, `sweep` may take."""
-    with _opened(folder) as descriptor:
-        take_lock(descriptor)  # some network file systems have no locks; saving goes on without
-        yield
-
-
-def _is_held(folder: Path) -> bool:
-    try:
-        with _opened(folder) as descriptor:
-            return take_lock(descriptor) is not True  # or nobody can tell
-    except OSError:
-        return True

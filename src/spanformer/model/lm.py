@@ -1,22 +1,23 @@
-"""The language model: embedding, blocks, output. Reads a long text segment by segment.
+"""The language model: embedding, blocks, output. Runs a long text segment by segment.
 
 Shapes: B batch, T tokens of a segment, M remembered tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spanformer.attention import View
-from spanformer.memory import Cache, State
-from spanformer.memory.segment import memory_length, remember
+from spanformer.attention import Attention, View, new_memory
+from spanformer.memory import ByHead, Cache, HiddenStates, LayerMemory, MemoryShape, State
+from spanformer.memory.segment import memory_length
 from spanformer.model.config import ModelConfig
 from spanformer.model.decoder import Decoder
-from spanformer.model.reading import make_cache
+from spanformer.model.decoding import make_cache
 
 NO_DOCUMENT = -1  # the id of tokens read before documents were numbered
 
@@ -33,9 +34,9 @@ class LMOutput(NamedTuple):
 
 
 class LM(Decoder):
-    """A causal language model whose heads learn how far to look.
+    """A causal language model.
 
-    `lm(x)` reads a segment [B, T] of token ids, `lm(x, state)` continues where the state's segment ended.
+    `lm(x)` runs a segment [B, T] of token ids, `lm(x, state)` continues where the state's segment ended.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -57,51 +58,57 @@ class LM(Decoder):
         """
         self._check(x, targets)
         state = self.start(x.shape[0]) if state is None else state
-        past = max(h.shape[1] for h in state.hidden)
+        past = max(state.tokens())
         documents = _beside("documents", state.documents, documents, x, past, NO_DOCUMENT)
         padding = _beside("padding", state.padding, padding, x, past, False)
-        h = self.dropout(self.place(0, self.embedding(x), state.seen))
-        lengths = self.memory_lengths()
-        memories, penalty = [], h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
-        tapes = state.tapes or (None,) * len(lengths)
-        layers = zip(self.blocks, self.positions(), state.hidden, lengths, tapes, strict=True)
-        for n, (block, position, past, keep, tape) in enumerate(layers):
-            h = self.place(n, h, state.seen) if n else h
-            if self.config.original and past.shape[1] < keep:  # a span outgrew its memory: zeros, as at the start
-                past = F.pad(past, (0, 0, keep - past.shape[1], 0))
-            keys = past.shape[1] + x.shape[1]
-            start = state.seen - past.shape[1]  # below 0 where zeros stand before the text
-            view = View(documents=_last(documents, keys), padding=_last(padding, keys), start=start)
-            past = past.to(h.dtype)
-            h, new, added = self.through(block, h, past, view, position)
-            memories.append(remember(past, new, keep, tape, n))
-            penalty = penalty if added is None else penalty + added
-        h = self.dropout(self.norm(h))
-        longest = max(lengths)
-        hidden, tapes = zip(*memories, strict=True)
-        seen = state.seen + x.shape[1]
-        state = State(hidden, seen, _last(documents, longest), _last(padding, longest), tapes)
+        h, lengths, seen = self.embedding(x), self.memory_lengths(), state.seen
+        memories = self._memories(state, lengths, h.dtype)
+        view = View(documents=documents, padding=padding, start=seen)
+        h, penalty = self.run_blocks(h, memories, view, lambda position, h: position.embed(h, seen))
+        h, longest = self.dropout(self.norm(h)), max(lengths)
+        state = State(tuple(memories), seen + x.shape[1], _last(documents, longest), _last(padding, longest))
         if targets is None:
             return LMOutput(self.head.logits(h), None, state, penalty)
         return LMOutput(None, self.head.nll(h, targets), state, penalty)
 
     def cache(self, batch: int, *, slack: int = 0, bits: Literal[0, 8] = 0) -> Cache:
-        """Room for what the heads see of `batch` texts that are read by `read`: for each key/value head as many keys
-        and values as it reaches, however long the texts are. slack: how many tokens `Cache.crop` can always take back.
+        """An empty KV cache for `batch` texts that `decode` continues: each key/value head stores as many keys and
+        values as it reaches, however long the texts are. slack: how many tokens `Cache.crop` can always take back.
         bits: 8 stores them in 8 bits, each number off by at most 1/254 of the largest of its vector; 0: in the
         model's own dtype."""
         return make_cache(self, batch, slack, bits)
 
     def start(self, batch: int) -> State:
-        """The memory of a text that begins: empty, or zeros that are attended to, as in the paper's code."""
+        """The initial state of a text: empty, or zeros that are attended to, as in the paper's code."""
         weight = next(self.blocks.parameters())
         dtype, dim = weight.dtype, self.config.dim
-        lengths = [n if self.config.original else 0 for n in self.memory_lengths()]
-        return State(tuple(torch.zeros(batch, n, dim, dtype=dtype, device=weight.device) for n in lengths))
+        lengths = [n if self.config.paper_compat else 0 for n in self.memory_lengths()]
+        shape = MemoryShape(batch, self.config.groups, self.config.head_dim, dtype=dtype, device=weight.device)
+
+        def empty(n: int) -> Callable[[Attention, MemoryShape], HiddenStates]:
+            return lambda mechanism, shape: HiddenStates(torch.zeros(batch, n, dim, dtype=dtype, device=weight.device))
+
+        each = zip(self.mechanisms(), lengths, strict=True)
+        return State(tuple(new_memory(mechanism, shape, empty(n)) for mechanism, n in each))
+
+    def _memories(self, state: State, lengths: list[int], dtype: torch.dtype) -> list[LayerMemory]:
+        """Each layer's memory for the next segment."""
+        each = zip(state.layers, lengths, strict=True)
+        return [self._ready(memory, keep, n, dtype) for n, (memory, keep) in enumerate(each)]
+
+    def _ready(self, memory: LayerMemory, keep: int, layer: int, dtype: torch.dtype) -> LayerMemory:
+        if isinstance(memory, ByHead):
+            return memory.change(lambda part: self._ready(part, keep, layer, dtype))
+        if not isinstance(memory, HiddenStates):
+            return memory
+        states = memory.states
+        if self.config.paper_compat and states.shape[1] < keep:  # a span outgrew its memory: zeros, as at the start
+            states = F.pad(states, (0, 0, keep - states.shape[1], 0))
+        return HiddenStates(states.to(dtype), memory.tape, length=keep, layer=layer)
 
     def memory_lengths(self) -> list[int]:
         """[layers] how many earlier states each layer keeps now."""
-        return [memory_length(each) for each in self.lookback()]
+        return [memory_length(each) for each in self.context_length()]
 
     def _check(self, x: Tensor, targets: Tensor | None) -> None:
         if x.ndim != 2 or x.is_floating_point() or not x.numel():
@@ -113,7 +120,7 @@ class LM(Decoder):
 
 
 def _beside(name: str, old: Tensor | None, new: Tensor | None, x: Tensor, past: int, unknown: int) -> Tensor | None:
-    """[B, M + T]: what was kept of earlier segments beside what is given for this one."""
+    """[B, M + T]: the values of earlier segments, followed by the ones of this segment."""
     if new is None:
         if old is not None:
             raise ValueError(f"{name} was given with earlier segments and is missing now; expected [B, T] with each")

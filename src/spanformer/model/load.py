@@ -1,4 +1,4 @@
-"""A saved model back from its folder."""
+"""Load a saved model from its folder."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import torch
 
+from spanformer.core.fields import build
 from spanformer.model.config import ModelConfig
 from spanformer.model.encoder import Encoder
-from spanformer.model.fields import build
 from spanformer.model.folder import META, NewerFormat, faults, open_part, read_meta
 from spanformer.model.lm import LM
 from spanformer.model.meta import TooLarge, build_on_meta
@@ -47,15 +47,15 @@ def load_any(path: str | Path, *, device: str | torch.device = "cpu") -> LM | Se
     weights = open_part(folder, "model")
     if wrong := _misfit(config, weights):
         raise ValueError(f"the weights in {folder} do not fit its configuration: {wrong}")
-    with torch.random.fork_rng(devices=[]):  # the random beginnings are not kept, so nobody's random numbers change
+    with torch.random.fork_rng(devices=[]):  # the caller's random state must not change
         model = MODELS[config.kind](config)
     model.load_state_dict(dict(weights))
     return model.to(device).eval()
 
 
 def _misfit(config: ModelConfig, weights: Part) -> str | None:
-    """How the files' shapes differ from the model's, before either takes memory: a configuration may ask for any
-    size, and is not to be believed."""
+    """How the files' shapes differ from the model's, before either takes memory: an untrusted configuration may
+    ask for any size."""
     try:  # a tied parameter is registered twice and may be saved once
         planned = build_on_meta(lambda: MODELS[config.kind](config), tensors=2 * len(weights) + SPARE)
     except TooLarge:
@@ -64,7 +64,7 @@ def _misfit(config: ModelConfig, weights: Part) -> str | None:
 
 
 def load_meta(path: str | Path) -> dict:
-    """What is said of the model that `load` takes, with its configuration under "model"."""
+    """The meta.json of the model that `load` takes, with its configuration under "model"."""
     return _read(_folder(Path(path)))
 
 

@@ -1,6 +1,6 @@
 """A part of a saved folder: tensors by name, in one file or split over several, NAME-00002-of-00004.safetensors.
 
-A file of a split part holds some rows of some of the tensors. Which rows stands in its header, in the words of
+A file of a split part holds some rows of some of the tensors. Its header lists which rows, in the format of
 torch.distributed.checkpoint, whose HuggingFaceStorageReader therefore reads split parts too.
 """
 

@@ -1,4 +1,4 @@
-"""An encoder–decoder: one half reads a text in both directions, the other writes its answer token by token.
+"""An encoder–decoder: the encoder sees the source in both directions, the decoder generates the answer token by token.
 
 Attention Is All You Need (Vaswani et al., 2017), https://arxiv.org/abs/1706.03762
 
@@ -16,20 +16,20 @@ import torch
 from torch import Tensor
 
 from spanformer.attention import View
-from spanformer.memory import Cache
+from spanformer.memory import Cache, HiddenStates
 from spanformer.model.block import Block
 from spanformer.model.config import ModelConfig
 from spanformer.model.decoder import Decoder
+from spanformer.model.decoding import make_cache
 from spanformer.model.encoder import Encoder, check_ids, check_padding
-from spanformer.model.layered import Output
-from spanformer.model.reading import make_cache
+from spanformer.model.stack import Output
 
 
 class Seq2Seq(Decoder):
     """One vocabulary and one embedding for both texts; its last two tokens are `begin` and `end`.
 
-    `model(source, x)` gives the logits after every token of x, which begins with `begin`. `start` reads a source once,
-    and `read` then goes on token by token.
+    `model(source, x)` gives the logits after every token of x, which begins with `begin`. `start` encodes a source,
+    and `decode` then continues token by token.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -69,12 +69,12 @@ class Seq2Seq(Decoder):
             raise ValueError(f"targets has shape {list(targets.shape)}; expected that of x, {list(x.shape)}")
         check_padding("padding", padding, x)
         states, penalty = self.encode(source, source_padding)
-        h = self.dropout(self.place(0, self.embedding(x), 0))
-        heard = states, source_padding
-        for n, (block, position) in enumerate(zip(super().layers(), self.positions(), strict=True)):
-            h = self.place(n, h, 0) if n else h
-            h, _, added = self.through(block, h, h[:, :0], View(padding=padding), position, heard)
-            penalty = penalty if added is None else penalty + added
+        h, heard = self.embedding(x), (states, source_padding)
+        nothing = [HiddenStates(h[:, :0]) for _ in self.blocks]
+        h, added = self.run_blocks(
+            h, nothing, View(padding=padding), lambda position, h: position.embed(h, 0), [heard] * len(nothing)
+        )
+        penalty = penalty + added
         h = self.dropout(self.norm(h))
         if targets is None:
             return Output(self.head.logits(h), None, penalty)
@@ -91,8 +91,8 @@ class Seq2Seq(Decoder):
     def start(
         self, source: Tensor, source_padding: Tensor | None = None, *, slack: int = 0, bits: Literal[0, 8] = 0
     ) -> Cache:
-        """Read source [B, S], without gradients and dropout: a cache in which each layer has its keys and values, for
-        answers that `read` goes on with, first of all with `begin`. slack, bits: see `LM.cache`."""
+        """Encode source [B, S], without gradients and dropout: a KV cache with each layer's keys and values, for texts
+        that `decode` continues, starting with `begin`. slack, bits: see `LM.cache`."""
         training, blocks = self.training, super().layers()
         self.eval()
         try:

@@ -1,14 +1,15 @@
 """The attention operation: its description (Rule), its backends, and merging by lse."""
 
-from spanformer.ops.apart import stand_apart
 from spanformer.ops.attend import attend, backends, choose_backend
+from spanformer.ops.attended import Attended
 from spanformer.ops.blocks import BlockIndex
-from spanformer.ops.call import Attended
+from spanformer.ops.decode.rings import Rings, attend_rings
+from spanformer.ops.head_groups import AnyRule, HeadGroups
 from spanformer.ops.merge import merge
-from spanformer.ops.rings import Rings, attend_rings
 from spanformer.ops.rule import Rule
+from spanformer.ops.union import Union
 
 __all__ = [
-    "Attended", "BlockIndex", "Rings", "Rule", "attend", "attend_rings", "backends", "choose_backend", "merge",
-    "stand_apart",
+    "AnyRule", "Attended", "BlockIndex", "HeadGroups", "Rings", "Rule", "Union", "attend", "attend_rings", "backends",
+    "choose_backend", "merge",
 ]  # fmt: skip

@@ -7,12 +7,11 @@ import logging
 import torch
 from torch import Tensor
 
-from spanformer.ops.apart import by_parts
-from spanformer.ops.backend import Backend
-from spanformer.ops.call import Attended, Call, make_call
+from spanformer.ops.attended import Attended
+from spanformer.ops.backends.base import Backend
 from spanformer.ops.dropout import draw_seed
-from spanformer.ops.parts import attend_parts, plain
-from spanformer.ops.rule import Rule
+from spanformer.ops.head_groups import AnyRule, HeadGroups
+from spanformer.ops.lower import Lowered, dense, first_lowered, lower, make_call, split_heads
 
 log = logging.getLogger("spanformer")
 
@@ -26,7 +25,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rule: Rule,
+    rule: AnyRule,
     *,
     backend: str = "auto",
     dropout: float = 0.0,
@@ -45,13 +44,13 @@ def attend(
 
     Returns out [B, H, Tq, Dv] and lse [B, H, Tq]; a row that sees no key gives zeros and −inf.
     """
-    if isinstance(rule, Rule) and rule.apart:
+    if isinstance(rule, HeadGroups):
         each = [
             attend(
                 *some, backend=backend, dropout=dropout, generator=generator, scale=scale, q_positions=q_positions,
                 k_positions=k_positions,
             )
-            for some in by_parts(q, k, v, rule)
+            for some in split_heads(q, k, v, rule)
         ]  # fmt: skip
         return Attended(torch.cat([found.out for found in each], 1), torch.cat([found.lse for found in each], 1))
     seed = draw_seed(generator, q.device) if dropout else None
@@ -59,8 +58,8 @@ def attend(
         q, k, v, rule, scale=scale, dropout=dropout, seed=seed, q_positions=q_positions, k_positions=k_positions
     )
     if backend == "reference":
-        return _pick(call, backend).run(call)
-    return attend_parts(call, lambda part: _pick(part, backend).run(part))
+        return _pick(whole := dense(call), backend).run(whole)
+    return lower(call, lambda part: _pick(part, backend).run(part))
 
 
 def backends() -> dict[str, list[str]]:
@@ -72,20 +71,20 @@ def choose_backend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rule: Rule,
+    rule: AnyRule,
     *,
     dropout: float = 0.0,
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
 ) -> str:
-    """The backend that backend="auto" takes for this call (where heads stand apart, for the first of them)."""
-    if rule.apart:
-        q, k, v, rule = by_parts(q, k, v, rule)[0]
+    """The backend that backend="auto" takes for this call (of HeadGroups, for the first group)."""
+    if isinstance(rule, HeadGroups):
+        q, k, v, rule = split_heads(q, k, v, rule)[0]
     call = make_call(q, k, v, rule, dropout=dropout, q_positions=q_positions, k_positions=k_positions)
-    return _pick(plain(call), "auto").name
+    return _pick(first_lowered(call), "auto").name
 
 
-def _pick(call: Call, name: str) -> Backend:
+def _pick(call: Lowered, name: str) -> Backend:
     if name != "auto":
         if name not in NAMES:
             raise ValueError(f"backend is {name!r}; expected 'auto' or one of {', '.join(NAMES)}")
@@ -117,13 +116,13 @@ def _backend(name: str) -> Backend:
 def _import(name: str) -> Backend:
     """By import statements: torch.compile runs those while it traces, and stops at importlib."""
     if name == "native":
-        from spanformer.ops.native import BACKEND
+        from spanformer.ops.backends.native import BACKEND
     elif name == "flex":
-        from spanformer.ops.flex import BACKEND
+        from spanformer.ops.backends.flex import BACKEND
     elif name == "banded":
-        from spanformer.ops.banded import BACKEND
+        from spanformer.ops.backends.banded import BACKEND
     else:
-        from spanformer.ops.reference import BACKEND
+        from spanformer.ops.backends.reference import BACKEND
     return BACKEND
 
 

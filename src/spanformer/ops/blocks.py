@@ -169,7 +169,7 @@ class BlockIndex:
         return BlockIndex(self.size, offsets, self.columns, self.mask_ids, self.masks)
 
     def entries(self, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(head · rows + row, column, mask id) of every stored block, in ascending order, for so many heads."""
+        """(head · rows + row, column, mask id) of every stored block, in ascending order, for this many heads."""
         offsets = self.offsets.expand(heads, -1)
         starts, counts = offsets[:, :-1].flatten(), (offsets[:, 1:] - offsets[:, :-1]).flatten()
         line, at = _spread(counts, starts)

@@ -1,7 +1,4 @@
-"""The compiled CPU kernel, loaded once, and its arguments packed.
-
-The fields below stand in the order of `Call` and `Decode` in csrc/call.h, each 8 bytes.
-"""
+"""The compiled CPU kernel, loaded once, and its arguments packed in the order of the tables in c_layout.py."""
 
 from __future__ import annotations
 
@@ -9,37 +6,35 @@ import ctypes
 import logging
 import math
 import os
-import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from spanformer.ops import c_layout
 from spanformer.ops.library import Library, find, load
 from spanformer.ops.rule import Rule
 
 log = logging.getLogger("spanformer")
 
-ABI = 6
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 MAX_HEAD_SIZE = 256
-CALL = struct.Struct("=12q3d77q")
-DECODE = struct.Struct("=28q2d23q")
-STEP = struct.Struct("=19q")  # the fields of a `Decode` that change from token to token, its first
+CALL, DECODE = c_layout.CALL.struct, c_layout.DECODE.struct
+STEP = c_layout.DECODE.until("span")  # the fields of a `Decode` that change from token to token, its first
 
 _library: Library | None = None
 _problem: str | None = None
 
 
 def problem() -> str | None:
-    """Why the kernel cannot be loaded here, or None. An environment variable that asks for what is not there is a
-    ValueError: who set it does not want another backend instead."""
+    """Why the kernel cannot be loaded here, or None. An environment variable that names a missing library raises
+    a ValueError: its user does not want another backend instead."""
     global _library, _problem
     if _library is None and _problem is None:
         path = find()
         try:
-            _library = load(path, ABI, (CALL.size, DECODE.size))
+            _library = load(path)
         except (OSError, AttributeError, RuntimeError) as error:
             if os.environ.get("SPANFORMER_KERNEL"):
                 raise ValueError(f"SPANFORMER_KERNEL is '{path}', which cannot be used: {error}") from error
@@ -65,7 +60,7 @@ class Fixed(NamedTuple):
     dropout: float
     causal: bool
     shift: int
-    ahead: int
+    max_future: int
     reach: Tensor | None  # [H] int64
     seed: Tensor | None  # [1] int64
     q_positions: Tensor | None  # [1 or B, T] int64, as the next three
@@ -77,7 +72,7 @@ class Fixed(NamedTuple):
     block_columns: Tensor | None
     block_mask_ids: Tensor | None
     block_masks: Tensor | None
-    drop_heads: Tensor | None  # as `Numbers` of ops/call.py, with dropout only
+    drop_heads: Tensor | None  # as `Numbers` of ops/lower/call.py, with dropout only
     drop_queries: Tensor | None
     drop_keys: Tensor | None
 
@@ -96,7 +91,7 @@ class Terms(NamedTuple):
     distance_bias: Tensor | None  # [H, L]
     distance_vec: Tensor | None  # [1 or H, L, D]
     key_bias: Tensor | None  # [1 or B, 1 or Hkv or H, Tk]
-    sinks: Tensor | None  # [H]
+    sink_logits: Tensor | None  # [H]
     key_span: Tensor | None = None  # [1 or B, 1 or H, Tk]
 
 
@@ -109,14 +104,27 @@ def pack_call(
 ) -> bytes:
     """The bytes of a `Call`; gradients are its last fields, or `_NO_GRADIENTS`."""
     (b, h, tq, d), (_, hkv, tk, dv) = q.shape, v.shape
-    head = (DTYPES[q.dtype], torch.get_num_threads(), b, h, hkv, tq, tk, d, dv, fixed.causal, fixed.shift, fixed.ahead)
+    head = (
+        DTYPES[q.dtype],
+        torch.get_num_threads(),
+        b,
+        h,
+        hkv,
+        tq,
+        tk,
+        d,
+        dv,
+        fixed.causal,
+        fixed.shift,
+        fixed.max_future,
+    )
     tensors = (*rows(q), *rows(k), *rows(v), *rows(out), lse.data_ptr())
     return CALL.pack(*head, fixed.scale, fixed.ramp, fixed.dropout, *tensors, *_rule(h, terms, fixed), *gradients)
 
 
 def _rule(h: int, terms: Terms, fixed: Fixed) -> tuple[int, ...]:
     """From `reach` to `seed`."""
-    span, bias, vec, key, sinks, lives = terms
+    span, bias, vec, key, sink_logits, key_span = terms
     return (
         _ptr(fixed.reach),
         _ptr(span), span is not None and span.ndim == 3,
@@ -124,11 +132,11 @@ def _rule(h: int, terms: Terms, fixed: Fixed) -> tuple[int, ...]:
         *_vectors(vec),
         *((key.data_ptr(), key.stride(0) if key.shape[0] > 1 else 0, key.stride(1), h // key.shape[1])
           if key is not None else (0, 0, 0, 1)),
-        *((lives.data_ptr(), *(lives.stride(n) if lives.shape[n] > 1 else 0 for n in (0, 1)))
-          if lives is not None else (0, 0, 0)),
+        *((key_span.data_ptr(), *(key_span.stride(n) if key_span.shape[n] > 1 else 0 for n in (0, 1)))
+          if key_span is not None else (0, 0, 0)),
         *_pair(fixed.q_positions, fixed.k_positions),
         *_pair(fixed.q_documents, fixed.k_documents),
-        _ptr(sinks),
+        _ptr(sink_logits),
         *_blocks(fixed),
         _ptr(fixed.seed),
         _ptr(fixed.drop_heads), *_pair(fixed.drop_queries, fixed.drop_keys),
@@ -197,7 +205,7 @@ class Gradients(NamedTuple):
     distance_bias: Tensor | None
     distance_vec: Tensor | None
     key_bias: Tensor | None
-    sinks: Tensor | None
+    sink_logits: Tensor | None
     key_span: Tensor | None
 
 
@@ -219,17 +227,18 @@ def run_backward(
     return Gradients(dq if q.dtype == torch.float32 else dq.to(q.dtype), dk, dv, *made)
 
 
-def run_kinks(
+def run_span_edge_gradient(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, g_out: Tensor, g_lse: Tensor | None, span: Tensor,
     bias: Tensor | None, vec: Tensor | None, reach: Tensor | None, ramp: float,
 ) -> Tensor:  # fmt: skip
-    """[H] float32: what whole spans [H] gain at their kinks, by the original's conventions (attention/kinks.py)."""
+    """[H] float32: what whole spans [H] gain at their edges, by the conventions of the paper's code
+    (attention/span_edge_gradient.py)."""
     none = (None, None, None, None)
     fixed = Fixed(1 / math.sqrt(q.shape[3]), ramp, 0.0, True, 1, 0, reach, None, *none, 0, *none, None, None, None)
     terms = Terms(as_float(span), as_float(bias), as_float(vec), None, None)
     found = torch.empty(q.shape[1], dtype=torch.float32)
     gradients = (*rows(g_out), *_NO_ROWS, *_NO_ROWS, *_NO_ROWS, _ptr(g_lse), _ptr(found), 0, 0, 0, 0, 0)
-    library().kinks(pack_call(q, k, v, out, lse, terms, fixed, gradients))
+    library().span_edge_gradient(pack_call(q, k, v, out, lse, terms, fixed, gradients))
     return found
 
 
@@ -240,7 +249,7 @@ def pack_decode(
     values: Tensor,
     scales: tuple[Tensor, Tensor] | None,
     where: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    kept: int,
+    sink_tokens: int,
     rule: Rule,
     terms: Terms,
     scale: float,
@@ -254,12 +263,12 @@ def pack_decode(
     packed = ctypes.create_string_buffer(DECODE.size)
     DECODE.pack_into(
         packed, 0, *(0,) * 19,
-        DTYPES[dtype], 8 if scales else 0, b, heads, capacity.numel(), d, dv, rule.original, kept, scale, rule.ramp,
-        keys.data_ptr(), keys.stride(0), 0, keys.stride(1), values.data_ptr(), values.stride(0), 0, values.stride(1),
-        *((scales[0].data_ptr(), scales[1].data_ptr(), scales[0].stride(0)) if scales else (0, 0, 0)),
+        DTYPES[dtype], 8 if scales else 0, b, heads, capacity.numel(), d, dv, rule.paper_compat, sink_tokens, scale,
+        rule.ramp, keys.data_ptr(), keys.stride(0), 0, keys.stride(1), values.data_ptr(), values.stride(0), 0,
+        values.stride(1), *((scales[0].data_ptr(), scales[1].data_ptr(), scales[0].stride(0)) if scales else (0, 0, 0)),
         first.data_ptr(), capacity.data_ptr(), newest.data_ptr(), _ptr(oldest),
         _ptr(reach), span is not None and span.ndim == 3,
-        _ptr(bias), bias.shape[1] if bias is not None else 0, *_vectors(vec), _ptr(terms.sinks),
+        _ptr(bias), bias.shape[1] if bias is not None else 0, *_vectors(vec), _ptr(terms.sink_logits),
     )  # fmt: skip
     return packed
 
@@ -267,7 +276,7 @@ def pack_decode(
 def run_decode(
     packed: ctypes.Array[ctypes.c_char], q: Tensor, new: tuple[Tensor, ...], span: Tensor | None, dv: int
 ) -> tuple[Tensor, Tensor]:
-    """q [B, H, 1, D] against the rings `packed` tells of, new keys and values [B, Hkv, 1, ·] (or none) written there
+    """q [B, H, 1, D] against the rings of `packed`, new keys and values [B, Hkv, 1, ·] (or none) written there
     first."""
     b, h, _, _ = q.shape
     out, lse = q.new_empty((b, h, 1, dv)), q.new_empty((b, h, 1), dtype=torch.float32)

@@ -8,6 +8,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from spanformer.ops.c_layout import CALL, DECODE, Table, differs
+
+ABI = 7  # as csrc/dispatch.cpp
 SEAL = b"spanformer-sha256:"  # as csrc/build.py: the library's last bytes are this and the digest of all before it
 
 
@@ -17,7 +20,7 @@ class Library:
 
     forward: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
     backward: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
-    kinks: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
+    span_edge_gradient: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
     decode: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
     isa: str
     """the instruction set chosen at run time"""
@@ -35,9 +38,9 @@ def find() -> Path:
     return Path(asked)
 
 
-def load(path: Path, abi: int, sizes: tuple[int, int]) -> Library:
-    """abi and sizes: the version and the structs (`Call`, `Decode`) that the caller packs. A RuntimeError says why a
-    library cannot be used, and a ValueError what is wrong with SPANFORMER_ISA."""
+def load(path: Path, tables: tuple[Table, ...] = (CALL, DECODE)) -> Library:
+    """tables: the structs that the caller packs. A RuntimeError says why a library cannot be used, and a ValueError
+    what is wrong with SPANFORMER_ISA."""
     if not path.exists():
         raise RuntimeError(
             "the compiled kernel is missing: it was not built when spanformer was installed; install a C++ compiler "
@@ -46,18 +49,26 @@ def load(path: Path, abi: int, sizes: tuple[int, int]) -> Library:
     if not is_whole(path):  # the loader maps what the headers promise: a file cut short is a SIGBUS, not an error
         raise RuntimeError(f"the compiled kernel {path} is damaged or of an older version; reinstall spanformer")
     lib = ctypes.CDLL(str(path))
-    found = (lib.spanformer_abi_version(), lib.spanformer_sizeof_call(), lib.spanformer_sizeof_decode())
-    if found != (abi, *sizes):
-        raise RuntimeError(f"the compiled kernel is of another version {found}; reinstall spanformer to rebuild it")
-    for name in (lib.spanformer_isa, lib.spanformer_isas):
+    if (found := lib.spanformer_abi_version()) != ABI:
+        raise RuntimeError(
+            f"the compiled kernel is of version {found}; expected {ABI}, so reinstall spanformer to rebuild it"
+        )
+    for name in (lib.spanformer_isa, lib.spanformer_isas, lib.spanformer_layout):
         name.restype = ctypes.c_char_p
+    if wrong := differs(lib.spanformer_layout().decode(), tables):
+        raise RuntimeError(f"{wrong}; reinstall spanformer to rebuild it")
     asked, choices = os.environ.get("SPANFORMER_ISA"), lib.spanformer_isas().decode().split(",")
     if asked and asked not in choices:
         raise ValueError(
             f"SPANFORMER_ISA is {asked!r}; expected one that this processor and this build of the kernel have: "
             f"{', '.join(choices)}"
         )
-    entries = (lib.spanformer_forward, lib.spanformer_backward, lib.spanformer_kinks, lib.spanformer_decode)
+    entries = (
+        lib.spanformer_forward,
+        lib.spanformer_backward,
+        lib.spanformer_span_edge_gradient,
+        lib.spanformer_decode,
+    )
     for entry in entries:
         entry.argtypes, entry.restype = [ctypes.c_void_p], None  # bytes, or a buffer
     return Library(*entries, isa=lib.spanformer_isa().decode())

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from spanformer.ops.call import Attended
+from spanformer.ops.attended import Attended
 
 
 def merge(parts: Sequence[Attended]) -> Attended:

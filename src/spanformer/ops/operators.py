@@ -1,5 +1,5 @@
 """Registers every torch operator of ours. Import it in a process that loads an exported program: torch finds an
 operator only after Python has registered it."""
 
-import spanformer.ops.native
-import spanformer.ops.rings_operator  # noqa: F401
+import spanformer.ops.backends.native
+import spanformer.ops.decode.operator  # noqa: F401

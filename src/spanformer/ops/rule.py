@@ -13,14 +13,20 @@ from dataclasses import KW_ONLY, dataclass, replace
 import torch
 from torch import Tensor
 
-from spanformer.ops.apart import add_apart, check_apart, pick_apart
 from spanformer.ops.blocks import BlockIndex
 from spanformer.ops.rule_checks import KEY_TERMS, as_reach, check_numbers, check_shapes, per_head
-from spanformer.ops.tables import TABLES, add_tables, add_values, check_ahead, counted, multiply_tables, shared_ahead
+from spanformer.ops.tables import (
+    TABLES,
+    add_tables,
+    add_values,
+    check_max_future,
+    counted,
+    multiply_tables,
+    shared_max_future,
+)
 
 UNLIMITED = 1 << 40  # a reach beyond any sequence
-ONCE = {"kept": 0, "sinks": None, "penalty": None, "distance_value": None}  # of a rule and its `also` together
-HEAD_AXIS = {name: 0 for name in (*TABLES, "sinks")} | {name: 1 for name in KEY_TERMS}
+HEAD_AXIS = {name: 0 for name in (*TABLES, "sink_logits")} | {name: 1 for name in KEY_TERMS}
 """which axis of a term counts heads; its size may be 1 there, for all of them. (A span has [H] or [B, H, Tq].)"""
 
 
@@ -50,68 +56,59 @@ class Rule:
     """[1 or H, L, D]: q·r[d] joins q·k, and is scaled with it (Shaw, Transformer-XL, the original's table)."""
     distance_value: Tensor | None = None
     """[1 or H, L, Dv]: Σ_j a_ij·r[d] joins the output, a_ij the weights (Shaw's relative values). Unlike the other
-    tables it never ends: what lies beyond it reads its last entry (ahead, its first), so it may be short. With `ahead`,
-    L is odd and distance 0 stands in its middle."""
+    tables it may be short: farther distances read its last entry (in the future, its first). With `max_future`, L is
+    odd and distance 0 is its middle entry."""
     distance_scale: Tensor | None = None
     """[H, L]: the score becomes relu(score)·f[d] before biases join it (DA-Transformer)."""
-    ahead: int = 0
-    """n: tables hold distances −n … L − 1 − n, so that keys ahead have entries of their own. 0: they are read at |d|.
-    Only without `causal`; a sum with a causal rule drops what lies ahead."""
+    max_future: int = 0
+    """n: tables hold distances −n … L − 1 − n, so that future keys have entries of their own. 0: they are read at |d|.
+    Only without `causal`; a sum with a causal rule drops the future entries."""
     key_bias: Tensor | None = None
     """[1 or B, 1 or Hkv or H, Tk] added to every score of a key; −inf hides the key (padding)."""
     key_span: Tensor | None = None
-    """[1 or B, 1 or H, Tk]: e in m = clip((ramp + e − d) / ramp, 0, 1), as `span`, but it is the key that says for how
-    long it is seen (Expire-Span). Beside a span, both multiply the weight."""
+    """[1 or B, 1 or H, Tk]: e in m = clip((ramp + e − d) / ramp, 0, 1), as `span`, but each key has its own
+    (Expire-Span). Beside a span, both multiply the weight."""
     forget: Tensor | None = None
     """[1 or B, 1 or H, Tk]: c, to which every key adds the logarithm of its forget gate, so that it never grows; the
     score of a pair gets c_i − c_j (Forgetting Transformer). Queries are the last Tq of the keys."""
     documents: Tensor | tuple[Tensor, Tensor] | None = None
     """[Tk] or [B, Tk] integer ids: only pairs of one document see each other. Queries are the last Tq of them;
     a pair (queries' ids [.., Tq], keys' ids [.., Tk]) gives both."""
-    sinks: Tensor | None = None
+    sink_logits: Tensor | None = None
     """[H] a learned score that takes part in every softmax and has no value: somewhere to put unneeded mass."""
-    kept: int = 0
-    """Keys at positions 0 … kept − 1 are seen with full weight whatever reach, span, stride and skip say: sinks that
-    are tokens."""
+    sink_tokens: int = 0
+    """Keys at positions 0 … sink_tokens − 1 are seen with full weight whatever reach, span, stride and skip say: sinks
+    that are tokens."""
     stride: Sequence[int] | int = 1
     """[H] or one for all: only distances that are multiples of it are seen (dilation), and only those are paid for."""
     skip: Sequence[int] | int = 0
     """[H] or one for all: the distances below it are not seen."""
     blocks: BlockIndex | None = None
     """A block-sparse pattern over positions."""
-    penalty: Tensor | None = None
-    """A scalar to add to the loss; attend ignores it, `+` sums it."""
-    original: bool = False
+    paper_compat: bool = False
     """The conventions of Sukhbaatar et al.'s code: a token does not see itself, and every distance (in reach,
     span and tables alike) counts from the previous token, d − 1. A reach is then its hard cap at the maximum span."""
-    apart: tuple[Rule, ...] = ()
-    """Rules of heads that differ in more than numbers (a ramp, kept keys, a pattern …), one after the other. Every term
-    but causal, original and penalty then stands in them. `join` makes it, and attend runs each of them."""
-    also: Rule | None = None
-    """Pairs that are seen too, under the same softmax: another rule, with terms of its own, none of whose pairs this
-    one sees. What is added with `+` is added to both."""
 
     def __post_init__(self) -> None:
         check_numbers(self)
         if self.reach is not None:
             object.__setattr__(self, "reach", as_reach(self.reach, self.heads))
         unfit = [name for name in (*TABLES, "blocks") if getattr(self, name) is not None]
-        if self.kept and unfit:
+        if self.sink_tokens and unfit:
             raise ValueError(
-                f"kept is {self.kept} beside {' and '.join(unfit)}, which ends at some distance or position; a kept "
-                "key may be any distance away, so drop one of them"
+                f"sink_tokens is {self.sink_tokens} beside {' and '.join(unfit)}, which ends at some distance or "
+                "position; a sink token may be any distance away, so drop one of them"
             )
-        if self.original and not self.causal:
-            raise ValueError("original=True excludes a token itself by looking back, so it needs causal=True")
+        if self.paper_compat and not self.causal:
+            raise ValueError("paper_compat=True excludes a token itself by looking back, so it needs causal=True")
         for name, least in (("stride", 1), ("skip", 0)):
             object.__setattr__(self, name, per_head(name, getattr(self, name), self.heads, least))
-            if self.original and getattr(self, name) != least:
-                raise ValueError(f"original=True counts from the previous token; beside {name} that says two things")
-        self._check_also()
-        if self.apart:
-            check_apart(self)
+            if self.paper_compat and getattr(self, name) != least:
+                raise ValueError(
+                    f"paper_compat=True counts from the previous token; beside {name} that says two things"
+                )
         check_shapes(self)
-        check_ahead(self)
+        check_max_future(self)
         for name, span in (("span", self.span), ("key_span", self.key_span)):
             if span is not None and span.device.type == "cpu" and not torch.compiler.is_compiling():
                 lowest = float(span.detach().min()) if span.numel() else 0.0
@@ -120,42 +117,15 @@ class Rule:
                         f"{name} of shape {list(span.shape)} holds {lowest}; expected numbers of tokens, 0 or more"
                     )
 
-    def _check_also(self) -> None:
-        if self.also is None:
-            return
-        if not isinstance(self.also, Rule) or self.also.heads != self.heads or self.also.apart:
-            raise ValueError(f"also is not a Rule of {self.heads} heads, as the rule it belongs to")
-        carried = {
-            "kept": self.also.kept > 0,
-            "sinks": self.also.sinks is not None,
-            "distance_value": self.also.distance_value is not None,
-            "penalty": self.also.penalty is not None,
-        }
-        for name, there in carried.items():
-            if there:
-                raise ValueError(f"also carries {name}, which there is only one of; give it to the rule itself")
-
     @property
     def dynamic(self) -> bool:
         """True if every query has a span of its own."""
-        if self.apart:
-            return any(part.dynamic for part in self.apart)
         return self.span is not None and self.span.ndim == 3
 
     def limits(self) -> list[int]:
-        """Per head, how many distances can have weight, kept keys aside: min(reach, ⌈span + ramp⌉). Reads spans, the
+        """Per head, how many distances can have weight, sink tokens aside: min(reach, ⌈span + ramp⌉). Reads spans, the
         keys' too (a sync on a GPU)."""
-        if self.apart:
-            return [n for part in self.apart for n in part.limits()]
-        limits = self.reach_list()
-        for span, soft in ((self.span, self.dynamic), (self.key_span, True)):
-            if span is not None and not span.numel():  # no queries, or no keys
-                limits = [0] * self.heads
-            elif span is not None:
-                longest = span.detach().amax((0, 2)) if soft else span.detach()
-                seen = [_seen(z, self.ramp) for z in longest.double().expand(self.heads).tolist()]
-                limits = [min(a, b) for a, b in zip(limits, seen, strict=True)]
-        return limits if self.also is None else [max(a, b) for a, b in zip(limits, self.also.limits(), strict=True)]
+        return shorten_by_spans(self.reach_list(), self.span, self.key_span, self.ramp)
 
     def strides(self) -> list[tuple[int, int]]:
         """Per head (stride, skip)."""
@@ -164,26 +134,20 @@ class Rule:
 
     def reach_list(self) -> list[int]:
         """The reach as plain integers; unlimited heads hold a number beyond any sequence."""
-        if self.apart:
-            return [n for part in self.apart for n in part.reach_list()]
-        if self.reach is None:
-            return [UNLIMITED] * self.heads
-        assert isinstance(self.reach, Tensor)  # __post_init__ made it one
-        return self.reach.tolist()
+        assert self.reach is None or isinstance(self.reach, Tensor)  # __post_init__ made it one
+        return list_reach(self.reach, self.heads)
+
+    def leaves(self) -> tuple[Rule, ...]:
+        """The plain rules it is made of: itself, where a Union or HeadGroups has several."""
+        return (self,)
 
     def parts(self) -> list[tuple[list[int], Rule]]:
-        """[(heads, their rule)]: heads that stand apart, or all of them with this rule."""
-        found, first = [], 0
-        for part in self.apart or (self,):
-            found.append((list(range(first, first + part.heads)), part))
-            first += part.heads
-        return found
+        """[(heads, their rule)]: all heads with this rule, where HeadGroups has several groups."""
+        return [(list(range(self.heads)), self)]
 
     def for_heads(self, heads: Sequence[int], kv_heads: Sequence[int] | None = None) -> Rule:
         """The rule of some of the heads alone, in the order given, with the key/value heads they use. kv_heads None:
         each head with a key/value head of its own."""
-        if self.apart:
-            return pick_apart(self, heads)
 
         def pick(name: str, axis: int) -> Tensor | None:
             t = getattr(self, name)
@@ -203,7 +167,6 @@ class Rule:
             stride=[self.strides()[h][0] for h in heads],
             skip=[self.strides()[h][1] for h in heads],
             blocks=None if self.blocks is None else self.blocks.for_heads(heads),
-            also=None if self.also is None else self.also.for_heads(heads, kv_heads),
             **{name: pick(name, axis) for name, axis in HEAD_AXIS.items()},
         )
 
@@ -212,13 +175,11 @@ class Rule:
             return NotImplemented
         if self.heads != other.heads:
             raise ValueError(f"rules of {self.heads} and {other.heads} heads cannot be added")
-        if self.apart or other.apart:
-            return add_apart(self, other)
         causal = self.causal or other.causal
-        ahead = 0 if causal else shared_ahead(self, other)
+        future = 0 if causal else shared_max_future(self, other)
 
         def both(name: str, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
-            return _either(counted(self, name, causal, ahead), counted(other, name, causal, ahead), join)
+            return _either(counted(self, name, causal, future), counted(other, name, causal, future), join)
 
         mine, theirs = self.strides(), other.strides()
         return Rule(
@@ -229,36 +190,39 @@ class Rule:
             ramp=_one_ramp(self, other),
             distance_bias=both("distance_bias", add_tables),
             distance_vec=both("distance_vec", add_tables),
-            distance_value=both("distance_value", lambda a, b: add_values(a, b, ahead > 0)),
+            distance_value=both("distance_value", lambda a, b: add_values(a, b, future > 0)),
             distance_scale=both("distance_scale", multiply_tables),
-            ahead=ahead,
+            max_future=future,
             key_bias=_either(self.key_bias, other.key_bias, _add_key_biases),
             key_span=_either(self.key_span, other.key_span, _no_two("key_span")),
             forget=_either(self.forget, other.forget, lambda a, b: a + b),
             documents=_either(self.documents, other.documents, _same_documents),
-            sinks=_either(self.sinks, other.sinks, torch.logaddexp),  # two sinks weigh as much as their sum
-            kept=max(self.kept, other.kept),
+            sink_logits=_either(
+                self.sink_logits, other.sink_logits, torch.logaddexp
+            ),  # two sinks weigh as much as their sum
+            sink_tokens=max(self.sink_tokens, other.sink_tokens),
             stride=[math.lcm(a, b) for (a, _), (b, _) in zip(mine, theirs, strict=True)],
             skip=[max(a, b) for (_, a), (_, b) in zip(mine, theirs, strict=True)],
             blocks=_either(self.blocks, other.blocks, lambda a, b: a & b),
-            penalty=_either(self.penalty, other.penalty, lambda a, b: a + b),
-            original=self.original or other.original,
-            also=self._also_with(other),
+            paper_compat=self.paper_compat or other.paper_compat,
         )
 
-    def _also_with(self, other: Rule) -> Rule | None:
-        """(a ∪ b) + (c ∪ d) without a + c: the parts b + c, a + d and b + d, one after the other."""
-        if self.also is None and other.also is None:
-            return None
-        a, c = (replace(rule, also=None, **ONCE) for rule in (self, other))
-        parts = [x + y for x, y in ((self.also, c), (a, other.also), (self.also, other.also)) if x and y]
-        chain = parts.pop()
-        while parts:
-            chain = parts.pop()._or(chain)
-        return chain
 
-    def _or(self, other: Rule) -> Rule:
-        return replace(self, also=other if self.also is None else self.also._or(other))
+def list_reach(reach: Tensor | None, heads: int) -> list[int]:
+    """[H] as plain integers."""
+    return [UNLIMITED] * heads if reach is None else reach.tolist()
+
+
+def shorten_by_spans(limits: list[int], span: Tensor | None, key_span: Tensor | None, ramp: float) -> list[int]:
+    """Per head, how many of `limits` distances have weight under spans [H] or [B, H, Tq] and the keys' [.., .., Tk]."""
+    for z in (span, key_span):
+        if z is not None and not z.numel():  # no queries, or no keys
+            limits = [0] * len(limits)
+        elif z is not None:
+            longest = z.detach().amax((0, 2)) if z.ndim == 3 else z.detach()
+            seen = [_seen(each, ramp) for each in longest.double().expand(len(limits)).tolist()]
+            limits = [min(a, b) for a, b in zip(limits, seen, strict=True)]
+    return limits
 
 
 def _seen(span: float, ramp: float) -> int:

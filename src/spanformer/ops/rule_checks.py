@@ -20,7 +20,7 @@ RAMPS = 1e-38, 1e38  # what float32 can divide by
 
 
 def check_numbers(rule: Rule) -> None:
-    for name, least, unit in (("heads", 1, "heads"), ("kept", 0, "tokens"), ("ahead", 0, "distances")):
+    for name, least, unit in (("heads", 1, "heads"), ("sink_tokens", 0, "tokens"), ("max_future", 0, "distances")):
         n = getattr(rule, name)
         if not isinstance(n, int) or n < least:
             raise ValueError(f"{name} is {n!r}; expected a whole number of {unit}, {least} or more")
@@ -32,7 +32,7 @@ def check_numbers(rule: Rule) -> None:
 
 def check_shapes(rule: Rule) -> None:
     h = rule.heads
-    for name in ("span", *TABLES, *KEY_TERMS, "sinks", "penalty"):
+    for name in ("span", *TABLES, *KEY_TERMS, "sink_logits"):
         t = getattr(rule, name)
         if t is not None and not isinstance(t, Tensor):
             raise ValueError(f"{name} is a {type(t).__name__}; expected a tensor")
@@ -58,9 +58,9 @@ def check_shapes(rule: Rule) -> None:
         if t is not None:
             expect(t.ndim == 3 and t.shape[1] in (1, h), name, t, f"[1 or B, 1 or {h}, Tk]")
             expect(t.is_floating_point(), name, t, "a floating-point dtype")
-    if rule.sinks is not None:
-        expect(rule.sinks.shape == (h,), "sinks", rule.sinks, f"[{h}]")
-        expect(rule.sinks.is_floating_point(), "sinks", rule.sinks, "a floating-point dtype")
+    if rule.sink_logits is not None:
+        expect(rule.sink_logits.shape == (h,), "sink_logits", rule.sink_logits, f"[{h}]")
+        expect(rule.sink_logits.is_floating_point(), "sink_logits", rule.sink_logits, "a floating-point dtype")
     if rule.documents is not None:
         pair = rule.documents if isinstance(rule.documents, tuple) else (rule.documents,) * 2
         if len(pair) != 2 or not all(isinstance(ids, Tensor) for ids in pair):
@@ -72,8 +72,6 @@ def check_shapes(rule: Rule) -> None:
         if not isinstance(rule.blocks, BlockIndex):
             raise ValueError(f"blocks is a {type(rule.blocks).__name__}; expected a BlockIndex")
         expect(rule.blocks.offsets.shape[0] in (1, h), "blocks.offsets", rule.blocks.offsets, f"[1 or {h}, rows + 1]")
-    if rule.penalty is not None:
-        expect(rule.penalty.ndim == 0, "penalty", rule.penalty, "a scalar")
 
 
 def as_reach(reach: Tensor | Sequence[int] | int, heads: int) -> Tensor:

@@ -1,8 +1,8 @@
 """Tables over distances: which entry a distance reads, and two rules' tables brought to one way of counting.
 
-Entry n of a table is distance n, or |d| under a rule that sees the future too; with `ahead` it is distance n − ahead,
-so that keys ahead of the query (d < 0) have entries of their own. distance_value, which goes on beyond its ends and so
-may be short, then has distance 0 in its middle.
+Entry n of a table is distance n, or |d| under a rule that sees the future too; with `max_future` it is distance n −
+max_future, so that future keys (d < 0) have entries of their own. distance_value, which goes on beyond its
+ends and so may be short, then has distance 0 in its middle.
 
 Shapes: H heads, L entries.
 """
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from spanformer.ops.lower import Dense
     from spanformer.ops.rule import Rule
 
 ENDING = ("distance_bias", "distance_vec", "distance_scale")
@@ -22,60 +23,62 @@ ENDING = ("distance_bias", "distance_vec", "distance_scale")
 TABLES = (*ENDING, "distance_value")
 
 
-def entry(d: Tensor, causal: bool, ahead: int) -> Tensor:
+def entry(d: Tensor, causal: bool, max_future: int) -> Tensor:
     """Where signed distances d are read, not clamped to a table's length."""
-    return d if causal else d + ahead if ahead else d.abs()
+    return d if causal else d + max_future if max_future else d.abs()
 
 
-def ahead_of(rule: Rule, name: str) -> int:
-    """How many entries of a rule's table lie ahead of distance 0."""
-    return getattr(rule, name).shape[1] // 2 if rule.ahead and name == "distance_value" else rule.ahead
+def future_of(rule: Rule | Dense, name: str) -> int:
+    """How many entries of a rule's table come before distance 0."""
+    return getattr(rule, name).shape[1] // 2 if rule.max_future and name == "distance_value" else rule.max_future
 
 
-def check_ahead(rule: Rule) -> None:
-    if rule.ahead and rule.causal:
+def check_max_future(rule: Rule) -> None:
+    if rule.max_future and rule.causal:
         raise ValueError(
-            f"ahead is {rule.ahead} with causal=True, which sees nothing ahead; tables of a causal rule begin at "
-            "distance 0"
+            f"max_future is {rule.max_future} with causal=True, which never sees the future; tables of a causal rule "
+            "begin at distance 0"
         )
     for name in ENDING:
-        if (table := getattr(rule, name)) is not None and table.shape[1] <= rule.ahead:
+        if (table := getattr(rule, name)) is not None and table.shape[1] <= rule.max_future:
             raise ValueError(
-                f"{name} has shape {list(table.shape)} and ahead is {rule.ahead}; expected an entry for distance 0, so "
-                f"at least {rule.ahead + 1}"
+                f"{name} has shape {list(table.shape)} and max_future is {rule.max_future}; expected an entry for "
+                "distance 0, so "
+                f"at least {rule.max_future + 1}"
             )
-    if rule.ahead and rule.distance_value is not None and rule.distance_value.shape[1] % 2 == 0:
+    if rule.max_future and rule.distance_value is not None and rule.distance_value.shape[1] % 2 == 0:
         raise ValueError(
-            f"distance_value has shape {list(rule.distance_value.shape)} and ahead is {rule.ahead}; expected an odd "
+            f"distance_value has shape {list(rule.distance_value.shape)} and max_future is {rule.max_future}; expected "
+            "an odd "
             "number of entries, with distance 0 in their middle"
         )
 
 
-def shared_ahead(a: Rule, b: Rule) -> int:
-    """How far ahead the sum of two rules that both see the future counts its tables: as far as both know."""
-    signed = [rule.ahead for rule in (a, b) if any(getattr(rule, name) is not None for name in TABLES)]
+def shared_max_future(a: Rule, b: Rule) -> int:
+    """The max_future of the sum of two non-causal rules: the distances that both tables hold."""
+    signed = [rule.max_future for rule in (a, b) if any(getattr(rule, name) is not None for name in TABLES)]
     if not any(signed):
         return 0
     tables = [(rule, getattr(rule, name)) for rule in (a, b) for name in ENDING]
-    known = [rule.ahead or table.shape[1] - 1 for rule, table in tables if table is not None]
+    known = [rule.max_future or table.shape[1] - 1 for rule, table in tables if table is not None]
     if not min(known, default=1):
         raise ValueError(
-            "a table of one entry, for distance 0 alone, cannot be added to a rule that looks ahead; make it longer"
+            "a table of one entry, for distance 0 alone, cannot be added to a rule that sees the future; make it longer"
         )
     return min(known) if known else max(signed)
 
 
-def counted(rule: Rule, name: str, causal: bool, ahead: int) -> Tensor | None:
-    """A rule's table [.., L, ..] as a rule with this causal and ahead reads it."""
+def counted(rule: Rule, name: str, causal: bool, max_future: int) -> Tensor | None:
+    """A rule's table [.., L, ..] as a rule with this causal and max_future reads it."""
     table = getattr(rule, name)
     if table is None:
         return None
-    own, length = ahead_of(rule, name), table.shape[1]
+    own, length = future_of(rule, name), table.shape[1]
     if causal:
         return table[:, own:] if own else table
-    if ahead == rule.ahead or (rule.ahead and name == "distance_value"):
+    if max_future == rule.max_future or (rule.max_future and name == "distance_value"):
         return table
-    least = -ahead if name in ENDING else 1 - length
+    least = -max_future if name in ENDING else 1 - length
     d = torch.arange(least, length - own, device=table.device)
     return table.index_select(1, entry(d, False, own))
 

@@ -9,9 +9,9 @@ et al., 2018), §3. https://arxiv.org/abs/1808.04444
 
     Sinusoidal           x_t + p_t          p_t[2c] = sin(t · base^(−2c / dim)), p_t[2c + 1] = cos(t · base^(−2c / dim))
     SinusoidalPerLayer   x_t + p_t + p_l    before layer l = 1, 2, …, with the same p
-    Learned              x_t + w_t          a vector for each place in the text
+    Learned              x_t + w_t          a vector for each position
 
-Shapes: B batch, T tokens, L places, dim of hidden states.
+Shapes: B batch, T tokens, L positions, dim of hidden states.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from spanformer.kinds import PositionSpec
 from spanformer.position.base import Position
 
 
 class Sinusoidal(Position):
-    """Known for every place, however far into a text."""
+    """Defined for every position, so a text may have any length."""
 
     def __init__(self, dim: int, base: float = 10000.0) -> None:
         super().__init__()
         if dim < 1 or not base > 0:
             raise ValueError(f"dim is {dim} and base {base}; expected at least 1, and a positive number")
         self.dim, self.base = dim, base
+
+    @classmethod
+    def build(cls, spec: PositionSpec) -> Sinusoidal:
+        return cls(spec.dim, spec.base)
 
     def embed(self, x: Tensor, start: int | Tensor) -> Tensor:
         return x + sinusoids(places(x, start), self.dim, self.base).to(x.dtype)
@@ -47,6 +52,10 @@ class SinusoidalPerLayer(Sinusoidal):
             raise ValueError(f"layer is {layer}; expected a number from 1 on")
         self.layer = layer
 
+    @classmethod
+    def build(cls, spec: PositionSpec) -> SinusoidalPerLayer:
+        return cls(spec.dim, spec.layer + 1, spec.base)
+
     def embed(self, x: Tensor, start: int | Tensor) -> Tensor:
         mine = sinusoids(torch.full((), self.layer, device=x.device), self.dim, self.base)
         return super().embed(x, start) + mine.to(x.dtype)
@@ -56,7 +65,7 @@ class SinusoidalPerLayer(Sinusoidal):
 
 
 class Learned(Position):
-    """A table that ends: a token beyond it is refused."""
+    """A table of `length` positions; a token beyond it raises a ValueError."""
 
     def __init__(self, dim: int, length: int) -> None:
         super().__init__()
@@ -65,17 +74,21 @@ class Learned(Position):
         self.weight = nn.Parameter(torch.randn(length, dim) * 0.02)
         """[L, dim]"""
 
+    @classmethod
+    def build(cls, spec: PositionSpec) -> Learned:
+        return cls(spec.dim, spec.length)
+
     def embed(self, x: Tensor, start: int | Tensor) -> Tensor:
         at, length = places(x, start), len(self.weight)
-        ends = None  # the first and the last place, where the host knows them
+        ends = None  # the first and the last position, where the host knows them
         if isinstance(start, int):
             ends = (start, start + x.shape[1] - 1)
         elif at.device.type == "cpu" and at.numel():
             ends = (int(at.min()), int(at.max()))
         if ends is not None and x.shape[1] and (ends[0] < 0 or ends[1] >= length):
             raise ValueError(
-                f"a token stands at place {ends[0] if ends[0] < 0 else ends[1]} of its text, and learned positions end "
-                f"at {length - 1}; make them longer, begin the text anew, or use sinusoidal or relative positions"
+                f"a token is at position {ends[0] if ends[0] < 0 else ends[1]} of its text, and learned positions end "
+                f"at {length - 1}; increase their length, start a new text, or use sinusoidal or relative positions"
             )
         return x + self.weight[at].to(x.dtype)
 
@@ -84,14 +97,14 @@ class Learned(Position):
 
 
 def places(x: Tensor, start: int | Tensor) -> Tensor:
-    """[T] or [B, T]: where the tokens x [B, T, dim] stand."""
+    """[T] or [B, T]: the positions of the tokens x [B, T, dim]."""
     if isinstance(start, Tensor):
         return start
     return torch.arange(start, start + x.shape[1], device=x.device)
 
 
 def sinusoids(at: Tensor, dim: int, base: float = 10000.0) -> Tensor:
-    """at [...] → [..., dim] in float64: in float32 the angles of place 10 million are off by up to half a radian."""
+    """at [...] → [..., dim] in float64: in float32 the angles of position 10 million are off by up to half a radian."""
     component = torch.arange(0, dim, 2, device=at.device, dtype=torch.float64)
     angle = at[..., None] * base ** (-component / dim)
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)[..., :dim]

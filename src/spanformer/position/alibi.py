@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spanformer.kinds import PositionSpec
 from spanformer.ops import Rule
 from spanformer.position.base import Places, Position
 
@@ -26,6 +27,10 @@ class Alibi(Position):
         self.heads = heads
         # Empty: it follows the module to its device and dtype. Slopes themselves would be rounded on that way.
         self.register_buffer("_like", torch.zeros(0), persistent=False)
+
+    @classmethod
+    def build(cls, spec: PositionSpec) -> Alibi:
+        return cls(spec.heads)
 
     def slopes(self) -> Tensor:
         """[H], in float32 or wider."""

@@ -1,4 +1,4 @@
-"""What a position encoding is: it may add to the hidden states, turn queries and keys, or say a Rule.
+"""What a position encoding is: it may add to hidden states, encode queries and keys, or give a Rule.
 
 Shapes: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D head size.
 """
@@ -11,13 +11,14 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from spanformer.kinds import PositionSpec
 from spanformer.ops import Rule
 
-Turner = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Encode = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Places(Protocol):
-    """The part of a view that says where queries and keys stand."""
+    """The part of a view that holds the positions of queries and keys."""
 
     @property
     def q_positions(self) -> Tensor | None:
@@ -31,31 +32,75 @@ class Places(Protocol):
 
 
 class Position(nn.Module):
-    """The base of every encoding, and itself the one that tells nothing. Each overrides what it needs, `turn`
-    and `turner` together."""
+    """The base of every encoding, and itself the encoding without positions. Override what is needed, `encode`
+    and `encode_at` together."""
+
+    @property
+    def rotates(self) -> bool:
+        """Whether it changes queries and keys, instead of only adding to the tokens or to the rule."""
+        return type(self).encode is not Position.encode
 
     def embed(self, x: Tensor, start: int | Tensor) -> Tensor:
         """x [B, T, dim], the embedded tokens (or a layer's input, for an encoding of that layer) at positions start,
         start + 1, …, or at positions [T] or [B, T]; absolute encodings add to them."""
         return x
 
-    def turn(self, q: Tensor, k: Tensor, view: Places) -> tuple[Tensor, Tensor]:
-        """q [B, H, Tq, D] and k [B, Hkv, Tk, D], each made to know where it stands."""
+    def encode(self, q: Tensor, k: Tensor, view: Places) -> tuple[Tensor, Tensor]:
+        """q [B, H, Tq, D] and k [B, Hkv, Tk, D], with their positions encoded."""
         return q, k
 
-    def turn_of(self, heads: list[int]) -> Callable[[Tensor, Tensor, Places], tuple[Tensor, Tensor]]:
-        """`turn` for queries of these heads alone; the same for all, unless heads turn in ways of their own."""
-        return self.turn
+    def encode_for(self, heads: list[int]) -> Callable[[Tensor, Tensor, Places], tuple[Tensor, Tensor]]:
+        """`encode` for queries of these heads alone; the same for all, unless heads differ."""
+        return self.encode
 
-    def turner(self, positions: Callable[[], Tensor], dtype: torch.dtype) -> Turner | None:
-        """What `turn` does to queries and keys [B, H, T, D] of the same tokens, at positions [T] or [B, T], made ready
-        to be used by many layers: for keys that are kept turned. None: nothing. The positions are asked for only if
-        they are needed."""
+    def encode_at(
+        self, positions: Callable[[], Tensor], dtype: torch.dtype, heads: list[int] | None = None
+    ) -> Encode | None:
+        """`encode` for queries and keys [B, H, T, D] of the same tokens, at positions [T] or [B, T], to be used by many
+        layers; a KV cache keeps keys that are encoded. None: it does nothing. heads: as in `encode_for`. The positions
+        are asked for only if they are needed."""
         return None
+
+    def for_heads(self, first: int, heads: int) -> Position:
+        """The encoding of some heads of a layer alone, `first` and those after it."""
+        return SomeHeads(self, list(range(first, first + heads)))
 
     def rule(self, view: Places, length: int) -> Rule | None:
         """What to add to the attention's rule, for distances 0 … length − 1.
 
-        It is not causal, that is, it says nothing about the future: a sum of rules is causal if one of them is.
+        The rule is not causal: a sum of rules is causal if one of them is.
         """
         return None
+
+
+class SomeHeads(Position):
+    """What an encoding does for some heads of a layer, whose others have memories of another kind."""
+
+    def __init__(self, whole: Position, heads: list[int]) -> None:
+        super().__init__()
+        self._whole, self._heads = (whole,), heads  # in a tuple: its parameters belong to the model already
+
+    @property
+    def rotates(self) -> bool:
+        return self._whole[0].rotates
+
+    def encode(self, q: Tensor, k: Tensor, view: Places) -> tuple[Tensor, Tensor]:
+        return self._whole[0].encode_for(self._heads)(q, k, view)
+
+    def encode_for(self, heads: list[int]) -> Callable[[Tensor, Tensor, Places], tuple[Tensor, Tensor]]:
+        return self._whole[0].encode_for([self._heads[h] for h in heads])
+
+    def encode_at(
+        self, positions: Callable[[], Tensor], dtype: torch.dtype, heads: list[int] | None = None
+    ) -> Encode | None:
+        some = self._heads if heads is None else [self._heads[h] for h in heads]
+        return self._whole[0].encode_at(positions, dtype, some)
+
+    def rule(self, view: Places, length: int) -> Rule | None:
+        whole = self._whole[0].rule(view, length)
+        return None if whole is None else whole.for_heads(self._heads)
+
+
+def build(spec: PositionSpec) -> Position:
+    """No position encoding."""
+    return Position()

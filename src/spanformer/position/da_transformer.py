@@ -2,7 +2,7 @@
 
     s_ij = relu(q_i·k_j) · f_h(|i − j|) / sqrt(D)        f_h(d) = (1 + e^v) / (1 + e^(v − w·d))
 
-f is 1 at distance 0. A head with w > 0 learns to prefer what is far, up to 1 + e^v times; one with w < 0, what is near.
+f is 1 at distance 0. A head with w > 0 prefers far keys, up to 1 + e^v times; one with w < 0 prefers near keys.
 A score of 0 is not small: it is the weight that irrelevant tokens share, whatever their distance.
 """
 
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from spanformer.kinds import PositionSpec
 from spanformer.ops import Rule
 from spanformer.position.base import Places, Position
 
@@ -25,6 +26,10 @@ class DATransformer(Position):
             raise ValueError(f"heads is {heads}; expected at least 1")
         self.w, self.v = (nn.Parameter(torch.zeros(heads)) for _ in range(2))
         """[H] each"""
+
+    @classmethod
+    def build(cls, spec: PositionSpec) -> DATransformer:
+        return cls(spec.heads)
 
     def rule(self, view: Places, length: int) -> Rule:
         w, v = self.w[:, None], self.v[:, None]

@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from spanformer.kinds import PositionSpec
 from spanformer.ops import Rule
 from spanformer.position.base import Places, Position
 
 
 class DistanceBias(Position):
-    """Starts at 0, that is, without an opinion. Distances beyond the table have its last entry."""
+    """Starts at 0: no distance is preferred. Distances beyond the table have its last entry."""
 
     def __init__(self, heads: int, length: int) -> None:
         super().__init__()
@@ -22,6 +23,10 @@ class DistanceBias(Position):
             raise ValueError(f"heads is {heads} and length {length}; expected at least 1 each")
         self.bias = nn.Parameter(torch.zeros(heads, length))
         """[H, L]"""
+
+    @classmethod
+    def build(cls, spec: PositionSpec) -> DistanceBias:
+        return cls(spec.heads, spec.max_distance)
 
     def rule(self, view: Places, length: int) -> Rule:
         heads, known = self.bias.shape

@@ -1,6 +1,6 @@
 """RoFormer: Enhanced Transformer with Rotary Position Embedding (Su et al., 2021). https://arxiv.org/abs/2104.09864
 
-    (x_c, x_{c + D/2}) at position t  →  turned by the angle t · base^(−2c / D),   c = 0 … D/2 − 1
+    (x_c, x_{c + D/2}) at position t  →  rotated by the angle t · base^(−2c / D),   c = 0 … D/2 − 1
 
 so that q·k depends on the distance of the two only. Component c is paired with c + D/2, as in Llama; the paper pairs
 neighbours, which is the same up to the order of components.
@@ -24,21 +24,22 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from spanformer.position.base import Places, Position, Turner
+from spanformer.kinds import PositionSpec
+from spanformer.position.base import Encode, Places, Position
 
 Scaling = Literal["none", "linear", "ntk", "yarn"]
 FAST, SLOW = 32, 1  # turns within the trained length, as YaRN's authors set them
 
 
 class Rotary(Position):
-    """factor and trained (the length a model was trained on, for yarn alone) are of no use without scaling."""
+    """factor and trained (the length a model was trained on, for yarn alone) need a scaling."""
 
     def __init__(
         self, head_dim: int, base: float = 10000.0, *, scaling: Scaling = "none", factor: float = 1.0, trained: int = 0
     ) -> None:
         super().__init__()
         if head_dim < 2 or head_dim % 2:
-            raise ValueError(f"head_dim is {head_dim}; rotary positions turn pairs of components, so it must be even")
+            raise ValueError(f"head_dim is {head_dim}; rotary positions rotate pairs of components, so it must be even")
         if not base > 0:
             raise ValueError(f"base is {base}; expected a positive number")
         if scaling not in get_args(Scaling):
@@ -47,18 +48,25 @@ class Rotary(Position):
             raise ValueError(f"factor is {factor} with scaling {scaling!r}; expected 1 or more, and 1 without scaling")
         if (trained < 1) == (scaling == "yarn"):
             raise ValueError(
-                f"trained is {trained} with scaling {scaling!r}; yarn alone needs to know the length of training"
+                f"trained is {trained} with scaling {scaling!r}; give the length of training for yarn only"
             )
         if scaling == "yarn" and base <= 1:
-            raise ValueError(f"base is {base}; yarn needs one beyond 1, so that some pairs turn slower than others")
+            raise ValueError(f"base is {base}; yarn needs one beyond 1, so that some pairs rotate slower than others")
         if scaling == "ntk" and head_dim < 4:
             raise ValueError(f"head_dim is {head_dim}; ntk scaling needs at least 4, a fast pair and a slow one")
         self.head_dim, self.base, self.scaling, self.factor, self.trained = head_dim, base, scaling, factor, trained
         self.length = 0.1 * math.log(factor) + 1 if scaling == "yarn" else 1.0
-        """what turned queries and keys are multiplied by"""
+        """what rotated queries and keys are multiplied by"""
         self._table: tuple[Tensor, Tensor] | None = None
 
-    def turn(self, q: Tensor, k: Tensor, view: Places) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def build(cls, spec: PositionSpec) -> Rotary:
+        return cls(
+            spec.head_dim, spec.base, scaling=spec.scaling, factor=spec.factor,
+            trained=spec.length if spec.scaling == "yarn" else 0,
+        )  # fmt: skip
+
+    def encode(self, q: Tensor, k: Tensor, view: Places) -> tuple[Tensor, Tensor]:
         if view.q_positions is not None and view.k_positions is not None:
             return self.rotate(q, view.q_positions), self.rotate(k, view.k_positions)
         tq, tk = q.shape[2], k.shape[2]
@@ -70,10 +78,10 @@ class Rotary(Position):
         )
 
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [B, H, T, D] alone, at positions [T] or [B, T]: for keys that are kept turned, beside new queries."""
+        """x [B, H, T, D] alone, at positions [T] or [B, T]: for keys of a KV cache, beside new queries."""
         return _rotate(x, *self._at(positions, x.dtype))
 
-    def turner(self, positions: Callable[[], Tensor], dtype: torch.dtype) -> Turner:
+    def encode_at(self, positions: Callable[[], Tensor], dtype: torch.dtype, heads: list[int] | None = None) -> Encode:
         cos, sin = self._at(positions(), dtype)
         return lambda q, k: (_rotate(q, cos, sin), _rotate(k, cos, sin))
 
@@ -83,14 +91,14 @@ class Rotary(Position):
         return (cos[:, None], sin[:, None]) if positions.ndim == 2 else (cos, sin)
 
     def _first(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of positions 0 … at least length − 1, kept from call to call; both [at least length, D]."""
+        """cos and sin of positions 0 … at least length − 1, cached between calls; both [at least length, D]."""
         wide = torch.promote_types(like.dtype, torch.float32)
-        kept = self._table
-        if kept is None or len(kept[0]) < length or kept[0].dtype != wide or kept[0].device != like.device:
+        table = self._table
+        if table is None or len(table[0]) < length or table[0].dtype != wide or table[0].device != like.device:
             with torch.inference_mode(False):  # a table made while generating must serve training too
                 enough = 1 << (length - 1).bit_length()
-                kept = self._table = self._angles(torch.arange(enough, device=like.device), wide)
-        return kept
+                table = self._table = self._angles(torch.arange(enough, device=like.device), wide)
+        return table
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions [...] → cos and sin [..., D] in float32 or wider; the first half of sin is negative."""
@@ -101,7 +109,7 @@ class Rotary(Position):
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     def speeds(self, device: torch.device | None = None) -> Tensor:
-        """[D/2] by how much each pair turns from one token to the next, in float64."""
+        """[D/2] the angle by which each pair rotates from one token to the next, in float64."""
         d, base = self.head_dim, self.base
         if self.scaling == "ntk":
             base = base * self.factor ** (d / (d - 2))
@@ -117,7 +125,7 @@ class Rotary(Position):
         return speed
 
     def _pair_with(self, turns: float) -> float:
-        """Which pair makes so many turns within the trained length, as a number between pairs."""
+        """Which pair makes this many turns within the trained length, as a number between pairs."""
         return self.head_dim * math.log(self.trained / (turns * 2 * math.pi)) / (2 * math.log(self.base))
 
     def extra_repr(self) -> str:

@@ -4,7 +4,7 @@ https://arxiv.org/abs/1803.02155
     s_ij  = q_i·(k_j + a[c]) / sqrt(D)        c = clip(i − j, −C, C)
     out_i = Σ_j softmax(s)_ij · (v_j + b[c])
 
-Shapes: L distances that are told apart (C + 1 if causal, else 2C + 1), D head size.
+Shapes: L distances with vectors of their own (C + 1 if causal, else 2C + 1), D head size.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from spanformer.kinds import PositionSpec
 from spanformer.ops import Rule
 from spanformer.position.base import Places, Position
 
@@ -29,12 +30,18 @@ class Shaw(Position):
         self.keys, self.values = (nn.Parameter(torch.randn(length, head_dim) * head_dim**-0.5) for _ in range(2))
         """[L, D] each; entry C is distance 0, or entry 0 if causal"""
 
+    @classmethod
+    def build(cls, spec: PositionSpec) -> Shaw:
+        return cls(spec.heads, spec.head_dim, spec.clip, causal=spec.causal)
+
     def rule(self, view: Places, length: int) -> Rule:
-        ahead = 0 if self.causal else max(length - 1, 1)
-        distance = torch.arange(-ahead, max(length, 1 + ahead), device=self.keys.device)
+        future = 0 if self.causal else max(length - 1, 1)
+        distance = torch.arange(-future, max(length, 1 + future), device=self.keys.device)
         first = 0 if self.causal else -self.clip
         vectors = self.keys[distance.clamp(first, self.clip) - first]
-        return Rule(self.heads, causal=False, ahead=ahead, distance_vec=vectors[None], distance_value=self.values[None])
+        return Rule(
+            self.heads, causal=False, max_future=future, distance_vec=vectors[None], distance_value=self.values[None]
+        )
 
     def extra_repr(self) -> str:
         both = "" if self.causal else ", causal=False"

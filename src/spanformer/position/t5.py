@@ -5,8 +5,8 @@ https://arxiv.org/abs/1910.10683
     bucket(d) = d                                                              for d < N / 2
               = N/2 + ⌊N/2 · log(d / (N/2)) / log(M / (N/2))⌋, at most N − 1   beyond
 
-for N buckets up to distance M. Without causality, half of the buckets are for keys ahead. T5 itself does not divide
-scores by sqrt(D); that is up to the attention's scale, not to its positions.
+for N buckets up to distance M. Without causality, half of the buckets are for future keys. T5 itself does not divide
+scores by sqrt(D); set that by the attention's scale, not by its positions.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import math
 import torch
 from torch import Tensor, nn
 
+from spanformer.kinds import PositionSpec
 from spanformer.ops import Rule
 from spanformer.position.base import Places, Position
 
 
 class T5(Position):
     """A learned number for each head and bucket, shared by all layers that are given the same object, as in T5. Starts
-    at 0, that is, without an opinion."""
+    at 0: no distance is preferred."""
 
     def __init__(self, heads: int, buckets: int = 32, max_distance: int = 128, *, causal: bool = True) -> None:
         super().__init__()
@@ -35,6 +36,10 @@ class T5(Position):
         self.buckets, self.max_distance, self.causal = buckets, max_distance, causal
         self.bias = nn.Parameter(torch.zeros(heads, buckets))
         """[H, N]"""
+
+    @classmethod
+    def build(cls, spec: PositionSpec) -> T5:
+        return cls(spec.heads, causal=spec.causal)
 
     def bucket(self, distance: Tensor) -> Tensor:
         """The bucket of each distance i − j; a causal encoding has none for those below 0."""
@@ -49,9 +54,9 @@ class T5(Position):
         return first + torch.where(far < exact, far, beyond.clamp(max=count - 1))
 
     def rule(self, view: Places, length: int) -> Rule:
-        ahead = 0 if self.causal else max(length - 1, 1)
-        distance = torch.arange(-ahead, max(length, 1 + ahead), device=self.bias.device)
-        return Rule(len(self.bias), causal=False, ahead=ahead, distance_bias=self.bias[:, self.bucket(distance)])
+        future = 0 if self.causal else max(length - 1, 1)
+        distance = torch.arange(-future, max(length, 1 + future), device=self.bias.device)
+        return Rule(len(self.bias), causal=False, max_future=future, distance_bias=self.bias[:, self.bucket(distance)])
 
     def extra_repr(self) -> str:
         both = "" if self.causal else ", causal=False"

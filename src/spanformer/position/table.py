@@ -1,7 +1,7 @@
 """The positions of Adaptive Attention Span in Transformers (Sukhbaatar et al., 2019), https://arxiv.org/abs/1905.07799,
 after Self-Attention with Relative Position Representations (Shaw et al., 2018), https://arxiv.org/abs/1803.02155.
 
-    s_ij = (q_i·k_j + q_i·r[d]) / sqrt(D)        d = i − j, or i − j − 1 under a rule with `original`
+    s_ij = (q_i·k_j + q_i·r[d]) / sqrt(D)        d = i − j, or i − j − 1 under a rule with `paper_compat`
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from spanformer.kinds import PositionSpec
 from spanformer.ops import Rule
 from spanformer.position.base import Places, Position
 
@@ -16,8 +17,7 @@ from spanformer.position.base import Places, Position
 class Table(Position):
     """One vector for each distance, shared by all heads, and by all layers that are given the same object.
 
-    The table ends: attention that reaches farther than `length` is refused by `attend`. It starts from N(0, 1), as the
-    paper's.
+    `attend` refuses attention that reaches farther than `length`. The table starts from N(0, 1), as the paper's.
     """
 
     def __init__(self, heads: int, head_dim: int, length: int) -> None:
@@ -27,6 +27,10 @@ class Table(Position):
         self.heads = heads
         self.weight = nn.Parameter(torch.randn(length, head_dim))
         """[L, D]: row d belongs to distance d"""
+
+    @classmethod
+    def build(cls, spec: PositionSpec) -> Table:
+        return cls(spec.heads, spec.head_dim, spec.max_distance)
 
     def rule(self, view: Places, length: int) -> Rule:
         return Rule(self.heads, causal=False, distance_vec=self.weight[None, :length])

@@ -3,7 +3,7 @@ https://arxiv.org/abs/1901.02860
 
     s_ij = (q_i·k_j + q_i·r[d] + u·k_j + v·r[d]) / sqrt(D)        r[d] = W R_d,  d = i − j,  R_d a sinusoid
 
-Written with q + u for the query, this is (q + u)·k + (q + u)·r[d] + (v − u)·r[d]: a turned query, a vector and a bias
+Written with q + u for the query, this is (q + u)·k + (q + u)·r[d] + (v − u)·r[d]: an encoded query, a vector and a bias
 for each distance. W and r are a head's own, and so are u and v. The paper has one W for each layer, and one u and v for
 all; here, as in its code with untied biases, each layer that is given an encoding of its own has its own u and v.
 
@@ -18,9 +18,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from spanformer.kinds import PositionSpec
 from spanformer.ops import Rule
 from spanformer.position.absolute import sinusoids
-from spanformer.position.base import Places, Position, Turner
+from spanformer.position.base import Encode, Places, Position
 
 
 class TransformerXL(Position):
@@ -37,25 +38,27 @@ class TransformerXL(Position):
         self.u, self.v = (nn.Parameter(torch.randn(heads, head_dim) * 0.02) for _ in range(2))
         """[H, D] each"""
 
-    def turn(self, q: Tensor, k: Tensor, view: Places) -> tuple[Tensor, Tensor]:
-        return self._turn(q, k)
+    @classmethod
+    def build(cls, spec: PositionSpec) -> TransformerXL:
+        return cls(spec.dim, spec.heads, spec.head_dim, causal=spec.causal)
 
-    def turn_of(self, heads: list[int]) -> Callable[[Tensor, Tensor, Places], tuple[Tensor, Tensor]]:
+    def encode(self, q: Tensor, k: Tensor, view: Places) -> tuple[Tensor, Tensor]:
+        return q + self.u[:, None].to(q.dtype), k
+
+    def encode_for(self, heads: list[int]) -> Callable[[Tensor, Tensor, Places], tuple[Tensor, Tensor]]:
         u = self.u[heads]
         return lambda q, k, view: (q + u[:, None].to(q.dtype), k)
 
-    def turner(self, positions: Callable[[], Tensor], dtype: torch.dtype) -> Turner:
-        return self._turn
-
-    def _turn(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return q + self.u[:, None].to(q.dtype), k
+    def encode_at(self, positions: Callable[[], Tensor], dtype: torch.dtype, heads: list[int] | None = None) -> Encode:
+        u = self.u if heads is None else self.u[heads]
+        return lambda q, k: (q + u[:, None].to(q.dtype), k)
 
     def rule(self, view: Places, length: int) -> Rule:
-        ahead = 0 if self.causal else max(length - 1, 1)
-        distance = torch.arange(-ahead, max(length, 1 + ahead), device=self.weight.device)
+        future = 0 if self.causal else max(length - 1, 1)
+        distance = torch.arange(-future, max(length, 1 + future), device=self.weight.device)
         r = sinusoids(distance, self.dim).to(self.weight.dtype) @ self.weight.transpose(1, 2)  # [H, L, D]
         bias = (r @ (self.v - self.u)[..., None])[..., 0] / math.sqrt(r.shape[2])
-        return Rule(self.heads, causal=False, ahead=ahead, distance_vec=r, distance_bias=bias)
+        return Rule(self.heads, causal=False, max_future=future, distance_vec=r, distance_bias=bias)
 
     def extra_repr(self) -> str:
         both = "" if self.causal else ", causal=False"

@@ -29,7 +29,7 @@ from spanformer.report.rows import LARGEST
 def compare_pictures(runs: Sequence[Run], names: Sequence[str]) -> list[Picture]:
     """Every picture these runs allow together; names: one for each run, no two alike."""
     named = {name: run for name, run in zip(names, runs, strict=True) if len(quality(run).bits)}
-    if len(named) < 2 or len({run.start.unit for run in named.values()}) > 1:
+    if len(named) < 2 or len({run.start.bits_unit for run in named.values()}) > 1:
         return []
     pictures = (bits_picture(named), pareto_picture(named), sweep_picture(list(named.values())))
     return [picture for picture in pictures if picture is not None]
@@ -37,7 +37,7 @@ def compare_pictures(runs: Sequence[Run], names: Sequence[str]) -> list[Picture]
 
 def bits_picture(named: dict[str, Run]) -> Picture:
     """Bits of every run against steps and against training time."""
-    unit = next(iter(named.values())).start.unit
+    unit = next(iter(named.values())).start.bits_unit
     curves = {name: quality(run) for name, run in named.items()}
     second, seconds_name = time_unit(max(float(curve.seconds[-1]) for curve in curves.values()))
     figure, ((by_step, by_time),) = subplots(1, 2, width=13.0, height=max(4.6, 1.6 + 0.17 * len(named)), sharey=True)
@@ -79,7 +79,7 @@ def sweep_picture(runs: list[Run]) -> Picture | None:
             kinds.setdefault(kind_of(run), []).append(run)
     if len({limit_of(run) for some in kinds.values() for run in some}) < 2:
         return None
-    unit = runs[0].start.unit
+    unit = runs[0].start.bits_unit
     cost = next((axis for axis in (PREDICTED, COUNTED) if known(axis, [run for run in runs if run.steps])), None)
     panels = {
         f"final bits per {unit} (lower is better)": lambda run: float(quality(run).bits[-1]),

@@ -1,4 +1,4 @@
-"""Several runs as one table: quality, time, operations, memory, and on which fronts a run stands."""
+"""Several runs as one table: quality, time, operations, memory, and the Pareto fronts of each run."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def side_by_side(runs: Sequence[Run], names: Sequence[str]) -> tuple[list[str], 
     """A header and a row for each run. FLOPs are those of a training step; of full: the same model with full attention.
     Spans: how far heads look, back or (an encoder's) to either side. Best by: the costs for which no other run is both
     better and cheaper."""
-    best, units = best_by(runs, names), {run.start.unit for run in runs}
+    best, units = best_by(runs, names), {run.start.bits_unit for run in runs}
     header = [f"bits per {next(iter(units))}" if name == BITS and len(units) == 1 else name for name in HEADER]
     return telling(header, [_row(run, name, best.get(name, [])) for run, name in zip(runs, names, strict=True)])
 
 
 def telling(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
-    """Without columns that say nothing of any run."""
+    """Remove columns that are empty for all runs."""
     kept = [at for at in range(len(header)) if any(row[at] != NOTHING for row in rows)]
     return [header[at] for at in kept], [[row[at] for at in kept] for row in rows]
 
@@ -49,7 +49,7 @@ def best_by(runs: Sequence[Run], names: Sequence[str]) -> dict[str, list[str]]:
     """By run, the costs (FLOPs, time, memory) for which no other is both better and cheaper."""
     judged = {name: run for name, run in zip(names, runs, strict=True) if len(quality(run).bits)}
     best: dict[str, list[str]] = {}
-    if len(judged) > 1 and len({run.start.unit for run in runs}) == 1:
+    if len(judged) > 1 and len({run.start.bits_unit for run in runs}) == 1:
         for label, front in fronts(judged).items():
             for name in front:
                 best.setdefault(name, []).append(_short(label))
@@ -57,7 +57,7 @@ def best_by(runs: Sequence[Run], names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def numbers(runs: Sequence[Run], names: Sequence[str]) -> list[dict]:
-    """The same as plain numbers; null where a run does not say."""
+    """The same as plain numbers; null if a run does not have it."""
     best, found = best_by(runs, names), []
     for run, name in zip(runs, names, strict=True):
         curve, last = quality(run), run.steps[-1] if run.steps else None
@@ -68,7 +68,7 @@ def numbers(runs: Sequence[Run], names: Sequence[str]) -> list[dict]:
             "flops_per_token": counted_per_token(run),
             "peak_bytes": peak_bytes(run),
         }
-        row: dict = {"run": name, "unit": run.start.unit, "parameters": run.start.parameters}
+        row: dict = {"run": name, "unit": run.start.bits_unit, "parameters": run.start.parameters}
         row |= {"steps": last.step if last else 0, "tokens": last.tokens if last else 0}
         row |= {key: value if math.isfinite(value) else None for key, value in values.items()}
         found.append(row | {"best_by": best.get(name, [])})
@@ -76,7 +76,7 @@ def numbers(runs: Sequence[Run], names: Sequence[str]) -> list[dict]:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The table as Markdown, without columns that say nothing of any run."""
+    """The table as Markdown, without columns that are empty for all runs."""
     header, rows = telling(header, rows)
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

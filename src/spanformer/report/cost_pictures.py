@@ -1,4 +1,4 @@
-"""What the learned spans cost beside full attention: predicted by arithmetic, and measured."""
+"""The cost of learned spans against full attention: predicted and measured."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def cost_picture(run: Run) -> Picture | None:
 
 
 def latest(run: Run) -> dict[str, dict[str, float]]:
-    """What was measured last, of each quantity that was measured at all."""
+    """The last measurement of each quantity."""
     found = {}
     for row in run.costs:
         found |= {key: getattr(row, key) for key, *_ in MEASURED if getattr(row, key)}

@@ -24,7 +24,7 @@ CYCLE = (GREEN, BLUE, RED, "#e08e1b", "#8d5a97", "#7a4419", "#2a9d8f", "#c2185b"
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure, the file name it gets, and one sentence of what is to be seen in it."""
+    """A figure, its file name, and one sentence that describes it."""
 
     name: str
     title: str

@@ -13,71 +13,71 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from spanformer.core.events import (
+    FILE,
+    CheckpointEvent,
+    CostEvent,
+    DynamicEvent,
+    EvalEvent,
+    Event,
+    NoteEvent,
+    ResumeEvent,
+    SkipEvent,
+    StartEvent,
+    StepEvent,
+    StopEvent,
+)
 from spanformer.core.paths import check_regular
 from spanformer.core.text import printable
-from spanformer.report.rows import (
-    Checkpoint,
-    Cost,
-    Dynamic,
-    Eval,
-    Line,
-    Note,
-    Resume,
-    Row,
-    Skip,
-    Start,
-    Step,
-    Stop,
-    row,
-    start,
-)
+from spanformer.report.rows import Line, read_row, read_start
 
-NAME = "events.jsonl"
 Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True)
 class Run:
-    """All rows of a run that still count, each kind in the order of its steps."""
+    """All valid rows of a run, each kind in the order of its steps."""
 
     path: Path
     name: str
     """as it is shown; `read_runs` tells runs of one name apart"""
-    start: Start
-    steps: list[Step]
-    evals: list[Eval]
-    costs: list[Cost]
-    notes: list[Note]
-    skips: list[Skip]
-    checkpoints: list[Checkpoint]
-    dynamics: list[Dynamic]
-    resumes: list[Resume]
-    stop: Stop | None
+    start: StartEvent
+    steps: list[StepEvent]
+    evals: list[EvalEvent]
+    costs: list[CostEvent]
+    notes: list[NoteEvent]
+    skips: list[SkipEvent]
+    checkpoints: list[CheckpointEvent]
+    dynamics: list[DynamicEvent]
+    resumes: list[ResumeEvent]
+    stop: StopEvent | None
 
 
 def read_run(path: Path) -> Run:
     """A run from its folder or its event file; refused with one sentence if it is something else."""
-    file = Path(path) / NAME if Path(path).is_dir() else Path(path)
+    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     lines = _lines(file)
     first = next(lines, None)
-    if first is None or first.record.get("event") != "start":
-        raise ValueError(f"{file} does not begin with a start event; expected the {NAME} of a training run")
-    begun, rows = start(first), {}
+    if first is None or first.record.get("event") != StartEvent.kind:
+        raise ValueError(f"{file} does not begin with a start event; expected the {FILE} of a training run")
+    begun = read_start(first)
+    rows: dict[tuple, Event] = {}
     for line in lines:
-        if line.record.get("event") == "start":
+        if line.record.get("event") == StartEvent.kind:
             raise ValueError(f"{line.where} starts a second run; expected one run in a file")
-        found = row(line, begun.shape)
-        if isinstance(found, Resume):
-            rows = {key: old for key, old in rows.items() if old.step <= found.step and not isinstance(old, Stop)}
+        found = read_row(line, begun.shape)
+        if isinstance(found, ResumeEvent):
+            rows = {key: old for key, old in rows.items() if old.step <= found.step and not isinstance(old, StopEvent)}
         if found is not None:
             key = _key(found)
             rows.pop(key, None)
             rows[key] = found
     kept = sorted(rows.values(), key=lambda each: each.step)
     return Run(
-        file, printable(begun.run), begun, _of(Step, kept), _of(Eval, kept), _of(Cost, kept), _of(Note, kept),
-        _of(Skip, kept), _of(Checkpoint, kept), _of(Dynamic, kept), _of(Resume, kept),
-        next(iter(_of(Stop, kept)), None),
+        path=file, name=printable(begun.run), start=begun, steps=_of(StepEvent, kept), evals=_of(EvalEvent, kept),
+        costs=_of(CostEvent, kept), notes=_of(NoteEvent, kept), skips=_of(SkipEvent, kept),
+        checkpoints=_of(CheckpointEvent, kept), dynamics=_of(DynamicEvent, kept), resumes=_of(ResumeEvent, kept),
+        stop=next(iter(_of(StopEvent, kept)), None),
     )  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 def _place(file: Path) -> Path:
     file = file.resolve()
-    return file.parent if file.name == NAME else file
+    return file.parent if file.name == FILE else file
 
 
 def _own_end(place: Path, others: Sequence[Path], names: Sequence[str]) -> str:
@@ -110,11 +110,11 @@ def _own_end(place: Path, others: Sequence[Path], names: Sequence[str]) -> str:
     return printable(place)
 
 
-def _key(found: Row) -> tuple:
-    """What two rows must share for the later one to take the earlier one's place."""
-    if isinstance(found, Stop):
-        return (Stop,)
-    more = found.split if isinstance(found, Eval) else found.text if isinstance(found, Note) else ""
+def _key(found: Event) -> tuple:
+    """Two rows with the same key are one event; the later replaces the earlier."""
+    if isinstance(found, StopEvent):
+        return (StopEvent,)
+    more = found.split if isinstance(found, EvalEvent) else found.text if isinstance(found, NoteEvent) else ""
     return type(found), found.step, more
 
 
@@ -128,11 +128,11 @@ def _lines(file: Path) -> Iterator[Line]:
     try:
         content = file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{file} does not exist; expected a training run's folder or its {NAME}") from None
+        raise ValueError(f"{file} does not exist; expected a training run's folder or its {FILE}") from None
     except IsADirectoryError:
-        raise ValueError(f"{file} is a folder; expected the {NAME} of a training run") from None
+        raise ValueError(f"{file} is a folder; expected the {FILE} of a training run") from None
     if not content.strip():
-        raise ValueError(f"{file} is empty; expected the {NAME} of a training run")
+        raise ValueError(f"{file} is empty; expected the {FILE} of a training run")
     raw = content.split(b"\n")
     broken = None  # a line that is no JSON, forgiven if nothing but a resumption follows it
     for number, text in enumerate(raw, start=1):
@@ -150,7 +150,7 @@ def _lines(file: Path) -> Iterator[Line]:
         line = Line(record, f"{file}, line {number}")
         if not isinstance(record, dict):
             raise ValueError(f"{line.where} is JSON but no object; expected one event")
-        if broken is not None and record.get("event") != "resume":
+        if broken is not None and record.get("event") != ResumeEvent.kind:
             break
         broken = None
         yield line

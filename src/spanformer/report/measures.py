@@ -1,4 +1,4 @@
-"""What a run's rows say, as numbers and in words: bits per unit, spans, predicted cost."""
+"""Measures of a run from its rows, as numbers and in words: bits per unit, spans, predicted cost."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from spanformer.core.events import ASKED, EvalEvent, StepEvent
 from spanformer.cost.model import StepCost, full, step_cost
 from spanformer.report.attention import duration
 from spanformer.report.events import Run
-from spanformer.report.rows import ASKED, Eval, Step
 
 NOTHING = "–"
 
@@ -44,7 +44,7 @@ def evaluated(run: Run, split: str) -> Curve:
     return _curve(rows, [row.bits for row in rows])
 
 
-def evals(run: Run, split: str) -> list[Eval]:
+def evals(run: Run, split: str) -> list[EvalEvent]:
     return [row for row in run.evals if row.split == split and _usable(row.bits)]
 
 
@@ -76,12 +76,12 @@ def quality(run: Run) -> Curve:
     return Curve(train.steps, train.seconds, smooth(train.bits)[0])
 
 
-def looks_back(row: Step) -> np.ndarray:
+def looks_back(row: StepEvent) -> np.ndarray:
     """[layers, heads] a head's span in tokens; where none is learned, all it looks at."""
     return np.where(np.isnan(row.spans), row.reach, row.spans)
 
 
-def predicted(run: Run, row: Step | None = None) -> tuple[StepCost, StepCost] | None:
+def predicted(run: Run, row: StepEvent | None = None) -> tuple[StepCost, StepCost] | None:
     """A step's least cost with the spans of this row (the last one), and with full attention; memories filled. Of
     language models alone: the arithmetic is theirs."""
     if not run.steps or run.start.objective != "lm":
@@ -100,7 +100,7 @@ EXACT = {"seq2seq": "exact match", "encoder": "masked tokens right"}
 
 
 def exact(run: Run) -> tuple[str, float] | None:
-    """What `Eval.exact` is called in this run, and its last value on the validation split."""
+    """What `EvalEvent.exact` is called in this run, and its last value on the validation split."""
     found = [row.exact for row in run.evals if row.split == "valid" and math.isfinite(row.exact)]
     return (EXACT.get(run.start.objective, "exactly right"), found[-1]) if found else None
 

@@ -84,7 +84,7 @@ def _together(runs: list[Run], names: list[str], out: Path) -> list[str]:
     if differing:
         rows = [[key, *(each.get(key, NOTHING) for each in settings)] for key in differing]
         parts += [html.heading(3, "What differs in their configurations"), html.table(["key", *names], rows)]
-    units = {run.start.unit: None for run in runs}
+    units = {run.start.bits_unit: None for run in runs}
     if len(units) > 1:
         parts.append(html.paragraph(f"These runs count bits per {', per '.join(units)}: they cannot be compared."))
     return parts + _drawn(compare_pictures(runs, names), out, "")
@@ -95,7 +95,7 @@ def _drawn(pictures: list[Picture], out: Path, prefix: str) -> list[str]:
 
 
 def _headline(run: Run) -> list[tuple[str, str, str]]:
-    unit, valid, test = run.start.unit, evals_of(run, "valid"), evals_of(run, "test")
+    unit, valid, test = run.start.bits_unit, evals_of(run, "valid"), evals_of(run, "test")
     curve = quality(run).bits
     items = []
     if len(curve):

@@ -52,7 +52,7 @@ def pareto_picture(named: dict[str, Run]) -> Picture | None:
     axes_of = cost_axes(named)
     if not axes_of:
         return None
-    unit = next(iter(named.values())).start.unit
+    unit = next(iter(named.values())).start.bits_unit
     colour = dict(zip(named, colours(len(named)), strict=True))
     many = len(named) > FEW
     figure, axes = subplots(1, len(axes_of), width=5.4 * len(axes_of) + 2.2 * many, height=4.8, sharey=True)

@@ -1,135 +1,36 @@
-"""The rows of a run's event file, each checked while it is read.
+"""Reads rows of a run's event file (core/events.py), each checked while it is read.
 
-What a file holds was written by others: a value of another kind is refused with a sentence that names the file, the
+What a file holds was written by others: a value of another type is refused with a sentence that names the file, the
 line and the key. Numbers that training could not compute (null, NaN) are read as NaN.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
 
 import numpy as np
 
-from spanformer.cost.model import Shape
+from spanformer.core.events import (
+    FORMAT,
+    UNIT_NAMES,
+    CheckpointEvent,
+    CostEvent,
+    DynamicEvent,
+    EvalEvent,
+    Event,
+    NoteEvent,
+    ResumeEvent,
+    SkipEvent,
+    StartEvent,
+    StepEvent,
+    StopEvent,
+)
+from spanformer.core.shape import Shape
 
-FORMAT = 1
 LARGEST = 2**53  # no run counts farther, and up to here every whole number is a float too
-UNITS = ("byte", "char", "word")
-SPELT = {"char": "character"}
-"""units as people read them"""
-ASKED = {"encoder": "masked", "seq2seq": "target"}
-"""objectives whose bits are those of a token that is asked for, and what such a token is called"""
-
-
-@dataclass(frozen=True)
-class Start:
-    version: str
-    time: float
-    run: str
-    config: dict
-    parameters: int
-    unit: str
-    """what bits are counted for: byte, character, word, masked byte, target token, …"""
-    tokens: dict[str, int]
-    """of each split"""
-    units: dict[str, int]
-    """bytes, characters or words of each split"""
-    shape: Shape
-    machine: dict
-    objective: str = "lm"
-    """what was learned: lm, seq2seq or encoder"""
-
-
-@dataclass(frozen=True)
-class Step:
-    step: int
-    seconds: float
-    tokens: int
-    loss: float
-    """nats per token"""
-    penalty: float
-    lr: float
-    grad_norm: float
-    tokens_per_second: float
-    spans: np.ndarray
-    """[layers, heads] tokens, without the ramp; NaN where a head learns none"""
-    reach: np.ndarray
-    """[layers, heads] distances looked at"""
-    memory: list[int]
-    """[layers] cached states"""
-    resident_bytes: int
-
-
-@dataclass(frozen=True)
-class Eval:
-    step: int
-    seconds: float
-    split: str
-    loss: float
-    bits: float
-    """per unit"""
-    tokens: int
-    exact: float = math.nan
-    """share that was exactly right: targets of pairs, or masked tokens; NaN where that is not asked"""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Measured on one batch; each dict holds "learned" and "full", or neither. Times are those of a whole step and of
-    parts of it: attention, products of matrices elsewhere, the optimiser."""
-
-    step: int
-    flops: dict[str, float] = field(default_factory=dict)
-    step_seconds: dict[str, float] = field(default_factory=dict)
-    attention_seconds: dict[str, float] = field(default_factory=dict)
-    products_seconds: dict[str, float] = field(default_factory=dict)
-    optimizer_seconds: dict[str, float] = field(default_factory=dict)
-    peak_bytes: dict[str, float] = field(default_factory=dict)
-    tokens: int = 0
-    """of the batch; 0: as many as a step has by its shape"""
-
-
-@dataclass(frozen=True)
-class Note:
-    step: int
-    text: str
-
-
-@dataclass(frozen=True)
-class Skip:
-    step: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    step: int
-    path: str
-
-
-@dataclass(frozen=True)
-class Stop:
-    step: int
-    reason: str
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Dynamic:
-    step: int
-    text: str
-    spans: np.ndarray
-    """[names, characters] tokens"""
-    names: list[str]
-
-
-@dataclass(frozen=True)
-class Resume:
-    step: int
-
-
-Row = Step | Eval | Cost | Note | Skip | Checkpoint | Stop | Dynamic | Resume
 
 
 class Line:
@@ -219,7 +120,7 @@ class Line:
             raise ValueError(f"{self.where}: {key!r} does not fit: {error}") from None
 
 
-def start(line: Line) -> Start:
+def read_start(line: Line) -> StartEvent:
     if line.record.get("format") != FORMAT:
         raise ValueError(
             f"{line.where}: format is {line.record.get('format')!r}; expected {FORMAT}: "
@@ -227,26 +128,23 @@ def start(line: Line) -> Start:
         )
     unit, objective = line.text("unit"), line.text("objective", "lm")
     tokens, units = line.counts("tokens"), line.counts("units")
-    if unit not in UNITS:
-        raise line.refuse("unit", f"one of {', '.join(UNITS)}")
-    unit = SPELT.get(unit, unit)
-    if objective in ASKED:
-        unit = f"{ASKED[objective]} {unit if tokens.get('train') == units.get('train') else 'token'}"
-    return Start(
-        version=line.text("version", "unknown"), time=line.number("time", math.nan), run=line.text("run"),
-        config=line.table("config", {}), parameters=line.whole("parameters"), unit=unit, tokens=tokens, units=units,
-        shape=line.shape("shape"), machine=line.table("machine", {}), objective=objective,
+    if unit not in UNIT_NAMES:
+        raise line.refuse("unit", f"one of {', '.join(UNIT_NAMES)}")
+    return StartEvent(
+        step=line.whole("step", 0), version=line.text("version", "unknown"), time=line.number("time", math.nan),
+        run=line.text("run"), config=line.table("config", {}), parameters=line.whole("parameters"), unit=unit,
+        tokens=tokens, units=units, shape=line.shape("shape"), machine=line.table("machine", {}), objective=objective,
     )  # fmt: skip
 
 
-def row(line: Line, shape: Shape) -> Row | None:
-    """The row of a line after the first; None for an event this report has no use for."""
+def read_row(line: Line, shape: Shape) -> Event | None:
+    """The event of a line after the first; None for a kind that this version does not know."""
     read = READERS.get(line.text("event"))
     return read(line, shape) if read else None
 
 
-def _step(line: Line, shape: Shape) -> Step:
-    return Step(
+def _step(line: Line, shape: Shape) -> StepEvent:
+    return StepEvent(
         step=line.whole("step"), seconds=line.elapsed("seconds"), tokens=line.whole("tokens"), loss=line.number("loss"),
         penalty=line.number("penalty", math.nan), lr=line.number("lr", math.nan),
         grad_norm=line.number("grad_norm", math.nan), tokens_per_second=line.number("tokens_per_second", math.nan),
@@ -256,37 +154,40 @@ def _step(line: Line, shape: Shape) -> Step:
     )  # fmt: skip
 
 
-def _eval(line: Line, shape: Shape) -> Eval:
-    return Eval(
+def _eval(line: Line, shape: Shape) -> EvalEvent:
+    return EvalEvent(
         step=line.whole("step"), seconds=line.elapsed("seconds"), split=line.text("split"), loss=line.number("loss"),
         bits=line.number("bits"), tokens=line.whole("tokens", 0), exact=line.number("exact", math.nan),
     )  # fmt: skip
 
 
-def _cost(line: Line, shape: Shape) -> Cost:
-    measured = {each.name: line.both(each.name) for each in fields(Cost) if each.name not in ("step", "tokens")}
+def _cost(line: Line, shape: Shape) -> CostEvent:
+    names = [each.name for each in fields(CostEvent) if each.name not in ("step", "time", "tokens")]
+    measured: dict[str, Any] = {name: line.both(name) for name in names}
     if not measured["optimizer_seconds"]:  # older files: the time of forward and backward, which is no step's
         measured["step_seconds"] = {}
-    return Cost(line.whole("step"), **measured, tokens=line.whole("tokens", 0))
+    return CostEvent(line.whole("step"), **measured, tokens=line.whole("tokens", 0))
 
 
-def _dynamic(line: Line, shape: Shape) -> Dynamic:
+def _dynamic(line: Line, shape: Shape) -> DynamicEvent:
     text, names = line.text("text"), line.record.get("names")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise line.refuse("names", "a list of names")
-    return Dynamic(line.whole("step"), text, line.grid("spans", len(names), len(text), gaps=True), names)
+    return DynamicEvent(line.whole("step"), text, line.grid("spans", len(names), len(text), gaps=True), names)
 
 
-READERS = {
-    "step": _step,
-    "eval": _eval,
-    "cost": _cost,
-    "dynamic": _dynamic,
-    "note": lambda line, shape: Note(line.whole("step"), line.text("text")),
-    "skip": lambda line, shape: Skip(line.whole("step"), line.text("reason")),
-    "checkpoint": lambda line, shape: Checkpoint(line.whole("step"), line.text("path")),
-    "stop": lambda line, shape: Stop(line.whole("step"), line.text("reason"), line.number("seconds", math.nan)),
-    "resume": lambda line, shape: Resume(line.whole("step")),
+READERS: dict[str, Callable[[Line, Shape], Event]] = {
+    StepEvent.kind: _step,
+    EvalEvent.kind: _eval,
+    CostEvent.kind: _cost,
+    DynamicEvent.kind: _dynamic,
+    NoteEvent.kind: lambda line, shape: NoteEvent(line.whole("step"), line.text("text")),
+    SkipEvent.kind: lambda line, shape: SkipEvent(line.whole("step"), line.text("reason")),
+    CheckpointEvent.kind: lambda line, shape: CheckpointEvent(line.whole("step"), line.text("path")),
+    StopEvent.kind: lambda line, shape: StopEvent(
+        line.whole("step"), line.text("reason"), line.number("seconds", math.nan)
+    ),
+    ResumeEvent.kind: lambda line, shape: ResumeEvent(line.whole("step")),
 }
 
 

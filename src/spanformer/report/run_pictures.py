@@ -36,7 +36,7 @@ def loss_picture(run: Run) -> Picture | None:
     train, valid, test = training(run), evaluated(run, "valid"), evaluated(run, "test")
     if not len(train.bits) and not len(valid.bits):
         return None
-    unit = run.start.unit
+    unit = run.start.bits_unit
     smoothed, window = smooth(train.bits)
     longest = max([0.0, *train.seconds, *valid.seconds, *test.seconds])
     second, seconds_name = time_unit(longest)
@@ -72,7 +72,7 @@ def loss_picture(run: Run) -> Picture | None:
 
 def _loss_sentence(run: Run) -> str:
     train, valid = training(run), evaluated(run, "valid")
-    unit = run.start.unit
+    unit = run.start.bits_unit
     if not len(valid.bits):
         smoothed = smooth(train.bits)[0]
         return (

@@ -87,7 +87,7 @@ def summary(run: Run) -> str:
     """A short paragraph: how long, how good, how far heads look, and what that costs."""
     if not run.steps:
         return f"{run.name} has {amount(run.start.parameters)} parameters and recorded no step yet."
-    last, unit = run.steps[-1], run.start.unit
+    last, unit = run.steps[-1], run.start.bits_unit
     said = [f"{run.name}: {last.step:,} steps over {amount(last.tokens)} tokens in {lasting(last.seconds)}."]
     valid = evals(run, "valid")
     if len(valid) > 1:

@@ -1,6 +1,6 @@
 """The checkpoints of a run: folders `step-00000400`, of which the last few and the best one are kept.
 
-Beside them, an optimiser's state as tensors and JSON by the names of the parameters: any torch optimiser, bit for bit.
+Also packs the state of any torch optimiser as tensors and JSON keyed by parameter name, bit for bit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spanformer.model.folder import Files, faults, open_part, parts_of, read_meta, remove, sweep, write_folder
+from spanformer.core.files import remove_folder, sweep
+from spanformer.model.folder import Files, faults, open_part, parts_of, read_meta, write_folder
 from spanformer.model.part import Part
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -24,7 +25,7 @@ _NAME = r"step-(\d{8,})"
 
 
 class Checkpoints:
-    """Saves, finds and prunes checkpoints in `folder`; the last `keep` and the one of the lowest score stay."""
+    """Saves, finds and prunes checkpoints in `folder`; keeps the last `keep` and the one with the lowest score."""
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
         if keep < 1:
@@ -40,12 +41,12 @@ class Checkpoints:
         score: float | None = None,
         others: Callable[[Path], Files] | None = None,
     ) -> Path:
-        """Save what there is after `step` steps; `score` is that of an evaluation, lower is better, if there was one.
+        """Save the run after `step` steps. `score`: of the evaluation at this step, lower is better; None without one.
         `others`: see `write_folder`.
 
-        A run that went back to an earlier checkpoint passes its steps again and replaces what it finds there.
+        A run that went back to an earlier checkpoint repeats its steps and replaces the checkpoints it finds there.
         """
-        assert not {"step", "score"} & set(meta), "these keys are the checkpoint's own"
+        assert not {"step", "score"} & set(meta), "these keys are reserved for the checkpoint"
         path = self.folder / f"step-{step:08d}"
         comparable = score is not None and math.isfinite(score)
         meta = {**meta, "step": step, "score": score if comparable else None}
@@ -54,9 +55,9 @@ class Checkpoints:
         return path
 
     def newest(self, on_bad: Callable[[str], None]) -> Path | None:
-        """The last checkpoint that is whole; `on_bad` is told of every later one that is not, and why.
+        """The last complete checkpoint; `on_bad` receives a sentence about every later one that is not complete.
 
-        One of a newer format raises: to go on from an earlier one would throw work away.
+        A checkpoint of a newer format raises: continuing from an earlier one would throw work away.
         """
         if self.folder.is_dir():
             sweep(self.folder, _NAME)
@@ -64,34 +65,34 @@ class Checkpoints:
             found = faults(path)
             if not found:
                 return path
-            on_bad(f"{path} is not whole: {'; '.join(found)}")
+            on_bad(f"{path} is not complete: {'; '.join(found)}")
         return None
 
     def best(self) -> Path | None:
-        """The checkpoint of the lowest score, the later of equals; None if none has a score."""
+        """The checkpoint with the lowest score, the later one of a tie; None if none has a score."""
         scored = [(score, -_step(path), path) for path in self._paths() if (score := _score(path)) is not None]
         return min(scored)[2] if scored else None
 
     def load(self, path: Path) -> tuple[dict, dict[str, Part]]:
-        """(meta, parts) as they were saved, parts to be read; a checkpoint that is not whole is refused."""
+        """(meta, parts) as saved; parts are read on demand. Raises if the checkpoint is not complete."""
         if found := faults(path):
-            raise ValueError(f"{path} is not whole: {'; '.join(found)}; choose another checkpoint")
+            raise ValueError(f"{path} is not complete: {'; '.join(found)}; choose another checkpoint")
         meta = read_meta(path)
         return meta, {name: open_part(path, name) for name in parts_of(meta)}
 
     def _paths(self) -> list[Path]:
-        """In the order of their steps."""
+        """Sorted by step."""
         if not self.folder.is_dir():
             return []
         return sorted((path for path in self.folder.iterdir() if re.fullmatch(_NAME, path.name)), key=_step)
 
     def _prune(self, step: int) -> None:
-        """Later ones than `step` are left from before the run went back: they neither count nor go."""
+        """Checkpoints later than `step` date from before the run went back: they are not counted and not deleted."""
         past = [path for path in self._paths() if _step(path) <= step]
         best = self.best()
         for path in past[: -self.keep]:
             if path != best:
-                remove(path)
+                remove_folder(path)
 
 
 def _step(path: Path) -> int:
@@ -107,14 +108,14 @@ def _score(path: Path) -> float | None:
 
 
 def pack_optimizer(optimizer: Optimizer, named_parameters: NamedParameters) -> tuple[dict[str, Tensor], dict]:
-    """(tensors, meta): tensors by "PARAMETER/KEY", not copied; meta holds the other values, groups and shapes."""
+    """(tensors, meta): tensors keyed "PARAMETER/KEY", not copied; meta holds other values, groups and shapes."""
     names = {parameter: name for name, parameter in named_parameters}
     tensors: dict[str, Tensor] = {}
     groups, states = [], {}
     for number, group in enumerate(optimizer.param_groups):
         settings = {key: value for key, value in group.items() if key != "params"}
         missing = [list(parameter.shape) for parameter in group["params"] if parameter not in names]
-        assert not missing, f"the optimiser holds parameters without a name, of shapes {missing}"
+        assert not missing, f"the optimiser holds unnamed parameters of shapes {missing}"
         groups.append(
             {
                 "shapes": {names[parameter]: list(parameter.shape) for parameter in group["params"]},
@@ -130,7 +131,7 @@ def pack_optimizer(optimizer: Optimizer, named_parameters: NamedParameters) -> t
 def unpack_optimizer(
     optimizer: Optimizer, named_parameters: NamedParameters, tensors: Mapping[str, Tensor], meta: dict
 ) -> None:
-    """Give an optimiser made alike the state that `pack_optimizer` took, settings of its groups included."""
+    """Load the state from `pack_optimizer`, group settings included, into an optimiser built the same way."""
     names = {parameter: name for name, parameter in named_parameters}
     try:
         _check_fit(optimizer, names, meta)
@@ -144,7 +145,7 @@ def unpack_optimizer(
         for parameter in group["params"]:
             state = states.get(names[parameter], {})
             for key, value in state.items():
-                # The count of steps is read by the host, unless the kernel itself reads it.
+                # The host reads the step count, unless the kernel itself reads it.
                 on_host = key == "step" and not group.get("capturable") and not group.get("fused")
                 optimizer.state[parameter][key] = _to(value, torch.device("cpu") if on_host else parameter.device)
 
@@ -152,27 +153,27 @@ def unpack_optimizer(
 def _check_fit(optimizer: Optimizer, names: dict[nn.Parameter, str], meta: dict) -> None:
     kind = type(optimizer).__name__
     if meta["optimizer"] != kind:
-        raise ValueError(f"the saved optimiser is {meta['optimizer']}, this run's is {kind}; expected the same one")
+        raise ValueError(f"the saved optimiser is {meta['optimizer']} and this run uses {kind}; expected the same one")
     now = [{names[p]: list(p.shape) for p in group["params"]} for group in optimizer.param_groups]
     then = [group["shapes"] for group in meta["groups"]]
     group_now = {name: (number, shape) for number, group in enumerate(now) for name, shape in group.items()}
     group_then = {name: (number, shape) for number, group in enumerate(then) for name, shape in group.items()}
     for name, (number, shape) in group_now.items():
         if name not in group_then:
-            raise ValueError(f"the saved optimiser has no parameter {name}, which this run's has")
+            raise ValueError(f"the saved optimiser lacks the parameter {name} of this run")
         if group_then[name][1] != shape:
             raise ValueError(
-                f"the saved optimiser state of {name} is for shape {group_then[name][1]}; this run's is {shape}"
+                f"the saved optimiser state of {name} has shape {group_then[name][1]}; expected {shape} for this run"
             )
         if group_then[name][0] != number:
-            raise ValueError(f"the saved optimiser has {name} in group {group_then[name][0]}, this run's in {number}")
+            raise ValueError(f"the saved optimiser has {name} in group {group_then[name][0]}; this run: {number}")
     if extra := [name for name in group_then if name not in group_now]:
-        raise ValueError(f"the saved optimiser has a parameter {extra[0]}, which this run's does not have")
+        raise ValueError(f"the saved optimiser has a parameter {extra[0]}, which this run lacks")
     if len(now) != len(then):
-        raise ValueError(f"the saved optimiser has {len(then)} groups, this run's has {len(now)}")
+        raise ValueError(f"the saved optimiser has {len(then)} groups; this run has {len(now)}")
 
 
-# In the packed state JSON stands for itself, and an object of one key for what JSON does not have:
+# The packed state is JSON; an object with one key encodes each type that JSON lacks:
 # {"tensor": its name}, {"list": [...]}, {"tuple": [...]}, {"dict": {...}}, {"float": "inf"}.
 
 
@@ -208,7 +209,7 @@ def _unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _to(value: Any, device: torch.device) -> Any:
-    """A copy of its own: the optimiser will change it in place."""
+    """A copy, because the optimiser changes it in place."""
     if isinstance(value, Tensor):
         return value.to(device, copy=True)
     if isinstance(value, dict):

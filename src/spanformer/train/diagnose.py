@@ -1,4 +1,4 @@
-"""What the spans of a run say about its settings, in plain sentences: do they move, hit their limit, collapse?"""
+"""Advice about a run's settings from its learned spans: spans that do not move, reach max_span or collapse."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Sequence
 from spanformer.core.checks import finite_number
 from spanformer.train.config import RunConfig
 
-PATIENCE = 300  # steps after the warm-up before spans that stand still are worth a word
+PATIENCE = 300  # steps after the warm-up before unmoved spans are reported
 STILL = 1.0  # tokens
 AT_LIMIT = 0.98  # of max_span
 CROWD = 0.25  # share of the heads
 
 
 class Diagnosis:
-    """Each sentence is said once a run, however often that is continued."""
+    """Gives each piece of advice once per run, also across resumes."""
 
     def __init__(self, config: RunConfig, started_at: Sequence[float]) -> None:
         self.config, self.started_at = config, list(started_at)
         self.longest_ever = max(started_at, default=0.0)
         self.said: set[str] = set()
 
-    def look(self, step: int, spans: Sequence[float]) -> list[str]:
-        """Sentences about the learned spans (tokens, all heads of all layers) after this step."""
+    def check(self, step: int, spans: Sequence[float]) -> list[str]:
+        """Advice about the learned spans (tokens, all heads of all layers) after this step."""
         if not spans:
             return []
-        if len(self.started_at) != len(spans):  # dynamic spans show first when a text was read
+        if len(self.started_at) != len(spans):  # dynamic spans exist only after the first forward pass
             self.started_at = list(spans)
         a, o = self.config.model.attention, self.config.optim
         settled = step >= o.warmup + PATIENCE
@@ -38,12 +38,12 @@ class Diagnosis:
         if settled and moved < STILL:
             found.append(("still", (
                 f"no span has moved by a token in {step:,} steps: raise optim.span_lr (now {o.span_lr or o.lr:g}) or "
-                f"model.attention.ramp (now {a.ramp:g}; only distances on the ramp teach a span)"
+                f"model.attention.ramp (now {a.ramp:g}; only distances on the ramp give a span gradients)"
                 + (f", or lower model.attention.penalty (now {a.penalty:g})" if a.penalty else "")
             )))  # fmt: skip
         if settled and at_limit >= CROWD * len(spans) and a.init < AT_LIMIT:
             found.append(("limit", (
-                f"{at_limit} of {len(spans)} heads are at the longest span, {most:,} tokens: raise "
+                f"{at_limit} of {len(spans)} heads have reached max_span, {most:,} tokens: raise "
                 f"model.attention.max_span if longer context helps, or model.attention.penalty (now {a.penalty:g}) if "
                 "it costs too much"
             )))  # fmt: skip

@@ -1,4 +1,4 @@
-"""How well a model predicts a text: every token counted once, read as a stream."""
+"""Evaluation: the loss of a model on a text that is read as a stream, every token counted once."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch import Tensor
 from spanformer.core.progress import OnCount
 from spanformer.data import Pairs, every_token, mask_tokens
 from spanformer.model.encoder import Encoder
-from spanformer.model.layered import Layered
 from spanformer.model.lm import LM
 from spanformer.model.seq2seq import Seq2Seq
+from spanformer.model.stack import TransformerStack
 from spanformer.train.step import autocast
 
 
 class Score(NamedTuple):
     nats: float
-    """of all tokens together"""
+    """sum over all tokens"""
     tokens: int
     units: float
-    """bytes, characters or words that the tokens stand for"""
+    """bytes, characters or words of the text"""
     exact: float | None = None
-    """share of what was asked for that the model gets right to the last token: targets of pairs, or masked tokens"""
+    """share predicted exactly: whole targets of pairs, or masked tokens"""
 
     @property
     def loss(self) -> float:
@@ -57,10 +57,10 @@ def evaluate(
     dtype: str = "float32",
     on_progress: OnCount | None = None,
 ) -> Score:
-    """Read ids as `lanes` contiguous parts side by side, each with its own memory from its first token on.
+    """Score ids as `lanes` contiguous parts in parallel, each with its own segment memory, empty at its start.
 
-    The very first token, which nothing comes before, is counted as a uniform guess. units: how many bytes or
-    characters or words the ids stand for; None: one each.
+    The first token of the text has no context and is counted as a uniform guess. units: bytes, characters or words
+    of the text; None: one per token.
     """
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -87,13 +87,13 @@ def evaluate_as_original(
 ) -> Score:  # fmt: skip
     """The protocol of the adaptive-span paper's code: lanes of equal length, whole blocks only, a mean over blocks.
 
-    Leaves out the tokens that fill no block and every lane's first token.
+    Skips each lane's first token and the last tokens that do not fill a block.
     """
     device = next(model.parameters()).device
     length = len(ids) // lanes
     if length <= block:
         raise ValueError(
-            f"the split has {len(ids):,} tokens; expected more than {lanes} lanes of one block, {lanes * block:,}"
+            f"the split has {len(ids):,} tokens; expected more than {lanes} lanes of one block each, {lanes * block:,}"
         )
     rows = ids[: lanes * length].reshape(lanes, length)
     total, state = torch.zeros((), dtype=torch.float64, device=device), None
@@ -116,15 +116,15 @@ def evaluate_pairs(
     model: Seq2Seq, pairs: Pairs, *, limit: int = 0, batch: int = 64, dtype: str = "float32",
     on_progress: OnCount | None = None,
 ) -> Score:  # fmt: skip
-    """The first `limit` pairs (0: all), each target read beside its source.
+    """Score the targets of the first `limit` pairs (0: all), given their sources.
 
-    A target counts as exact if each of its tokens, the end among them, is the likeliest after the right ones before
-    it: then, and only then, greedy decoding writes exactly this target.
+    A target is exact if each of its tokens, the end token included, is the argmax given the correct tokens before it:
+    exactly then greedy decoding produces this target.
     """
     device = next(model.parameters()).device
     total, right, tokens = torch.zeros((), dtype=torch.float64, device=device), 0, 0
     asked = np.arange(limit or len(pairs))
-    # targets of similar length side by side
+    # batch targets of similar length
     order = asked[np.argsort(pairs.lengths[: len(asked), 1], kind="stable")]
     with _not_training(model):
         for at in range(0, len(order), batch):
@@ -147,8 +147,8 @@ def evaluate_masked(
     model: Encoder, ids: np.ndarray, *, share: float, vocab: int, block: int, batch: int = 16, dtype: str = "float32",
     on_progress: OnCount | None = None,
 ) -> Score:  # fmt: skip
-    """Stretches of `block` tokens one after the other, in each of which a share is masked, always the same tokens. What
-    fills no block is left out. vocab: how many tokens the text has."""
+    """Score masked tokens in consecutive blocks of `block` tokens; the mask is the same at every call. An incomplete
+    last block is skipped. vocab: size of the text's vocabulary."""
     device = next(model.parameters()).device
     block = min(block, len(ids))
     rows = ids[: len(ids) // block * block].reshape(-1, block)
@@ -169,12 +169,12 @@ def evaluate_masked(
 
 
 def _nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """[B, T] in float64, of logits [B, T, V]."""
+    """[B, T] float64, from logits [B, T, V]."""
     return F.cross_entropy(logits.double().transpose(1, 2), targets, reduction="none")
 
 
 @contextlib.contextmanager
-def _not_training(model: Layered) -> Iterator[None]:
+def _not_training(model: TransformerStack) -> Iterator[None]:
     was_training = model.training
     model.eval()
     try:

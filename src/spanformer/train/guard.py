@@ -1,4 +1,4 @@
-"""Steps that would do harm: losses that are not finite, and sudden spikes. They are skipped and counted."""
+"""Skips and counts harmful steps: losses or gradients that are not finite, and sudden loss spikes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from spanformer.core.checks import finite_number, whole_number
 
-MEMORY = 0.98  # of the running average: about the last 50 steps
-SETTLED = 50  # steps before spikes are looked for; until then losses fall too fast to compare
+MEMORY = 0.98  # decay of the running average: about the last 50 steps
+SETTLED = 50  # steps before spikes are detected; until then losses fall too fast to compare
 
 
 class TooManySkips(Exception):
-    """A run that cannot go on; its text says why."""
+    """The run cannot continue; the message gives the reason."""
 
 
 class Guard:
@@ -21,7 +21,7 @@ class Guard:
         self.average, self.steps, self.skips = 0.0, 0, 0
 
     def refuses(self, loss: float, grad_norm: float) -> str | None:
-        """Why this step must not be taken, or None."""
+        """The reason to skip this step, or None."""
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         if not math.isfinite(grad_norm):
@@ -34,11 +34,11 @@ class Guard:
         return None
 
     def count(self, reason: str) -> None:
-        """One more skipped step; raises TooManySkips when there were too many."""
+        """Count a skipped step; raises TooManySkips above the limit."""
         self.skips += 1
         if self.skips >= self.max_skips:
             raise TooManySkips(
-                f"{self.skips} steps had to be skipped, the last because {reason}; lower optim.lr, lengthen "
+                f"{self.skips} steps were skipped, the last because {reason}; lower optim.lr, lengthen "
                 "optim.warmup, or raise train.max_skips or train.spike"
             )
 

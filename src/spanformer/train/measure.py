@@ -1,9 +1,8 @@
-"""What a training step costs with the attention that a model has, and with full attention in its place: counted and
-timed.
+"""Operations, time and memory of a training step with the model's attention, and with full attention in its place.
 
-Both are the same weights on the same batch; a language model in a steady state, its memories as long as their heads
-look back. "learned" is what the model has, whether or not it learns spans. Time and memory are those of a whole step,
-with the optimiser's update; operations are counted in forward and backward only.
+Both use the same weights and batch; a language model is in steady state, each segment memory as long as its heads look
+back. "learned" means the model's own attention, whether or not it learns spans. Time and memory cover a whole step with
+the optimiser's update; operations cover forward and backward only.
 """
 
 from __future__ import annotations
@@ -11,57 +10,58 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from spanformer.core.events import CostEvent, NoteEvent
 from spanformer.core.peak import peak_of, unsupported
+from spanformer.inspect.clocks import AttentionClock, ProductClock
 from spanformer.model.config import ModelConfig
-from spanformer.model.layered import Layered
 from spanformer.model.linear import counted_products
 from spanformer.model.lm import LM, State
 from spanformer.model.load import MODELS
-from spanformer.train.clocks import AttentionClock, ProductClock
+from spanformer.model.stack import TransformerStack
 from spanformer.train.config import RunConfig
+from spanformer.train.distributed import World
 from spanformer.train.optim import clip_global, model_optimizer, set_lr
-from spanformer.train.step import Drawn, backward
-from spanformer.train.world import World
+from spanformer.train.step import Batch, backward
 
 ROUNDS = 3
 SEGMENTS = ("picked", "alone", "alone_padding")
-"""arguments for ETC's global tokens"""
+"""arguments of forward for ETC's global tokens"""
 Arguments = Mapping[str, Tensor | State]
-"""of a model's forward, by name, `targets` among them"""
+"""keyword arguments of a model's forward, including `targets`"""
 
 
 class Times(NamedTuple):
-    """Seconds of one step, and of parts of it that do not overlap."""
+    """Seconds of one step and of its disjoint parts."""
 
     step: float
     attention: float
     products: float
-    """of matrices, outside attention and the optimiser"""
+    """matrix products outside attention and the optimiser"""
     optimizer: float
-    """clipping, the update and what follows it"""
+    """clipping, update and after_step"""
 
 
-def measure_cost(model: Layered, drawn: Drawn, config: RunConfig) -> dict[str, dict]:
-    """The values of a cost event, for a batch on the CPU as the model's objective draws it. Copies of the model are
-    measured: it is left as it is. What full attention cannot do is left out of both."""
-    drawn = drawn._replace(arguments={name: t for name, t in drawn.arguments.items() if name not in SEGMENTS})
+def measure_cost(model: TransformerStack, batch: Batch, config: RunConfig) -> dict[str, Any]:
+    """The measured fields of a CostEvent, for a batch of the model's objective on the CPU. Measures copies; the model
+    stays unchanged. Arguments that full attention does not accept are omitted from both."""
+    batch = batch._replace(arguments={name: t for name, t in batch.arguments.items() if name not in SEGMENTS})
     configs = {"learned": model.config, "full": with_full_attention(model.config)}
-    steps = {name: MeasuredStep(copy_of(model, one), drawn, config) for name, one in configs.items()}
-    event: dict[str, dict] = {
-        "flops": {name: count_flops(step.model, in_steady_state(step.model, drawn.arguments))
+    steps = {name: MeasuredStep(copy_of(model, one), batch, config) for name, one in configs.items()}
+    event: dict[str, Any] = {
+        "flops": {name: count_flops(step.model, in_steady_state(step.model, batch.arguments))
                   for name, step in steps.items()}
     }  # fmt: skip
     rounds: dict[str, list[Times]] = {name: [] for name in steps}
-    for _ in range(ROUNDS):  # in turn, so that a slow moment of the machine meets both
+    for _ in range(ROUNDS):  # alternate, so that a slow moment of the machine affects both
         for name, step in steps.items():
             rounds[name].append(step.time())
-    # all parts of the same round, so that they add up
+    # take all parts from the same round, so that they add up
     median = {name: sorted(times)[ROUNDS // 2]._asdict() for name, times in rounds.items()}
     for part in Times._fields:
         event[f"{part}_seconds"] = {name: times[part] for name, times in median.items()}
@@ -72,12 +72,11 @@ def measure_cost(model: Layered, drawn: Drawn, config: RunConfig) -> dict[str, d
 
 
 class MeasuredStep:
-    """One optimiser step as training takes it, again and again on the same batch: the learning rate is 0, so that
-    weights and spans stay."""
+    """Repeats a training step on the same batch with learning rate 0, so that weights and spans do not change."""
 
-    def __init__(self, model: Layered, drawn: Drawn, config: RunConfig) -> None:
-        self.model, self.drawn, self.config = model, drawn, config
-        targets = drawn.arguments["targets"]
+    def __init__(self, model: TransformerStack, batch: Batch, config: RunConfig) -> None:
+        self.model, self.batch, self.config = model, batch, config
+        targets = batch.arguments["targets"]
         self.world = World(0, 1, targets.device, "one")
         self.state = steady_state(model, len(targets)) if isinstance(model, LM) else None
         self.optimizer = model_optimizer(model, config.optim)
@@ -90,7 +89,15 @@ class MeasuredStep:
     def gradients(self) -> None:
         t = self.config.train
         self.optimizer.zero_grad(set_to_none=True)
-        backward(self.model, self.model, self.world, self.drawn, self.state, micro=t.micro, dtype=t.dtype)
+        backward(
+            self.model,
+            self.model,
+            self.world,
+            self.batch,
+            self.state,
+            grad_accum_steps=t.grad_accum_steps,
+            dtype=t.dtype,
+        )
 
     def update(self) -> None:
         clip_global(self.model.parameters(), self.config.optim.global_clip)
@@ -107,21 +114,21 @@ class MeasuredStep:
         with AttentionClock(self.model) as within, ProductClock(within) as products:
             self.gradients()
         self.optimizer.zero_grad(set_to_none=True)
-        rest = middle - began - attention.seconds  # the second pass may have met a slower moment
+        rest = middle - began - attention.seconds  # the second pass may have been slower
         return Times(end - began, attention.seconds, min(products.seconds, rest), end - middle)
 
 
-def cost_event(model: Layered, drawn: Drawn, config: RunConfig, step: int) -> tuple[str, dict]:
-    """What to tell of a batch's cost: the event's name and its row."""
+def cost_event(model: TransformerStack, batch: Batch, config: RunConfig, step: int) -> CostEvent | NoteEvent:
+    """The cost of a step with this batch, or a note why it could not be measured."""
     try:
-        found = measure_cost(model, drawn, config)
-    except (RuntimeError, MemoryError) as error:  # full attention may want more memory than there is
-        return "note", {"step": step, "text": f"what a step costs could not be measured: {error}"}
-    return "cost", {"step": step, **found, "tokens": drawn.tokens}
+        found = measure_cost(model, batch, config)
+    except (RuntimeError, MemoryError) as error:  # full attention may run out of memory
+        return NoteEvent(step, f"the cost of a step could not be measured: {error}")
+    return CostEvent(step, **found, tokens=batch.tokens)
 
 
 def with_full_attention(config: ModelConfig) -> ModelConfig:
-    """The same model with full attention in every layer, of an encoder–decoder in both halves."""
+    """The same model with full attention in every layer, in both halves of an encoder–decoder."""
     whole = replace(config, attention=replace(config.attention, kind="full", stack=()))
     if config.kind != "seq2seq":
         return whole
@@ -129,8 +136,8 @@ def with_full_attention(config: ModelConfig) -> ModelConfig:
     return replace(whole, encoder=replace(config.encoder, attention=reading))
 
 
-def copy_of(model: Layered, config: ModelConfig) -> Layered:
-    """A model of this configuration with the weights of the other that it has, and its way of training."""
+def copy_of(model: TransformerStack, config: ModelConfig) -> TransformerStack:
+    """A model of this configuration with the other model's weights where they match, and its training settings."""
     weight = next(model.parameters())
     copy = MODELS[config.kind](config).to(weight.device, weight.dtype)
     known = copy.state_dict()
@@ -139,28 +146,32 @@ def copy_of(model: Layered, config: ModelConfig) -> Layered:
     return copy
 
 
-def in_steady_state(model: Layered, arguments: Mapping[str, Tensor]) -> Arguments:
-    """A language model's with what it remembers once it has read for a while; others remember nothing."""
+def in_steady_state(model: TransformerStack, arguments: Mapping[str, Tensor]) -> Arguments:
+    """Add full segment memories to a language model's arguments; other models have none."""
     return {**arguments, "state": steady_state(model, len(arguments["x"]))} if isinstance(model, LM) else arguments
 
 
-def steady_state(lm: LM, batch: int) -> State:
-    """Memories of full length; what stands in them costs the same."""
-    weight = next(lm.blocks.parameters())
-    lengths = lm.memory_lengths()
-    return State(tuple(torch.randn(batch, n, lm.config.dim, dtype=weight.dtype, device=weight.device) for n in lengths))
+def steady_state(lm: LM, rows: int) -> State:
+    """Segment memories of full length; their values do not affect the cost."""
+    empty, lengths = lm.start(rows), lm.memory_lengths()
+    full = {
+        name: torch.randn(rows, lengths[int(name.partition(".")[0])], *t.shape[2:], dtype=t.dtype, device=t.device)
+        for name, t in empty.tensors().items()
+        if name.endswith(".hidden")
+    }
+    return empty.with_tensors(empty.tensors() | full, seen=0)
 
 
-def one_step(model: Layered, arguments: Arguments) -> None:
+def one_step(model: TransformerStack, arguments: Arguments) -> None:
     found = model(**arguments)
     assert found.nll is not None
     (found.nll.mean() + found.penalty).backward()
     model.zero_grad(set_to_none=True)
 
 
-def count_flops(model: Layered, arguments: Arguments) -> float:
-    """Operations of the products PyTorch really runs, attention in its blockwise form."""
-    parts = [m for m in model.modules() if isinstance(getattr(m, "backend", None), str)]  # also those inside others
+def count_flops(model: TransformerStack, arguments: Arguments) -> float:
+    """Operations of the matrix products that PyTorch runs, with attention on the `banded` backend."""
+    parts = [m for m in model.modules() if isinstance(getattr(m, "backend", None), str)]  # including nested ones
     kept = [part.backend for part in parts]
     try:
         for part in parts:

@@ -1,7 +1,7 @@
-"""What a model learns, by its kind: the next token, the answer to a source, or tokens that were masked.
+"""Training objectives by kind of model: next token, target given its source, or masked tokens.
 
-An objective draws batches, from streams that a checkpoint can continue, and says how good a model is on the validation
-split. The loop around it is one for all. Shapes: B rows of this process, T tokens, N places asked for.
+An objective yields batches from streams that a checkpoint can resume, and scores a model on the validation split. All
+objectives share one training loop. Shapes: B rows of this process, T tokens, N masked positions.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from spanformer.core.paths import expand_home
 from spanformer.core.progress import OnCount
 from spanformer.data import Lanes, Pairs, PairStream, Prepared, mask_segments, mask_tokens
 from spanformer.model.encoder import Encoder
-from spanformer.model.layered import Layered
 from spanformer.model.lm import LM
 from spanformer.model.seq2seq import Seq2Seq
+from spanformer.model.stack import TransformerStack
 from spanformer.train.config import RunConfig
 from spanformer.train.evaluate import Score, evaluate, evaluate_masked, evaluate_pairs
-from spanformer.train.step import Drawn
+from spanformer.train.step import Batch
 
 
 class Objective(Protocol):
     @property
     def stream(self) -> Lanes | PairStream: ...
 
-    def draw(self) -> Drawn: ...
+    def draw(self) -> Batch: ...
 
-    def evaluate(self, model: Layered, on_progress: OnCount | None = None) -> Score:
-        """On the validation split."""
+    def evaluate(self, model: TransformerStack, on_progress: OnCount | None = None) -> Score:
+        """Score the model on the validation split."""
         ...
 
 
 def make_objective(data: Prepared, config: RunConfig, rows: slice) -> Objective:
-    """rows: of a batch, those of this process. config.model.vocab is known by now."""
+    """rows: this process's rows of a batch. Expects config.model.vocab to be set."""
     kind = config.model.kind
     if kind == "seq2seq":
         return Answers(data, config, rows)
@@ -43,7 +43,7 @@ def make_objective(data: Prepared, config: RunConfig, rows: slice) -> Objective:
 
 
 class NextToken:
-    """Each token from those before it, in streams that go on from batch to batch."""
+    """Predict each token from those before it, in streams that continue from batch to batch."""
 
     def __init__(self, data: Prepared, config: RunConfig, rows: slice) -> None:
         t = config.train
@@ -51,12 +51,12 @@ class NextToken:
         self.valid_ids = valid_ids(data, t.eval_tokens)
         self.config, self.valid = config, data.splits["valid"]
 
-    def draw(self) -> Drawn:
+    def draw(self) -> Batch:
         batch, t = next(self.stream), self.config.train
         x, y = torch.from_numpy(batch.x), torch.from_numpy(batch.y)
-        return Drawn({"x": x, "targets": y}, t.batch * t.block, reset=batch.reset)
+        return Batch({"x": x, "targets": y}, t.batch * t.block, reset=batch.reset)
 
-    def evaluate(self, model: Layered, on_progress: OnCount | None = None) -> Score:
+    def evaluate(self, model: TransformerStack, on_progress: OnCount | None = None) -> Score:
         assert isinstance(model, LM)
         t, ids = self.config.train, self.valid_ids
         lanes = max(1, min(t.batch, len(ids) // (8 * t.block)))
@@ -65,29 +65,29 @@ class NextToken:
 
 
 class Masked:
-    """Tokens that are hidden in a stretch of text, from what stands on both sides of them."""
+    """Predict masked tokens from both sides of their context."""
 
     def __init__(self, data: Prepared, config: RunConfig, rows: slice) -> None:
         t = config.train
         self.stream = Lanes(data.splits["train"].ids, t.batch, t.block, seed=t.seed, rows=rows)
         self.valid_ids = valid_ids(data, t.eval_tokens)
         self.config, self.vocab = config, data.vocab.size
-        self.segment = _segment(config) if t.sentences else 0
+        self.segment = _segment(config) if t.cpc_mask_ratio else 0
 
-    def draw(self) -> Drawn:
+    def draw(self) -> Batch:
         t, lanes, mask = self.config.train, self.stream, self.config.model.vocab - 1
         batch = next(lanes)
-        # which tokens are hidden follows from the place in the text alone: nothing about it needs to be saved
+        # the mask depends only on the position in the text, so checkpoints need not save it
         seeds = [(t.seed, lanes.epoch, lanes.position, lane) for lane in lanes.rows]
         hidden = mask_tokens(batch.x, t.masked, vocab=self.vocab, mask=mask, seeds=seeds)
         arguments = {"x": hidden.x, "at": hidden.at, "targets": hidden.y}
-        if t.sentences:
+        if t.cpc_mask_ratio:
             segments = np.broadcast_to(np.arange(batch.x.shape[1]) // self.segment, batch.x.shape)
-            whole = mask_segments(batch.x, segments, t.sentences, mask=mask, seeds=seeds, seen=hidden.x)
+            whole = mask_segments(batch.x, segments, t.cpc_mask_ratio, mask=mask, seeds=seeds, seen=hidden.x)
             arguments |= vars(whole)
-        return Drawn({name: torch.from_numpy(a) for name, a in arguments.items()}, t.batch * t.block)
+        return Batch({name: torch.from_numpy(a) for name, a in arguments.items()}, t.batch * t.block)
 
-    def evaluate(self, model: Layered, on_progress: OnCount | None = None) -> Score:
+    def evaluate(self, model: TransformerStack, on_progress: OnCount | None = None) -> Score:
         assert isinstance(model, Encoder)
         t = self.config.train
         return evaluate_masked(
@@ -97,7 +97,7 @@ class Masked:
 
 
 class Answers:
-    """The target of each pair of texts from its source, token by token."""
+    """Predict the target of each pair from its source, token by token."""
 
     def __init__(self, data: Prepared, config: RunConfig, rows: slice) -> None:
         t = config.train
@@ -106,13 +106,13 @@ class Answers:
         enough = int(np.searchsorted(self.pairs["valid"].lengths[:, 1].cumsum(), t.eval_tokens, "right"))
         self.config, self.asked = config, max(1, enough) if t.eval_tokens else len(self.pairs["valid"])
 
-    def draw(self) -> Drawn:
+    def draw(self) -> Batch:
         batch = next(self.stream)
         names = {"source": "source", "x": "x", "targets": "y", "source_padding": "source_padding"}
         arguments = {name: torch.from_numpy(getattr(batch, field)) for name, field in names.items()}
-        return Drawn(arguments, batch.tokens, counted=~torch.from_numpy(batch.padding))
+        return Batch(arguments, batch.tokens, counted=~torch.from_numpy(batch.padding))
 
-    def evaluate(self, model: Layered, on_progress: OnCount | None = None) -> Score:
+    def evaluate(self, model: TransformerStack, on_progress: OnCount | None = None) -> Score:
         assert isinstance(model, Seq2Seq)
         t = self.config.train
         return evaluate_pairs(
@@ -121,18 +121,18 @@ class Answers:
 
 
 def _segment(config: RunConfig) -> int:
-    """How many tokens a global token stands for; a model without such cannot be trained on segments."""
-    sizes = {part.numbers.get("segment") for parts in config.model.stack() for part in parts}
+    """Tokens per global token (ETC's segment size); raises for a model without global tokens."""
+    sizes = {int(spec.params.get("segment", 0)) for layer in config.model.stack() for spec in layer}
     size = sizes.pop()
-    if size is None or sizes:
+    if not size or sizes:
         raise ValueError(
-            f"train.sentences is {config.train.sentences}, and not every layer has global tokens to be told apart; "
-            "expected model.attention.kind etc, or 0"
+            f"train.cpc_mask_ratio is {config.train.cpc_mask_ratio}, but not every layer has global tokens; expected "
+            "model.attention.kind etc, or 0"
         )
     if config.train.block <= size:
         raise ValueError(
-            f"train.sentences masks whole segments of {size} tokens, and a text has {config.train.block}; expected a "
-            "longer train.block, of two segments at least"
+            f"train.cpc_mask_ratio masks whole segments of {size} tokens, but train.block is {config.train.block}; "
+            "expected a longer train.block, of at least two segments"
         )
     return size
 
@@ -150,12 +150,12 @@ def pairs_of(data: Prepared, split: str, config: RunConfig) -> Pairs:
 
 
 def valid_ids(data: Prepared, most: int) -> np.ndarray:
-    """The tokens to validate with; most: so many, 0: all."""
+    """The tokens of the validation split; most: limit their number, 0: all."""
     ids = data.splits["valid"].ids
     ids = ids[:most] if most else ids
     if len(ids) < 2:
         raise ValueError(
-            f"there is {len(ids)} token to validate with; expected 2 or more: use more text, a larger data.valid or a "
+            f"the validation split has {len(ids)} token; expected 2 or more: use more text, a larger data.valid or a "
             "larger train.eval_tokens"
         )
     return ids

@@ -4,11 +4,11 @@ Adagrad, for a parameter tensor w with gradient g, learning rate η and clip c:
 
     s ← s + g²          w ← w − η · min(1, c / |g|) · g / (√s + 1e-10)
 
-The accumulator s takes the gradient as it is; only the update is shortened, by the tensor's own norm |g|.
+The accumulator s uses the unclipped gradient; only the update is clipped, by the tensor's own norm |g|.
 """
 
 # pyright: reportPrivateImportUsage=false
-# torch's operations on lists of tensors, which its own optimisers are made of, have no public names.
+# torch's operations on lists of tensors, which its own optimisers use, have no public names.
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from spanformer.train.muon import Muon, loss_of
 
 if TYPE_CHECKING:
-    from spanformer.model.layered import Layered
+    from spanformer.model.stack import TransformerStack
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 Rates = tuple[Tensor, ...] | list[float]
@@ -33,29 +33,29 @@ Rates = tuple[Tensor, ...] | list[float]
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """How parameters learn."""
+    """The optimiser and its learning-rate schedule."""
 
     kind: Literal["adamw", "muon", "adagrad", "sgd"] = "adamw"
-    """The optimiser; muon is for the matrices inside blocks, all else then learns by adamw with the same lr; adagrad is
-    that of the adaptive span paper (there with lr 0.07, clip 0.03, no decay)."""
+    """The optimiser. muon updates the matrices inside blocks, and adamw all other parameters with the same lr; adagrad
+    is the adaptive-span paper's (there with lr 0.07, clip 0.03, no decay)."""
     lr: float = 1e-3
     """Learning rate after the warm-up."""
     span_lr: float = 0.0
     """Learning rate of the span parameters; 0: the same as lr."""
     momentum: float = 0.9
-    """Of sgd and muon."""
+    """Momentum of sgd and muon."""
     betas: tuple[float, ...] = (0.9, 0.95)
-    """Of adamw: how much of the averages of gradients and of their squares stays at each step."""
+    """adamw: decay rates of the running averages of gradients and of their squares."""
     weight_decay: float = 0.1
-    """Of adamw and muon, on matrices: each step shrinks them by lr · this. The other optimisers have none."""
+    """Decay of matrices with adamw and muon: each step shrinks them by lr · this. The other optimisers have none."""
     clip: float = 1.0
-    """Longest gradient: with adagrad of each parameter tensor, else of all together; 0: no limit."""
+    """Largest gradient norm: of each parameter tensor with adagrad, else of all together; 0: no limit."""
     schedule: Literal["constant", "cosine"] = "cosine"
-    """How the learning rate goes on after the warm-up."""
+    """Learning-rate schedule after the warm-up."""
     warmup: int = 100
     """Steps over which the learning rate rises linearly."""
     floor: float = 0.1
-    """Share of lr left at the end of the cosine."""
+    """Share of lr at the end of the cosine."""
 
     def __post_init__(self) -> None:
         for name in ("kind", "schedule"):
@@ -75,7 +75,7 @@ class OptimConfig:
 
     @property
     def global_clip(self) -> float:
-        """What `clip_global` is to be given: adagrad clips in its own step."""
+        """The max_norm for `clip_global`; 0 for adagrad, which clips in its own step."""
         return 0.0 if self.kind == "adagrad" else self.clip
 
 
@@ -109,24 +109,24 @@ def make_optimizer(
     match config.kind:
         case "adamw":
             first, second = config.betas
-            return AdamW(groups, betas=(first, second), fused=True)  # on a CPU 5 to 8 times as fast as foreach
+            return AdamW(groups, betas=(first, second), fused=True)  # on a CPU, 5 to 8 times as fast as foreach
         case "muon":
             return MuonAndAdamW(groups[:1] if inner else [], groups[1:] if inner else groups, config)
         case "sgd":
-            return SGD(groups, momentum=config.momentum, foreach=True)  # fused takes no distributed tensors
+            return SGD(groups, momentum=config.momentum, foreach=True)  # fused does not support distributed tensors
         case "adagrad":
             return ClippedAdagrad(groups, clip=config.clip)
 
 
-def model_optimizer(model: Layered, config: OptimConfig) -> Optimizer:
-    """The optimiser of all parameters of a model; its spans learn with a rate of their own."""
+def model_optimizer(model: TransformerStack, config: OptimConfig) -> Optimizer:
+    """The optimiser for all parameters of a model; spans use their own learning rate."""
     spans = {id(module.ratio) for module in model.spans_modules()}
     named = dict(model.named_parameters())
     return make_optimizer(named.items(), config, lambda name: id(named[name]) in spans)
 
 
 def lr_at(config: OptimConfig, step: int, total_steps: int) -> float:
-    """The share of lr to use when `step` optimiser steps have been taken, of `total_steps`.
+    """The share of lr to use after `step` of `total_steps` optimiser steps.
 
     The n-th step thus uses n / warmup, as in the paper's code; the last one, with a cosine, uses the floor.
     """
@@ -140,17 +140,17 @@ def lr_at(config: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def set_lr(optimizer: Optimizer, factor: float) -> None:
-    """Every group learns with this share of its own base rate."""
+    """Set every group's learning rate to this share of its base rate."""
     for group in optimizer.param_groups:
         group["lr"] = factor * group["base_lr"]
 
 
 def clip_global(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
-    """The norm of all gradients together, a scalar; if it exceeds `max_norm`, they are scaled to it. 0: never.
+    """The norm of all gradients together, a scalar; gradients above `max_norm` are scaled down to it. 0: never.
 
-    Distributed tensors, of which this process has a shard, may stand beside others that every process has whole.
+    Accepts a mixture of distributed tensors (sharded over processes) and ordinary ones (whole in every process).
     """
-    kinds: dict[type, list[nn.Parameter]] = {}  # torch takes no list of both
+    kinds: dict[type, list[nn.Parameter]] = {}  # torch rejects a list that mixes both
     for parameter in parameters:
         if parameter.grad is not None:
             kinds.setdefault(type(parameter.grad), []).append(parameter)
@@ -163,17 +163,17 @@ def clip_global(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
 
 
 def _whole(t: Tensor) -> Tensor:
-    gather = getattr(t, "full_tensor", None)  # a distributed tensor's, which all processes call together
+    gather = getattr(t, "full_tensor", None)  # collective: all processes call it together
     return gather() if gather else t
 
 
 class MuonAndAdamW(Optimizer):
-    """Muon (train/muon.py) for some groups, AdamW for the others, as one optimiser: one list of groups, one state."""
+    """Muon (train/muon.py) for some groups and AdamW for the others, in one optimiser with one state."""
 
     def __init__(self, inner: list[dict], others: list[dict], config: OptimConfig) -> None:
         if any(hasattr(p, "full_tensor") for group in inner for p in group["params"]):
             raise ValueError(
-                "optim.kind is muon, which needs whole matrices, and they are sharded; use train.engine ddp"
+                "optim.kind is muon, which needs unsharded matrices, but fsdp shards them; use train.engine ddp"
             )
         super().__init__([*inner, *others], {})
         first, second = config.betas
@@ -192,8 +192,8 @@ class MuonAndAdamW(Optimizer):
 
 
 class ClippedAdagrad(Optimizer):
-    """Adagrad whose updates are clipped tensor by tensor (see above); with clip 0, plain Adagrad. It never waits for
-    the device."""
+    """Adagrad with updates clipped per tensor (see above); with clip 0, plain Adagrad. It never synchronises with the
+    device."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class ClippedAdagrad(Optimizer):
 
 
 def _rates(grads: Tensors, lr: float, clip: float) -> Rates:
-    """η · min(1, c / |g|) for every tensor, computed where the gradients are."""
+    """η · min(1, c / |g|) for every tensor, computed on the gradients' device."""
     if clip == 0:
         return [lr] * len(grads)
     norms = torch.stack(torch._foreach_norm(grads))
@@ -241,8 +241,8 @@ def _update(params: Tensors, grads: Tensors, sums: Tensors, rates: Rates, eps: f
 
 
 def _update_on_cpu(params: Tensors, grads: Tensors, sums: Tensors, rates: Rates, eps: float) -> None:
-    """The same in one pass over the memory, with nothing allocated: several times as fast."""
-    step = torch.ones(())  # the kernel wants a count for a decay of the rate, which is 0 here
+    """The same update in one pass over the memory, without allocations: several times as fast."""
+    step = torch.ones(())  # the kernel needs a step count for its learning-rate decay, which is 0 here
     for p, g, s, rate in zip(params, grads, sums, rates, strict=True):
         torch._fused_adagrad_(
             [p], [g], [s], [step], lr=float(rate), lr_decay=0.0, weight_decay=0.0, eps=eps, maximize=False
@@ -250,5 +250,5 @@ def _update_on_cpu(params: Tensors, grads: Tensors, sums: Tensors, rates: Rates,
 
 
 def _is_plain_cpu(tensor: Tensor) -> bool:
-    """Not a distributed tensor or another kind of its own, and laid out as the fused kernel takes it."""
+    """Whether it is no tensor subclass (such as a distributed tensor) and has the layout the fused kernel needs."""
     return type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" and tensor.is_contiguous()

@@ -1,4 +1,4 @@
-"""How far a run has come: all that is counted and averaged, in a form a checkpoint can hold."""
+"""Progress of a run: its counters and running averages, in a form that a checkpoint can save."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 
 from spanformer.core.checks import finite_number, whole_number
-from spanformer.model.fields import build
+from spanformer.core.fields import build
 from spanformer.train.config import RunConfig
 from spanformer.train.optim import lr_at
 
@@ -15,10 +15,10 @@ from spanformer.train.optim import lr_at
 class Progress:
     step: int = 0
     seconds: float = 0.0
-    """of training steps, over all times the run was continued; evaluations and checkpoints are not in it"""
+    """of training steps, summed over resumes, without evaluations and checkpoints"""
     tokens: int = 0
     latest: float | None = None
-    """validation bits per unit; None if they were not finite"""
+    """validation bits per unit; None if not finite"""
     best: float | None = None
     stale: int = 0
     """evaluations since the best"""
@@ -27,7 +27,7 @@ class Progress:
     loss_sum: float = 0.0
     penalty_sum: float = 0.0
     count: int = 0
-    """steps since the last row of events"""
+    """steps since the last logged row"""
     logged_seconds: float = 0.0
     logged_tokens: int = 0
 
@@ -35,6 +35,17 @@ class Progress:
     def mean_loss(self) -> float:
         """Nats per token since the last row."""
         return self.loss_sum / self.count if self.count else float("nan")
+
+    @property
+    def mean_penalty(self) -> float:
+        """Since the last row."""
+        return self.penalty_sum / self.count if self.count else float("nan")
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Since the last row."""
+        elapsed = self.seconds - self.logged_seconds
+        return (self.tokens - self.logged_tokens) / elapsed if elapsed else float("nan")
 
     def add(self, loss: float, penalty: float) -> None:
         self.loss_sum += loss
@@ -48,17 +59,6 @@ class Progress:
             self.best, self.stale = self.latest, 0
         else:
             self.stale += 1
-
-    def row(self) -> dict:
-        """What a row of events says about the steps since the row before."""
-        elapsed = self.seconds - self.logged_seconds
-        return {
-            "seconds": self.seconds,
-            "tokens": self.tokens,
-            "loss": self.mean_loss,
-            "penalty": self.penalty_sum / self.count if self.count else float("nan"),
-            "tokens_per_second": (self.tokens - self.logged_tokens) / elapsed if elapsed else float("nan"),
-        }
 
     def clear(self) -> None:
         self.loss_sum, self.penalty_sum, self.count = 0.0, 0.0, 0
@@ -79,9 +79,8 @@ class Progress:
 
 
 def schedule_factor(config: RunConfig, step: int, seconds: float) -> float:
-    """What the learning rate is multiplied with when `step` steps have been taken, and `seconds` have gone until the
-    end of the next one. With a time budget the schedule ends when it is used up, by the steps that the pace until now
-    lets expect."""
+    """The factor on the learning rate after `step` steps, with `seconds` elapsed at the end of the next one. With a
+    time budget the schedule ends with it: the total number of steps is estimated from the pace so far."""
     budget = config.train.minutes * 60
     total = config.train.steps
     if budget and seconds > 0:

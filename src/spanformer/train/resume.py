@@ -1,8 +1,8 @@
-"""All that a run must remember to go on exactly where it was, and putting it back.
+"""Saves and restores everything that a run needs to continue exactly where it was.
 
-Every tensor is saved by its name and its rows: layer memories for the lanes of all processes, sharded weights whole or
-as shards that fit together. So a run saved by some number of processes continues under any other. Dropout needs
-nothing: it is drawn from seed and step.
+Every tensor is saved under its name with its rows: segment memories for the lanes of all processes, sharded weights
+whole or as shards. So a run saved by one number of processes can continue with another. Dropout needs no saved state:
+it is sampled from seed and step.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING
 import torch
 
 from spanformer.core.checks import whole_number
-from spanformer.model.fields import as_dict, build
-from spanformer.model.lm import State
+from spanformer.core.fields import as_dict, build
+from spanformer.model.lm import LM, State
 from spanformer.model.part import Part
 from spanformer.model.weights import misfit, shapes
 from spanformer.train.checkpoint import pack_optimizer, unpack_optimizer
 from spanformer.train.sharded import Held, own, read_like, whole, write_shards
 
 if TYPE_CHECKING:
-    from spanformer.train.run import Run
+    from spanformer.train.loop import TrainingLoop
 
 
-def save(run: Run) -> Path | None:
-    """A checkpoint of the run as it is; every process takes part, the first gets its path."""
+def save(run: TrainingLoop) -> Path | None:
+    """Save a checkpoint of the run. Every process must call it; the first gets the path."""
     world, checkpoints, progress = run.world, run.checkpoints, run.progress
     moments, hyper = pack_optimizer(run.optimizer, run.named.items())
-    memory = {f"hidden.{n}": h for n, h in enumerate(run.state.hidden)} if run.state else {}
+    memory = run.state.tensors() if run.state else {}
     meta = _describe(run) | {"optimizer": hyper}
     score = progress.latest if progress.scored_at == progress.step else None
     if run.config.train.sharded:
@@ -53,20 +53,20 @@ def save(run: Run) -> Path | None:
     return checkpoints.save(progress.step, parts, meta, score=score) if world.first else None
 
 
-def restore(run: Run, path: Path) -> None:
-    """Continue from the checkpoint; a ValueError names what of it does not fit the run's configuration."""
+def restore(run: TrainingLoop, path: Path) -> None:
+    """Continue from the checkpoint; a ValueError names the first mismatch with the run's configuration."""
     meta, parts = run.checkpoints.load(path)
     try:
         _check_fits(run, meta, path)
         load_model(run, parts["model"], path)
         load_optimizer(run, parts["optimizer"], meta["optimizer"])
         _load_state(run, meta, parts["memory"], path)
-    except (KeyError, TypeError, AttributeError) as error:  # its digests are right, so somebody wrote it so
-        raise ValueError(f"{path} is not what a run saves ({error!r}); choose another checkpoint or --out") from error
+    except (KeyError, TypeError, AttributeError) as error:  # its digests are valid, so it was written this way
+        raise ValueError(f"{path} is not a run's checkpoint ({error!r}); choose another checkpoint or --out") from error
 
 
-def _load_state(run: Run, meta: dict, memory: Part, path: Path) -> None:
-    """What is counted, where the data is, and what the layers remember."""
+def _load_state(run: TrainingLoop, meta: dict, memory: Part, path: Path) -> None:
+    """Restore the counters, the position in the data and the segment memory."""
     train = run.config.train
     try:
         run.progress.load(meta["progress"])
@@ -75,28 +75,40 @@ def _load_state(run: Run, meta: dict, memory: Part, path: Path) -> None:
         run.objective.stream.load(meta["lanes"])
         seen = whole_number("seen", meta["seen"], 0, run.progress.step * train.block)
         if memory:
-            _check_memory(memory, run.config.model.layers, [train.batch, run.config.model.dim])
+            _check_memory(memory, _empty(run, 0), train.batch)
     except ValueError as error:
-        raise ValueError(f"{path} is not what a run saves: {error}; choose another checkpoint or --out") from error
+        raise ValueError(f"{path} is not a run's checkpoint: {error}; choose another checkpoint or --out") from error
     if memory:
         rows = run.world.rows(train.batch)
-        hidden = (memory.rows(f"hidden.{n}", rows.start, rows.stop) for n in range(len(memory)))
-        # copies: what safetensors reads lies in the mapped file, aligned otherwise, and sums may then round otherwise
-        run.state = State(tuple(h.to(run.world.device, copy=True) for h in hidden), seen)
+        held = {name: memory.rows(name, rows.start, rows.stop) for name in memory}
+        # copy: safetensors returns views of the mapped file with another alignment, and sums may then round differently
+        held = {name: t.to(run.world.device, copy=True) for name, t in held.items()}
+        run.state = _empty(run, len(range(rows.start, rows.stop))).with_tensors(held, seen)
 
 
-def _check_memory(memory: Part, layers: int, wanted: list[int]) -> None:
-    """wanted: [batch, dim] of every layer's hidden states [batch, tokens, dim]."""
-    names = {f"hidden.{n}" for n in range(layers)}
-    if odd := sorted(names ^ set(memory)):
-        raise ValueError(f"the memory has {len(memory)} tensors, expected hidden.0 … {layers - 1} (see {odd[0]})")
-    for name in memory:
+def _empty(run: TrainingLoop, batch: int) -> State:
+    """The empty segment memory for this many lanes."""
+    if not isinstance(run.model, LM):
+        raise ValueError("it holds a segment memory, which only language models have")
+    return run.model.start(batch)
+
+
+def _check_memory(memory: Part, empty: State, batch: int) -> None:
+    """Check that the tensors match such a state with `batch` rows; hidden states [batch, tokens, dim] may have any
+    number of tokens."""
+    wanted = empty.tensors()
+    if odd := sorted(set(wanted) ^ set(memory)):
+        raise ValueError(f"the segment memory has {len(memory)} tensors; expected {len(wanted)} (see {odd[0]})")
+    for name, t in wanted.items():
+        any_length = 1 if name.endswith(".hidden") else None
+        expected = [batch, *("tokens" if n == any_length else size for n, size in enumerate(t.shape) if n)]
         shape = list(memory.shape(name))
-        if len(shape) != 3 or [shape[0], shape[2]] != wanted:
-            raise ValueError(f"the memory {name} has shape {shape}; expected [{wanted[0]}, tokens, {wanted[1]}]")
+        fits = len(shape) == len(expected) and all(b in ("tokens", a) for a, b in zip(shape, expected, strict=True))
+        if not fits:
+            raise ValueError(f"the segment memory {name} has shape {shape}; expected [{', '.join(map(str, expected))}]")
 
 
-def load_model(run: Run, part: Part, path: Path) -> None:
+def load_model(run: TrainingLoop, part: Part, path: Path) -> None:
     own = run.model.state_dict()
     if wrong := misfit({name: part.shape(name) for name in part}, shapes(own)):
         raise ValueError(f"{path} does not fit this model: {wrong}")
@@ -105,13 +117,13 @@ def load_model(run: Run, part: Part, path: Path) -> None:
             t.copy_(read_like(part, name, t, run.world))
 
 
-def load_optimizer(run: Run, part: Part, meta: dict) -> None:
-    """Its state, and not its settings: a run may go on with another learning rate."""
+def load_optimizer(run: TrainingLoop, part: Part, meta: dict) -> None:
+    """Load the optimiser's state but not its settings: a run may continue with another learning rate."""
     settings = [{k: v for k, v in group.items() if k != "params"} for group in run.optimizer.param_groups]
-    # a tensor of the state is named by its parameter, and sharded like it
+    # a state tensor has the name and the sharding of its parameter
     like = {name: run.named[parameter] for name in part if (parameter := name.rpartition("/")[0]) in run.named}
     for name, parameter in like.items():
-        if part.shape(name) not in (parameter.shape, ()):  # a count of steps is a number
+        if part.shape(name) not in (parameter.shape, ()):  # a step count is a scalar
             raise ValueError(
                 f"the saved optimiser has {name} in shape {list(part.shape(name))}; expected {list(parameter.shape)}"
             )
@@ -121,7 +133,7 @@ def load_optimizer(run: Run, part: Part, meta: dict) -> None:
         group.update(now)
 
 
-def _describe(run: Run) -> dict:
+def _describe(run: TrainingLoop) -> dict:
     """The plain values of a checkpoint."""
     return {
         "config": as_dict(run.config),
@@ -138,9 +150,9 @@ def _describe(run: Run) -> dict:
     }
 
 
-def _check_fits(run: Run, meta: dict, path: Path) -> None:
-    """Model, data and lanes must be those of the checkpoint; how to train on may change."""
-    # built, so that a key of a newer version is refused and one an older version did not have yet has its default
+def _check_fits(run: TrainingLoop, meta: dict, path: Path) -> None:
+    """Model, data and lanes must match the checkpoint; training settings may change."""
+    # `build` refuses keys of a newer version and fills in defaults for keys that an older version lacked
     now, then = as_dict(run.config), as_dict(build(type(run.config), meta["config"], str(path)))
     for section in ("model", "data"):
         _same(
@@ -151,29 +163,29 @@ def _check_fits(run: Run, meta: dict, path: Path) -> None:
     _same("train.", lanes, then["train"], path, ignore=())
     if meta["vocab"] != run.data.vocab.to_json():
         raise ValueError(
-            f"{path} was made with another vocabulary than {run.config.data.source} has now; give it the same text, or "
-            "begin another run with another --out"
+            f"{path} was made with another vocabulary than {run.config.data.source} has now; use the same text, or "
+            "start another run with another --out"
         )
     _check_data(run, meta.get("data"), path)
 
 
-def _digests(run: Run) -> dict[str, str]:
-    """What the data is, by split: digests of its ids."""
+def _digests(run: TrainingLoop) -> dict[str, str]:
+    """Digests of the ids of each split."""
     return {name: split.sha256 for name, split in run.data.splits.items()}
 
 
-def _check_data(run: Run, then: object, path: Path) -> None:
-    """A text may change and keep its name, size and vocabulary."""
+def _check_data(run: TrainingLoop, then: object, path: Path) -> None:
+    """Compare digests: a text may change and keep its name, size and vocabulary."""
     source, now = run.config.data.source, _digests(run)
     if not isinstance(then, dict):
         raise ValueError(
-            f"{path} does not say which text it was trained on: an older spanformer saved it; begin another run with "
+            f"{path} has no digest of its training text: an older spanformer saved it; start another run with "
             "another --out"
         )
     if changed := [name for name, digest in now.items() if then.get(name) != digest]:
         raise ValueError(
-            f"{path} was made with another text than {source} has now ({', '.join(changed)} changed); give it the same "
-            "text, or begin another run with another --out"
+            f"{path} was made with another text than {source} has now ({', '.join(changed)} changed); use the same "
+            "text, or start another run with another --out"
         )
 
 
@@ -184,6 +196,6 @@ def _same(where: str, now: dict, then: dict, path: Path, ignore: tuple[str, ...]
             _same(f"{where}{key}.", value, before, path, ignore)
         elif key not in ignore and value != before:
             raise ValueError(
-                f"{path} was made with {where}{key} = {before!r}, and this run has {value!r}; change it back, or begin "
+                f"{path} was made with {where}{key} = {before!r}, but this run has {value!r}; change it back, or start "
                 "another run with another --out"
             )

@@ -1,6 +1,6 @@
-"""Tensors that several processes hold the rows of: put together, written by all of them, read by any number.
+"""Tensors sharded by rows over processes: gathered, written by all processes, read by any number of them.
 
-FSDP2 shards every tensor by its rows as `torch.chunk` does: the first ⌈n / processes⌉ rows are the first process's.
+FSDP2 shards rows as `torch.chunk` does: the first process has the first ⌈n / processes⌉ rows.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch.distributed.tensor import DTensor
 
 from spanformer.model.folder import Files, write_part
 from spanformer.model.part import Part, header
-from spanformer.train.world import World
+from spanformer.train.distributed import World
 
 
 class Held(NamedTuple):
-    """What this process holds of a tensor."""
+    """The rows of a tensor that this process holds."""
 
     rows: Tensor
     start: int
-    """the first of them"""
+    """index of the first row"""
 
 
 def held(t: DTensor, world: World) -> Held:
@@ -31,7 +31,7 @@ def held(t: DTensor, world: World) -> Held:
 
 
 def own(tensors: Mapping[str, Tensor], world: World) -> dict[str, Held]:
-    """What this process writes of them: its rows; of those that every process has whole, the first writes all."""
+    """The rows that this process writes: its shard, or for an unsharded tensor all rows in the first process."""
     rows = {name: held(t, world) for name, t in tensors.items() if isinstance(t, DTensor)}
     if world.first:
         rows |= {name: Held(t, 0) for name, t in tensors.items() if not isinstance(t, DTensor)}
@@ -39,7 +39,7 @@ def own(tensors: Mapping[str, Tensor], world: World) -> dict[str, Held]:
 
 
 def whole(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
-    """All of them put together, in the first process; every process must take part."""
+    """The gathered tensors, in the first process; every process must call it."""
     found = {}
     for name, t in tensors.items():
         full = t.full_tensor() if isinstance(t, DTensor) else t
@@ -49,7 +49,7 @@ def whole(tensors: Mapping[str, Tensor], world: World) -> dict[str, Tensor]:
 
 
 def read_like(part: Part, name: str, like: Tensor, world: World) -> Tensor:
-    """A saved tensor, sharded as `like` is if it has its shape; then only this process's rows are read."""
+    """Read a saved tensor, sharded like `like` if the shapes agree; then only this process's rows are read."""
     if not isinstance(like, DTensor) or part.shape(name) != like.shape:
         return part[name].to(world.device)
     mine = held(like, world)
@@ -60,8 +60,8 @@ def read_like(part: Part, name: str, like: Tensor, world: World) -> Tensor:
 
 
 def write_shards(folder: Path | None, parts: Mapping[str, Mapping[str, Held]], world: World) -> Files:
-    """Every process writes one file of each part into the folder that the first one names, which then gets the list."""
-    folder = Path(world.told(str(folder)))
+    """Every process writes one file per part into the first process's folder; the first gets the list of files."""
+    folder = Path(world.broadcast(str(folder)))
     said = []
     for part, tensors in parts.items():
         starts = {name: (t.start, t.rows.ndim) for name, t in tensors.items()}

@@ -11,26 +11,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from spanformer.model.layered import Layered
 from spanformer.model.lm import State
-from spanformer.train.world import World, reduce_spans
+from spanformer.model.stack import TransformerStack
+from spanformer.train.distributed import World, reduce_spans
 
 
-class Drawn(NamedTuple):
+class Batch(NamedTuple):
     """One batch."""
 
     arguments: dict[str, Tensor]
-    """of the model's forward, by name, each with B rows; `targets` among them"""
+    """keyword arguments of the model's forward, including `targets`, each with B rows"""
     tokens: int
-    """read in all processes together; of pairs, those of the targets"""
+    """tokens of the batch over all processes; for pairs, tokens of the targets"""
     counted: Tensor | None = None
     """[B, T] bool, False where a target is padding; None: all count"""
     reset: bool = True
-    """what a model remembers of the batch before is not what came before this one"""
+    """whether this batch does not continue the previous one, so that the model's state must be dropped"""
 
 
 class Losses(NamedTuple):
-    """Means over the batch of this process, on its device: nobody waited for them yet."""
+    """Means over the batch of this process, on its device, not synchronised yet."""
 
     loss: Tensor
     """nats per token, without the penalty"""
@@ -38,24 +38,31 @@ class Losses(NamedTuple):
 
 
 def backward(
-    engine: nn.Module, model: Layered, world: World, drawn: Drawn, state: State | None, *, micro: int, dtype: str
+    engine: nn.Module,
+    model: TransformerStack,
+    world: World,
+    batch: Batch,
+    state: State | None,
+    *,
+    grad_accum_steps: int,
+    dtype: str,
 ) -> tuple[Losses, State | None]:
-    """Gradients of the mean loss over the tokens that count, read in `micro` pieces of rows; the state after them, of a
-    model that has one."""
-    arguments = {name: t.to(world.device) for name, t in drawn.arguments.items()}
-    counted = None if drawn.counted is None else drawn.counted.to(world.device)
-    rows = len(arguments["targets"]) // micro
+    """Accumulate gradients of the mean loss over counted tokens, in `grad_accum_steps` pieces of rows. Also returns the
+    next state, for a model that has one."""
+    arguments = {name: t.to(world.device) for name, t in batch.arguments.items()}
+    counted = None if batch.counted is None else batch.counted.to(world.device)
+    rows = len(arguments["targets"]) // grad_accum_steps
     losses, penalties, states = [], [], []
-    for n in range(micro):
+    for n in range(grad_accum_steps):
         some = slice(n * rows, (n + 1) * rows)
-        last = n == micro - 1
+        last = n == grad_accum_steps - 1
         with _sync_only(engine, last), autocast(dtype, world.device):
             before = {} if state is None else {"state": state.rows(some)}
             found = engine(**{name: t[some] for name, t in arguments.items()}, **before)
-            # pieces and processes may hold more or fewer tokens than others, and every token counts alike
-            share = drawn.tokens / world.size / micro
+            # pieces and processes may hold different numbers of tokens, and every token has equal weight
+            share = batch.tokens / world.size / grad_accum_steps
             loss = found.nll.mean() if counted is None else (found.nll * counted[some]).sum() / share
-            ((loss + found.penalty) / micro).backward()
+            ((loss + found.penalty) / grad_accum_steps).backward()
         losses.append(loss.detach())
         penalties.append(found.penalty.detach())
         states.append(getattr(found, "state", None))
@@ -72,7 +79,7 @@ def autocast(dtype: str, device: torch.device) -> contextlib.AbstractContextMana
 
 @contextlib.contextmanager
 def _sync_only(engine: nn.Module, last: bool):
-    """Exchange gradients between processes with the last piece only."""
+    """Exchange gradients between processes after the last piece only."""
     if isinstance(engine, nn.parallel.DistributedDataParallel) and not last:
         with engine.no_sync():
             yield

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spanformer.ops import BlockIndex, Rule
+from spanformer.ops import BlockIndex, Rule, Union
 from spanformer.ops.rule import UNLIMITED
 
 Areas = list[tuple[Tensor, Tensor, Tensor]]
@@ -46,18 +46,18 @@ class Pattern:
 
     def areas(self, lo: Tensor, hi: Tensor, where: Where) -> Areas:
         """Where the queries lo … hi − 1 ([R] each) can see anything; more is allowed, less is not."""
-        raise NotImplementedError(f"{type(self).__name__} does not say where it sees; override areas")
+        raise NotImplementedError(f"{type(self).__name__} has no areas; override areas")
 
     def bands(self, causal: bool) -> Bands | None:
         """As distances alone, |d| where not causal; None for what is no such set."""
         return None
 
-    def lookback(self) -> int:
+    def context_length(self) -> int:
         """How many tokens back it sees at most."""
         return UNLIMITED
 
     def lookahead(self) -> int:
-        """How many tokens ahead it sees at most, where it is not causal."""
+        """How many future tokens it sees at most, where it is not causal."""
         return UNLIMITED
 
     def visible(self, i: Tensor, j: Tensor, *, causal: bool = True, length: int | None = None) -> Tensor:
@@ -80,8 +80,8 @@ class Pattern:
         whole = torch.mul(*sides)
         return int(torch.where(index.mask_ids < 0, whole, partly[index.mask_ids] if len(partly) else 0).sum())
 
-    def rule(self, heads: int, length: int, *, start: int = 0, causal: bool = True, size: int = 64) -> Rule:
-        """As the cheapest rule for `length` keys from position `start` on: reaches and strides where that says it,
+    def rule(self, heads: int, length: int, *, start: int = 0, causal: bool = True, size: int = 64) -> Rule | Union:
+        """As the cheapest rule for `length` keys from position `start` on: reaches and strides where they suffice,
         else blocks."""
         from spanformer.attention.pattern.rule import make_rule
 
@@ -127,8 +127,8 @@ class Either(Pattern):
         found = [part.bands(causal) for part in self.parts]
         return None if None in found else [band for bands in found for band in bands or ()]
 
-    def lookback(self):
-        return max(part.lookback() for part in self.parts)
+    def context_length(self):
+        return max(part.context_length() for part in self.parts)
 
     def lookahead(self):
         return max(part.lookahead() for part in self.parts)
@@ -159,8 +159,8 @@ class Both(Pattern):
         listed = len(found) == len(self.parts) and math.prod(map(len, found)) <= MOST_BANDS
         return intersect(found) if listed else None
 
-    def lookback(self):
-        return min(part.lookback() for part in self.parts)
+    def context_length(self):
+        return min(part.context_length() for part in self.parts)
 
     def lookahead(self):
         return min(part.lookahead() for part in self.parts)

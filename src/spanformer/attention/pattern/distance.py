@@ -52,7 +52,7 @@ class Window(Pattern):
         before, after = self._sides()
         return [(1, 0, before + 1)] if causal or before == after else None
 
-    def lookback(self):
+    def context_length(self):
         return self._sides()[0]
 
     def lookahead(self):
@@ -80,11 +80,11 @@ class Dilated(Pattern):
     def bands(self, causal):
         return [(self.step, 0, (self.width - 1) * self.step + 1)]
 
-    def lookback(self):
+    def context_length(self):
         return (self.width - 1) * self.step
 
     def lookahead(self):
-        return self.lookback()
+        return self.context_length()
 
 
 @dataclass(frozen=True)

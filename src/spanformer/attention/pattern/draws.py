@@ -1,4 +1,4 @@
-"""Patterns of whole blocks: drawn at random, or by a permutation.
+"""Patterns of whole blocks: sampled at random, or given by a permutation.
 
 Shapes: r [N] block rows.
 """
@@ -40,14 +40,14 @@ class Random(Pattern):
             at_least(name, getattr(self, name), 0)
 
     def _draw(self, r: Tensor, where: Where) -> list[Tensor]:
-        """For block rows r, the key blocks one after the other; −1 where there are not so many to draw from.
+        """For block rows r, the key blocks one after the other; −1 where there are not this many to draw from.
         Floyd's way to draw without repeating: the n-th is uniform over one more than those before could be."""
         low = torch.clamp(r - self.near, min=self.first)  # what is near is left out, if it is there at all
         if where.causal:
             pool, gap = low - self.first, torch.zeros_like(r)
         else:
             if where.length is None:
-                raise ValueError(f"{self} draws from the whole text in both directions; say its length")
+                raise ValueError(f"{self} samples blocks of the whole text in both directions; pass its length")
             n = -(-where.length // self.size)
             gap = torch.clamp(torch.clamp(r + self.near + 1, max=n) - low, min=0)
             pool = torch.clamp(n - self.first - gap, min=0)
@@ -82,7 +82,7 @@ class Random(Pattern):
 @dataclass(frozen=True)
 class Blockwise(Pattern):
     """Queries of block b see the keys of block π(b) alone. A text is cut in as many blocks as the permutation is long,
-    or, with `size`, in blocks of so many tokens to which the permutation is applied over and over."""
+    or, with `size`, in blocks of this many tokens to which the permutation is applied over and over."""
 
     permutation: tuple[int, ...]
     size: int | None = None
@@ -100,7 +100,7 @@ class Blockwise(Pattern):
 
     def _size(self, where: Where) -> int:
         if self.size is None and where.length is None:
-            raise ValueError(f"{self} cuts the whole text in blocks; say its length, or give the blocks a size")
+            raise ValueError(f"{self} cuts the whole text into blocks; pass its length, or give the blocks a size")
         return self.size or max(1, -(-(where.length or 0) // len(self.permutation)))
 
     def _target(self, block: Tensor) -> Tensor:
@@ -120,11 +120,11 @@ class Blockwise(Pattern):
             areas.append((row, target * size, (target + 1) * size))
         return areas
 
-    def lookback(self):
+    def context_length(self):
         if self.size is None:
             return UNLIMITED
         far = max(abs(to - block) for block, to in enumerate(self.permutation))  # the farthest block, either way
         return (far + 1) * self.size - 1
 
     def lookahead(self):
-        return self.lookback()
+        return self.context_length()

@@ -1,4 +1,4 @@
-"""Patterns of where in the text a pair stands: blocks, their last tokens, global tokens, blocks of an image."""
+"""Patterns of absolute positions: blocks, their last tokens, global tokens, blocks of an image."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spanformer.attention.pattern.base import Either, Pattern, at_least, every_r
 
 @dataclass(frozen=True)
 class Block(Pattern):
-    """The key stands in the query's own block of `size` tokens, or up to `before` tokens before it or `after` after."""
+    """The key is in the query's own block of `size` tokens, or up to `before` tokens before it or `after` after."""
 
     size: int
     before: int = 0
@@ -32,7 +32,7 @@ class Block(Pattern):
         first, last = lo // self.size * self.size, (hi - 1) // self.size * self.size
         return [(every_row(lo), first - self.before, last + self.size + self.after)]
 
-    def lookback(self):
+    def context_length(self):
         return self.size - 1 + self.before
 
     def lookahead(self):
@@ -92,7 +92,7 @@ class Global(Pattern):
         if isinstance(self.tokens, int):
             return at_least("tokens", self.tokens, 0)
         if not isinstance(self.tokens, Sequence):
-            raise ValueError(f"tokens is {self.tokens!r}; expected a number of first tokens, or a list of places")
+            raise ValueError(f"tokens is {self.tokens!r}; expected a number of first tokens, or a list of positions")
         for token in self.tokens:
             at_least("tokens", token, 0)
         object.__setattr__(self, "tokens", tuple(sorted(set(self.tokens))))
@@ -173,7 +173,7 @@ class Grid(Pattern):
                     areas.append((row[there], key * area, (key + 1) * area))
         return areas
 
-    def lookback(self):
+    def context_length(self):
         up, side = -(-self.above // self.high), -(-self.beside // self.wide)
         return (up * (self.width // self.wide) + side + 1) * self.high * self.wide - 1
 

@@ -1,4 +1,4 @@
-"""Patterns as rules: by reaches and strides where distances say it all, else by blocks.
+"""Patterns as rules: by reaches and strides where distances suffice, else by blocks.
 
 Shapes: N blocks that may hold something, S positions in a block.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spanformer.attention.pattern.base import Bands, Pattern, Where
-from spanformer.ops import BlockIndex, Rule
+from spanformer.ops import BlockIndex, Rule, Union
 from spanformer.ops.blocks import FULL, HIDDEN
 from spanformer.ops.rule import UNLIMITED
 
@@ -31,10 +31,10 @@ def make_rule(
     size: int,
     device: str = "cpu",
     queries: int | None = None,
-) -> Rule:
+) -> Rule | Union:
     """The rule of a layer whose heads see these patterns, over `length` keys from position `start` on, for the last
-    `queries` of them. Heads that distances describe are served so, the others by blocks; with both kinds one is the
-    other's `also`. Kept, because a layer asks at every step."""
+    `queries` of them. Heads that distances describe are served so, the others by blocks; both kinds
+    together are a Union. Kept, because a layer asks at every step."""
     heads = len(patterns)
     bands = [disjoint(p.bands(causal)) for p in patterns]
     by_distance = _distances(bands, causal)
@@ -49,21 +49,23 @@ def make_rule(
     reach = [0 if found is not None else _far(p, causal) for p, found in zip(patterns, bands, strict=True)]
     if not any(found for found in bands):
         return Rule(heads, causal=causal, reach=_reach(reach), blocks=blocks)
-    return Rule(heads, causal=causal, reach=reach, blocks=blocks, also=by_distance)
+    return Union(Rule(heads, causal=causal, reach=reach, blocks=blocks), by_distance)
 
 
 def _far(pattern: Pattern, causal: bool) -> int:
-    """How many distances blocks may hold. Of a causal pattern its layer knows that by itself, from `lookback`."""
-    return UNLIMITED if causal else min(max(pattern.lookback(), pattern.lookahead()) + 1, UNLIMITED)
+    """How many distances blocks may hold. For a causal pattern, its layer gets this from `context_length`."""
+    return UNLIMITED if causal else min(max(pattern.context_length(), pattern.lookahead()) + 1, UNLIMITED)
 
 
-def _distances(bands: Sequence[Bands | None], causal: bool) -> Rule:
-    """Each head's first band, and the others as `also`; a head that has no more sees nothing there."""
-    rule = None
-    for some in reversed(list(itertools.zip_longest(*(b or () for b in bands), fillvalue=(1, 0, 0)))):
+def _distances(bands: Sequence[Bands | None], causal: bool) -> Rule | Union:
+    """A rule for each head's first band, one for the second …; a head that has no more sees nothing there."""
+    rules = []
+    for some in itertools.zip_longest(*(b or () for b in bands), fillvalue=(1, 0, 0)):
         strides, least, limits = zip(*some, strict=True)
-        rule = Rule(len(bands), causal=causal, stride=strides, skip=least, reach=_reach(limits), also=rule)
-    return rule if rule is not None else Rule(len(bands), causal=causal, reach=0)
+        rules.append(Rule(len(bands), causal=causal, stride=strides, skip=least, reach=_reach(limits)))
+    if not rules:
+        return Rule(len(bands), causal=causal, reach=0)
+    return rules[0] if len(rules) == 1 else Union(*rules)
 
 
 def _reach(limits: Sequence[int]) -> list[int] | None:

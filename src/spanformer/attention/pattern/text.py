@@ -1,4 +1,4 @@
-"""Patterns written down: names, whole numbers, lists of them, `|` and `&`. Nothing of the text is ever run."""
+"""Patterns written down: names, whole numbers, lists of them, `|` and `&`. The text is parsed and never executed."""
 
 from __future__ import annotations
 

@@ -1,0 +1,55 @@
+// Where the compiler has put the fields of `Call` and `Decode`, as text, one field a line: "Call.scale float at byte 96".
+// ops/c_layout.py has the same table, and compares the two when it loads the library.
+#pragma once
+#include <cstddef>
+#include <string>
+#include <type_traits>
+
+#include "call.h"
+
+namespace spanformer {
+
+template <class T>
+std::string kind_of() {
+  return std::is_same<T, int64_t>::value  ? "int"
+         : std::is_same<T, double>::value ? "float"
+         : std::is_same<T, Rows>::value   ? "rows"
+         : std::is_pointer<T>::value      ? "address"
+                                          : "unknown";
+}
+
+#define AT(STRUCT, FIELD) \
+  text += #STRUCT "." #FIELD " " + kind_of<decltype(STRUCT::FIELD)>() + " at byte " + \
+          std::to_string(offsetof(STRUCT, FIELD)) + "\n";
+#define CALL(FIELD) AT(Call, FIELD)
+#define DECODE(FIELD) AT(Decode, FIELD)
+
+// clang-format off
+inline std::string layout() {
+  std::string text;
+  CALL(dtype) CALL(threads) CALL(B) CALL(H) CALL(Hkv) CALL(Tq) CALL(Tk) CALL(D) CALL(Dv) CALL(causal) CALL(shift)
+  CALL(max_future) CALL(scale) CALL(ramp) CALL(dropout) CALL(q) CALL(k) CALL(v) CALL(out) CALL(lse) CALL(reach)
+  CALL(span) CALL(dynamic) CALL(distance_bias) CALL(bias_length) CALL(distance_vec) CALL(vec_length) CALL(vec_head)
+  CALL(key_bias) CALL(key_bias_batch) CALL(key_bias_head) CALL(key_bias_group) CALL(key_span) CALL(key_span_batch)
+  CALL(key_span_head) CALL(q_positions) CALL(k_positions) CALL(q_positions_batch) CALL(k_positions_batch)
+  CALL(q_documents) CALL(k_documents) CALL(q_documents_batch) CALL(k_documents_batch) CALL(sink_logits)
+  CALL(block_offsets) CALL(block_columns) CALL(block_mask_ids) CALL(block_masks) CALL(block_size) CALL(block_rows)
+  CALL(block_head) CALL(seed) CALL(drop_heads) CALL(drop_queries) CALL(drop_keys) CALL(drop_queries_batch)
+  CALL(drop_keys_batch) CALL(g) CALL(dq) CALL(dk) CALL(dv) CALL(g_lse) CALL(d_span) CALL(d_distance_bias)
+  CALL(d_distance_vec) CALL(d_key_bias) CALL(d_sink_logits) CALL(d_key_span)
+  text += "Call " + std::to_string(sizeof(Call)) + " bytes\n";
+  DECODE(threads) DECODE(q) DECODE(out) DECODE(lse) DECODE(new_k) DECODE(new_v) DECODE(span) DECODE(dtype)
+  DECODE(bits) DECODE(B) DECODE(H) DECODE(Hkv) DECODE(D) DECODE(Dv) DECODE(shift) DECODE(sink_tokens) DECODE(scale)
+  DECODE(ramp) DECODE(k) DECODE(v) DECODE(k_scale) DECODE(v_scale) DECODE(scale_batch) DECODE(first)
+  DECODE(capacity) DECODE(newest) DECODE(oldest) DECODE(reach) DECODE(dynamic) DECODE(distance_bias)
+  DECODE(bias_length) DECODE(distance_vec) DECODE(vec_length) DECODE(vec_head) DECODE(sink_logits)
+  text += "Decode " + std::to_string(sizeof(Decode)) + " bytes\n";
+  return text;
+}
+// clang-format on
+
+#undef AT
+#undef CALL
+#undef DECODE
+
+}  // namespace spanformer

@@ -1,0 +1,1 @@
+"""Converts checkpoints of other code into models of ours."""

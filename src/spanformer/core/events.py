@@ -1,0 +1,242 @@
+"""The rows of a run's events.jsonl, one class for each kind of event: training writes them, reports read them.
+
+A row is one JSON object. `event` is the kind, `time` is in seconds since 1970, and the other keys are the fields below.
+A number that is not finite is null in the file and NaN in Python. Readers ignore further keys of a row, and kinds that
+they do not know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from spanformer.core.shape import Shape
+
+FILE = "events.jsonl"
+FORMAT = 1
+UNIT_NAMES = {"byte": "byte", "char": "character", "word": "word"}
+"""the units that bits are counted in, as files and as people write them"""
+ASKED = {"encoder": "masked", "seq2seq": "target"}
+"""objectives that ask for some tokens only, and what such a token is called"""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What every event has."""
+
+    kind: ClassVar[str]
+    step: int
+    """optimiser steps taken until then"""
+    time: float = field(default=math.nan, kw_only=True)
+    """seconds since 1970; the log fills it in"""
+
+
+@dataclass(frozen=True)
+class StartEvent(Event):
+    """A run begins. The first row of a file."""
+
+    kind = "start"
+    run: str
+    """its name"""
+    config: dict
+    parameters: int
+    unit: str
+    """what the text is counted in: byte, char or word"""
+    tokens: dict[str, int]
+    """of each split"""
+    units: dict[str, int]
+    """bytes, characters or words of each split"""
+    shape: Shape
+    machine: dict
+    version: str
+    objective: str = "lm"
+    """the model's kind: lm, seq2seq or encoder"""
+    format: int = FORMAT
+
+    @property
+    def bits_unit(self) -> str:
+        """What bits are counted for: byte, character, word, masked byte, target token, …"""
+        unit = UNIT_NAMES[self.unit]
+        if self.objective not in ASKED:
+            return unit
+        return f"{ASKED[self.objective]} {unit if self.tokens.get('train') == self.units.get('train') else 'token'}"
+
+
+@dataclass(frozen=True)
+class ResumeEvent(Event):
+    """The run goes on from a checkpoint. Rows above it with a later step are void: these steps happen again."""
+
+    kind = "resume"
+    path: str = ""
+    """of the checkpoint"""
+    unit: str = "byte"
+    seconds: float = math.nan
+    """of training steps until then"""
+
+
+@dataclass(frozen=True)
+class StepEvent(Event):
+    """Some optimiser steps were taken; losses are means since the row before."""
+
+    kind = "step"
+    seconds: float
+    """of training steps since the run began"""
+    tokens: int
+    """since the run began"""
+    loss: float
+    """nats per token"""
+    penalty: float
+    lr: float
+    grad_norm: float
+    tokens_per_second: float
+    spans: np.ndarray
+    """[layers, heads] tokens, without the ramp; NaN where a head learns none"""
+    reach: np.ndarray
+    """[layers, heads] distances looked at"""
+    memory: list[int]
+    """[layers] hidden states that segments remember, or keys that a KV cache holds"""
+    resident_bytes: int = 0
+    """of the process, at most"""
+    bits: float = math.nan
+    """per unit"""
+    span_average: float = math.nan
+    span_longest: float = math.nan
+    price: float = math.nan
+    """of one token of window, while `fit-spans` learns windows to a budget"""
+
+
+@dataclass(frozen=True)
+class EvalEvent(Event):
+    """An evaluation."""
+
+    kind = "eval"
+    seconds: float
+    split: str
+    loss: float
+    """nats per token"""
+    bits: float
+    """per unit"""
+    tokens: int
+    exact: float = math.nan
+    """share that was exactly right: targets of pairs, or masked tokens; NaN where that is not asked"""
+
+
+@dataclass(frozen=True)
+class CostEvent(Event):
+    """The measured cost of a step on one batch. Each dict holds "learned" (the model's attention) and "full" (full
+    attention in its place), or neither. Times are those of a whole step and of parts of it."""
+
+    kind = "cost"
+    flops: dict[str, float] = field(default_factory=dict)
+    """of forward and backward"""
+    step_seconds: dict[str, float] = field(default_factory=dict)
+    attention_seconds: dict[str, float] = field(default_factory=dict)
+    products_seconds: dict[str, float] = field(default_factory=dict)
+    """of matrices outside attention"""
+    optimizer_seconds: dict[str, float] = field(default_factory=dict)
+    peak_bytes: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
+    """of the batch; 0: as many as a step has by its shape"""
+
+
+@dataclass(frozen=True)
+class DynamicEvent(Event):
+    """How far heads with dynamic spans looked back at each character of a text."""
+
+    kind = "dynamic"
+    text: str
+    spans: np.ndarray
+    """[names, characters] tokens"""
+    names: list[str]
+    """of the heads"""
+
+
+@dataclass(frozen=True)
+class NoteEvent(Event):
+    """A sentence for the reader of the report."""
+
+    kind = "note"
+    text: str
+
+
+@dataclass(frozen=True)
+class SkipEvent(Event):
+    """A step was skipped because its loss or gradient was not finite, or its loss was a spike."""
+
+    kind = "skip"
+    reason: str
+
+
+@dataclass(frozen=True)
+class CheckpointEvent(Event):
+    """A checkpoint was saved."""
+
+    kind = "checkpoint"
+    path: str
+
+
+@dataclass(frozen=True)
+class StopEvent(Event):
+    """The run ends."""
+
+    kind = "stop"
+    reason: str
+    seconds: float
+    """of training steps since the run began"""
+
+
+EVENTS = (
+    StartEvent, ResumeEvent, StepEvent, EvalEvent, CostEvent, DynamicEvent, NoteEvent, SkipEvent, CheckpointEvent,
+    StopEvent,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ProgressEvent:
+    """Progress of work other than training steps. Sent to watchers, not written to the file."""
+
+    title: str
+    done: float
+    total: float
+    """0: unknown"""
+
+
+@dataclass(frozen=True)
+class StepsEvent:
+    """Number of finished steps, after each step. Sent to watchers, not written to the file."""
+
+    step: int
+    seconds: float
+    """of training steps since the run began"""
+
+
+Watch = Callable[[Event | ProgressEvent | StepsEvent], None]
+
+
+def as_record(event: Event) -> dict[str, Any]:
+    """A row's JSON object, without its time. Optional numbers that are NaN are left out."""
+    assert type(event) in EVENTS, f"{type(event).__name__} has no place in a file"
+    found: dict[str, Any] = {"event": event.kind}
+    for each in fields(event):
+        value = getattr(event, each.name)
+        missing = isinstance(each.default, float) and math.isnan(each.default) and value != value
+        if each.name != "time" and not missing:
+            found[each.name] = _plain(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """In what JSON has: lists for arrays, None for numbers that are not finite."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,1 @@
+"""Inspect running models by module hooks: attention maps, dynamic spans, the time of attention."""

@@ -1,0 +1,195 @@
+"""Attention maps: the attention weights of every head of a model over a short text, or over a pair of texts.
+
+    attention is linear in the values, out_i = Σ_j a_ij·v_j, so one-hot values v_j = e_j give out_i = a_i
+
+A forward hook runs each mechanism again with one-hot values, on the dense reference, so this works for any mechanism.
+Spans, biases and patterns take part as they do in the model. Shapes: H heads, Hkv key/value heads, T tokens, S of a
+source, M remembered ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from spanformer.attention import Attention, GlobalLocal
+from spanformer.memory.groups import group_heads
+from spanformer.model.cross_attention import CrossAttention
+from spanformer.model.encoder import Encoder
+from spanformer.model.layer import SelfAttention
+from spanformer.model.lm import LM
+from spanformer.model.seq2seq import Seq2Seq
+from spanformer.ops import Attended
+
+LONGEST = 1024
+"""tokens: the matrices of all layers and heads are held at once"""
+
+
+def attention_maps(lm: LM | Encoder, ids: Tensor) -> list[Tensor]:
+    """[layers] of [H, T, T]: how much of its attention query i gives to key j, for the text ids [T]. An encoder's
+    tokens see the future, too; ETC's global tokens come before those of the text.
+
+    A row sums to 1, or to less where something else takes part: sinks, persistent vectors, or the zeros before the
+    text that the paper's code attends to.
+    """
+    (maps,) = _maps(lm, [[block.attention for block in lm.layers()]], ids=ids)
+    return maps
+
+
+def seen_pairs(lm: LM | Encoder, length: int) -> Tensor:
+    """[H, n, n] bool: which pairs the heads of a model's first layer give weight to, on a text of random tokens. What
+    it learns is moved by random numbers: spans and gates start alike, where training would tell them apart."""
+    with torch.no_grad():
+        for p in lm.mechanisms()[0].parameters():
+            p.add_(torch.randn_like(p), alpha=0.3)
+    lm.after_step()
+    return attention_maps(lm.double(), torch.randint(0, lm.config.vocab, (length,)))[0] > 0
+
+
+class PairMaps(NamedTuple):
+    """Those of an encoder–decoder, [layers] each."""
+
+    encoder: list[Tensor]
+    """[H, S, S] over the source"""
+    decoder: list[Tensor]
+    """[H, T, T] over the answer"""
+    cross: list[Tensor]
+    """[H, T, S]: of the answer's tokens to the source's"""
+
+
+def pair_maps(model: Seq2Seq, source: Tensor, x: Tensor) -> PairMaps:
+    """source [S] and x [T] are what `model` is given: an end behind the source, `begin` before the answer. Row t is
+    where heads look from x_t on, as they write the token after it."""
+    decoder = [block for block in model.layers() if block.cross is not None]
+    reading, writing = ([block.attention for block in half] for half in (model.encoder.layers(), decoder))
+    crossing = [block.cross for block in decoder if block.cross is not None]
+    return PairMaps(*_maps(model, [reading, writing, crossing], source=source, x=x))
+
+
+@torch.no_grad()
+def _maps(
+    model: LM | Encoder | Seq2Seq, parts: Sequence[Sequence[SelfAttention | CrossAttention]], **texts: Tensor
+) -> list[list[Tensor]]:
+    """What the attentions of each part do while the model reads the texts."""
+    for name, ids in texts.items():
+        if ids.ndim != 1 or ids.is_floating_point() or not 1 <= len(ids) <= LONGEST:
+            raise ValueError(
+                f"{name} has shape {list(ids.shape)} and dtype {ids.dtype}; expected 1 … {LONGEST} token ids"
+            )
+    watched = [[_Watch(attention) for attention in part] for part in parts]
+    watches = [watch for part in watched for watch in part]
+    training = model.training
+    model.eval()  # dropped weights would be missing from the picture
+    try:
+        for watch in watches:
+            watch.begin()
+        model(*(ids[None] for ids in texts.values()))
+    finally:
+        for watch in watches:
+            watch.end()
+        model.train(training)
+    return [[watch.map(number) for number, watch in enumerate(part, 1)] for part in watched]
+
+
+def _one_hot_hook(kv_heads: int, keys: int, first: int):
+    """A forward hook that replaces the output of a mechanism's own projection of values: by the token's place among
+    `keys`, for each key/value head. A mechanism may project some tokens only, from `first` on."""
+
+    def hook(_projection: nn.Module, arguments: tuple[Tensor], _values: Tensor) -> Tensor:
+        (x,) = arguments
+        places = torch.eye(first + x.shape[1], keys, dtype=x.dtype, device=x.device)[first:]
+        return places.repeat(1, kv_heads).expand(x.shape[0], -1, -1)
+
+    return hook
+
+
+def _own_values(mechanism: Attention, above: int) -> list[tuple[nn.Module, int]]:
+    """Projections of values that a mechanism has itself, as Longformer for its global tokens, each with the place of
+    the first token it receives. above: how many global tokens come before the text."""
+    found: list[tuple[nn.Module, int]] = [
+        (value, 0) for part in mechanism.modules() if isinstance(value := getattr(part, "value", None), nn.Linear)
+    ]
+    if isinstance(mechanism, GlobalLocal):
+        names = [name for name in mechanism.own if name.startswith("value")]
+        found += [(mechanism.own[name], above if name.endswith("2l") else 0) for name in names]
+    return found
+
+
+class _Watch:
+    """Keeps what a layer's mechanism gives when it is asked for one-hot values beside the real ones."""
+
+    def __init__(self, attention: SelfAttention | CrossAttention) -> None:
+        self.attention = attention
+        self.mechanism: Attention = attention.mechanism
+        self.persistent = attention.persistent if isinstance(attention, SelfAttention) else None
+        self.found: list[tuple[Attended, float]] = []
+        self.beside: Tensor | None = None
+        """[1, H, T] lse of persistent vectors"""
+        self.past = self.keys = 0
+        """remembered tokens, and those of the text that is looked at"""
+        self.hooks: list[RemovableHandle] = []
+        self.backends = [(part, part.backend) for part in self.mechanism.modules() if isinstance(part, Attention)]
+
+    def begin(self) -> None:
+        for part, _ in self.backends:
+            part.backend = "reference"
+        self.hooks = [self.mechanism.register_forward_hook(self._observe)]
+        if self.persistent is not None:
+            self.hooks.append(self.persistent.register_forward_hook(self._observe_persistent))
+
+    def _observe(self, mechanism: Attention, arguments: tuple, real: Attended) -> None:
+        q, k, v, rule, view = arguments
+        one_hot = torch.eye(k.shape[2], dtype=v.dtype, device=v.device).expand(*k.shape[:3], -1)
+        plain, relative = rule, getattr(rule, "distance_value", None)
+        if relative is not None:  # values of distances come on top of the weights; they are none of the keys'
+            plain = replace(rule, distance_value=None)
+        above = 0 if view.segments is None else k.shape[2] - view.segments.shape[1]
+        own = _own_values(mechanism, above)
+        hooks = [part.register_forward_hook(_one_hot_hook(k.shape[1], k.shape[2], first)) for part, first in own]
+        try:
+            weights = mechanism.forward(q, k, one_hot, plain, view)  # not by a call, which would run this hook again
+        finally:
+            for hook in hooks:
+                hook.remove()
+        off = 0.0
+        if relative is None and not own:
+            again = weights.out @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+            off = float((again - real.out).abs().max()) / (1e-12 + float(real.out.abs().max()))
+        self.found.append((weights, off))
+        self.keys = q.shape[2] if isinstance(self.attention, SelfAttention) else k.shape[2]
+        self.past = max(self.past, k.shape[2] - self.keys)
+
+    def _observe_persistent(self, persistent: nn.Module, arguments: tuple, found: Attended) -> None:
+        self.beside = found.lse
+
+    def end(self) -> None:
+        for part, backend in self.backends:
+            part.backend = backend
+        for hook in self.hooks:
+            hook.remove()
+
+    def map(self, layer: int) -> Tensor:
+        """[H, T, T], or [H, T, S]"""
+        name = type(self.mechanism).__name__
+        if not self.found or max(off for _, off in self.found) > 1e-3:
+            raise ValueError(
+                f"layer {layer} ({name}) does not compute its output by attention weights alone, so it has no map"
+            )
+        weights = torch.cat([found.out[0, :, :, -self.keys :] for found, _ in self.found])
+        lse = torch.cat([found.lse[0] for found, _ in self.found])
+        if len(self.found) > 1 and isinstance(self.attention, SelfAttention):  # served in groups, the longest first
+            shared = self.attention.heads // self.attention.kv_heads
+            context = self.mechanism.context_length()
+            each = [max(context[h : h + shared]) for h in range(0, len(context), shared)]
+            groups = group_heads(each, self.past, lse.device)
+            order = [h * shared + n for heads, _ in groups for h in heads for n in range(shared)]
+            back = torch.tensor(sorted(range(len(order)), key=order.__getitem__))
+            weights, lse = weights[back], lse[back]
+        if self.beside is not None:
+            weights = weights * (lse - torch.logaddexp(lse, self.beside[0])).exp()[..., None]
+        return weights

@@ -1,0 +1,86 @@
+"""Clocks for the parts of a forward and backward pass, hung into a model while it is measured and only then."""
+
+from __future__ import annotations
+
+import time
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from spanformer.model.stack import TransformerStack
+
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "mkldnn_linear", "_linear_pointwise"}
+"""operators that multiply matrices, PyTorch's and oneDNN's"""
+
+
+class AttentionClock:
+    """Times every mechanism's forward pass, and its backward pass from the gradient of its result to that of its
+    queries, keys and values, by hooks."""
+
+    def __init__(self, model: TransformerStack) -> None:
+        cross = [block.cross.mechanism for block in model.layers() if block.cross is not None]
+        self.mechanisms, self.seconds = [*model.mechanisms(), *cross], 0.0
+        self.running = 0
+        """calls under way, forward or backward"""
+        self.hooks: list[RemovableHandle] = []
+        self.calls: list[tuple[float, tuple[Tensor, ...]]] = []
+        """forward calls under way: when each began, and its queries, keys and values"""
+
+    def __enter__(self) -> AttentionClock:
+        for mechanism in self.mechanisms:
+            self.hooks.append(mechanism.register_forward_pre_hook(self._before))
+            self.hooks.append(mechanism.register_forward_hook(self._after))
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _before(self, mechanism: nn.Module, arguments: tuple) -> tuple:
+        # views of their own, so that the hooks see this call's gradients only
+        qkv = tuple(t.view_as(t) for t in arguments[:3])
+        self.calls.append((self._start(), qkv))
+        return *qkv, *arguments[3:]
+
+    def _after(self, mechanism: nn.Module, arguments: tuple, found) -> None:
+        began, qkv = self.calls.pop()
+        self._stop(began)
+        if not found.out.requires_grad:
+            return
+        marks, left = {}, {"n": sum(t.requires_grad for t in qkv)}
+        found.out.register_hook(lambda _g: marks.__setitem__("began", self._start()))
+
+        def arrived(_g: Tensor) -> None:
+            left["n"] -= 1
+            if not left["n"]:
+                self._stop(marks["began"])
+
+        for t in qkv:
+            if t.requires_grad:
+                t.register_hook(arrived)
+
+    def _start(self) -> float:
+        self.running += 1
+        return time.perf_counter()
+
+    def _stop(self, began: float) -> None:
+        self.seconds += time.perf_counter() - began
+        self.running -= 1
+
+
+class ProductClock(TorchDispatchMode):
+    """Times the products outside attention. It slows down every operator, products too small to matter among them, so a
+    pass with this clock tells nothing but how long its products take."""
+
+    def __init__(self, attention: AttentionClock) -> None:
+        super().__init__()
+        self.attention, self.seconds = attention, 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.attention.running or func.overloadpacket.__name__ not in PRODUCTS:
+            return func(*args, **(kwargs or {}))
+        began = time.perf_counter()
+        found = func(*args, **(kwargs or {}))
+        self.seconds += time.perf_counter() - began
+        return found

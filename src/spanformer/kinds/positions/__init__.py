@@ -1,0 +1,1 @@
+"""One spec per position encoding."""

@@ -1,0 +1,70 @@
+"""The state between segments: a memory for each layer, and the documents and padding of its tokens.
+
+Shapes: B batch, M remembered tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from spanformer.memory.base import LayerMemory, pick, rows_of
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Layers may remember different lengths."""
+
+    layers: tuple[LayerMemory, ...]
+    seen: int = 0
+    """tokens so far, remembered or not"""
+    documents: Tensor | None = None
+    """[B, longest M] ids, if the text is packed documents"""
+    padding: Tensor | None = None
+    """[B, longest M] bool, True where a token is padding"""
+
+    def tokens(self) -> list[int]:
+        """[layers] how many earlier tokens each layer holds states of."""
+        return [layer.tokens for layer in self.layers]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What each layer holds, by names such as 0.hidden; all have the batch as their first axis."""
+        return {f"{n}.{name}": t for n, layer in enumerate(self.layers) for name, t in layer.tensors().items()}
+
+    def with_tensors(self, tensors: dict[str, Tensor], seen: int) -> State:
+        """Like this one, with what each layer holds as `tensors` named it."""
+        layers = (layer.with_tensors(pick(tensors, n)) for n, layer in enumerate(self.layers))
+        return replace(self, layers=tuple(layers), seen=seen)
+
+    def rows(self, rows: slice) -> State:
+        """Some rows of the batch alone."""
+        batch = len(next(iter(self.tensors().values())))
+        if len(range(*rows.indices(batch))) == batch:
+            return self
+        return replace(
+            self,
+            layers=tuple(rows_of(layer, rows) for layer in self.layers),
+            documents=None if self.documents is None else self.documents[rows],
+            padding=None if self.padding is None else self.padding[rows],
+        )
+
+    @staticmethod
+    def stack(states: list[State]) -> State:
+        """The rows of several states, one below the other."""
+        first = states[0]
+        if len(states) == 1:
+            return first
+        held = [s.tensors() for s in states]
+        return replace(
+            first.with_tensors({name: torch.cat([each[name] for each in held]) for name in held[0]}, first.seen),
+            documents=None if first.documents is None else torch.cat([_there(s.documents) for s in states]),
+            padding=None if first.padding is None else torch.cat([_there(s.padding) for s in states]),
+        )
+
+
+def _there(t: Tensor | None) -> Tensor:
+    if t is None:
+        raise ValueError("some of the states carry documents or padding and others do not; expected all or none")
+    return t

@@ -1,0 +1,139 @@
+"""What language models, encoders and encoder–decoders have in common: layers whose heads have spans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from spanformer.attention import AdaptiveSpan, Attention, DynamicSpan, View, read_spans
+from spanformer.memory import LayerMemory, Source
+from spanformer.model.block import Block, EncoderStates
+from spanformer.model.build import make_block, make_embedding, make_position
+from spanformer.model.config import ModelConfig
+from spanformer.model.embedding import AdaptiveEmbedding, AdaptiveHead, Embedding, Head
+from spanformer.model.feedforward import FeedForward
+from spanformer.model.norm import make_norm
+from spanformer.position import Position
+
+M = TypeVar("M", bound=LayerMemory)
+AddPositions = Callable[[Position, Tensor], Tensor]
+
+
+class Output(NamedTuple):
+    logits: Tensor | None
+    """[B, T, V], unless targets were given"""
+    nll: Tensor | None
+    """[B, T] negative log-likelihood in nats of each target, if given"""
+    penalty: Tensor
+    """a scalar to add to the mean loss: the price of spans, of unbalanced experts"""
+
+
+class TransformerStack(nn.Module):
+    """Embedding, blocks and output layer; each kind of model has its own `forward`."""
+
+    embedding: Embedding | AdaptiveEmbedding
+    head: Head | AdaptiveHead
+
+    def __init__(
+        self, config: ModelConfig, kind: Literal["lm", "seq2seq", "encoder"], *, tokens: bool = True
+    ) -> None:  # fmt: skip
+        """tokens: whether it has an embedding and an output layer of its own."""
+        super().__init__()
+        if config.kind != kind:
+            raise ValueError(f"model.kind is {config.kind!r}; expected {kind!r} for {type(self).__name__}")
+        self.config = config
+        if tokens:
+            self.embedding, self.head = make_embedding(config)
+        one_each = range(config.layers if config.position.per_layer else 0)
+        made = [make_position(config, n) for n in one_each]
+        self.position = nn.ModuleList(made) if made else make_position(config)
+        self.blocks = nn.ModuleList(make_block(config, parts) for parts in config.stack())
+        self.norm = make_norm(config.norm, config.dim) if config.order == "pre" else nn.Identity()
+        self.dropout = nn.Dropout(config.embedding.dropout)
+        self.checkpointing = False
+        """recompute each block in the backward pass instead of keeping its activations"""
+
+    def layers(self) -> list[Block]:
+        """Every layer, in the order in which a text goes through them."""
+        return [block for block in self.blocks if isinstance(block, Block)]
+
+    def positions(self) -> list[Position]:
+        """The position encoding of each layer: the same for all, or one for each."""
+        if isinstance(self.position, Position):
+            return [self.position] * self.config.layers
+        return [position for position in self.position if isinstance(position, Position)]
+
+    def run_blocks(
+        self, h: Tensor, memories: list[M], view: View, add_positions: AddPositions,
+        encoder_states: Sequence[EncoderStates | Source | None] = (),
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Embedded tokens h [B, T, dim] through all blocks: the last block's output, and what to add to the loss.
+
+        memories: of each layer; replaced by what they are after these tokens. add_positions(position, h): what a layer
+        gets that has absolute positions of its own. encoder_states: of a decoder, for each layer.
+        """
+        penalty = h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
+        for n, (block, position) in enumerate(zip(self.blocks, self.positions(), strict=True)):
+            if not n or self.config.position.per_layer:
+                h = add_positions(position, h)
+            h = h if n else self.dropout(h)
+            h, states, added = self._run_block(
+                block, h, memories[n], view, position, encoder_states[n] if encoder_states else None
+            )
+            memories[n] = memories[n].keep(states)
+            penalty = penalty if added is None else penalty + added
+        return h, penalty
+
+    def _run_block(
+        self, block: nn.Module, h: Tensor, memory: LayerMemory, view: View, position: Position,
+        encoder_states: EncoderStates | Source | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """One block; see `Block.forward`."""
+        if self.checkpointing and torch.is_grad_enabled():
+            return checkpoint(block, h, memory, view, position, encoder_states, use_reentrant=False)  # pyright: ignore
+        return block(h, memory, view, position, encoder_states)
+
+    def mechanisms(self) -> list[Attention]:
+        """The attention mechanism of each layer."""
+        return [block.attention.mechanism for block in self.layers()]
+
+    def spans_modules(self) -> list[AdaptiveSpan]:
+        """Every part of a layer that learns static spans."""
+        return [m for block in self.layers() for m in block.modules() if isinstance(m, AdaptiveSpan)]
+
+    def dynamic_parts(self) -> dict[str, DynamicSpan]:
+        """Every part of a layer with dynamic spans, by the layer's name."""
+        found = ((f"layer {n + 1}", m) for n, block in enumerate(self.layers()) for m in block.modules())
+        return {name: m for name, m in found if isinstance(m, DynamicSpan)}
+
+    def after_step(self) -> None:
+        """Put spans back into their range; to be called after every optimiser step."""
+        for mechanism in self.mechanisms():
+            mechanism.after_step()
+
+    def compile_feedforwards(self) -> None:
+        """torch.compile norm, feed-forward and sum of every block. Attention stays as it is: its shapes follow the
+        spans, so that it would be compiled again and again. Experts stay too: theirs follow the tokens."""
+        for block in self.layers():
+            if isinstance(block.feedforward, FeedForward):
+                block.feed = torch.compile(block.feed, dynamic=True)
+
+    def spans(self) -> list[list[float | None]]:
+        """[layers][heads] learned spans in tokens (of dynamic ones, the latest average); None where none is learned."""
+        read_spans(self.spans_modules())
+        return [mechanism.spans() for mechanism in self.mechanisms()]
+
+    def context_length(self) -> list[list[int]]:
+        """[layers][heads] how many earlier tokens each head of `blocks` can see now."""
+        read_spans(self.spans_modules())
+        return [block.attention.mechanism.context_length() for block in self.blocks if isinstance(block, Block)]
+
+    def distances(self) -> list[list[int]]:
+        """[layers][heads] how many distances each head looks at now (with dynamic spans, the latest average); a token's
+        distance to itself is one of them, unless `paper_compat` leaves it out."""
+        read_spans(self.spans_modules())
+        return [[n - self.config.paper_compat for n in mechanism.mean_context()] for mechanism in self.mechanisms()]

@@ -1,0 +1,76 @@
+"""A backend: its name, whether it can run here, whether it can serve a call, and the run itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd import forward_ad
+
+from spanformer.ops.attended import Attended
+from spanformer.ops.lower import Lowered
+from spanformer.ops.lower.call import Inputs
+
+
+@dataclass(frozen=True)
+class Backend:
+    name: str
+    unusable: Callable[[], list[str]]
+    """why it cannot run on this machine; [] if it can"""
+    refuses: Callable[[Lowered], list[str]]
+    """why it cannot serve this call; [] if it can"""
+    run: Callable[[Lowered], Attended]
+
+
+COMMON = (
+    *(f.name for f in fields(Inputs)), "causal", "shift", "max_future", "ramp", "reach", "span", "distance_bias",
+    "distance_vec", "key_bias", "sink_logits", "blocks",
+)  # fmt: skip
+"""what every backend serves"""
+LEARNED = (
+    "span", "distance_bias", "distance_vec", "distance_scale", "key_bias", "key_span", "sink_logits",
+)  # fmt: skip
+
+
+def unserved_terms(holder: type, name: str, served: Iterable[str]) -> Callable[[Any], list[str]]:
+    """A function that says which terms of a `holder` (a dataclass) are used and not `served`: a term that is new to a
+    backend is refused, not ignored."""
+    others = [(f.name, f.default) for f in fields(holder) if f.name not in set(served)]
+
+    def reasons(held: Any) -> list[str]:
+        used = [term for term, unset in others if (t := getattr(held, term)) is not unset and t != unset]
+        return [f"{term} is not served by {name}" for term in used]
+
+    return reasons
+
+
+def unserved_derivatives(name: str, call: Lowered) -> list[str]:
+    """Why a backend with a hand-written backward pass, and nothing but that, cannot serve what torch is about to do
+    with a call."""
+    reasons = unserved_transforms(name)
+    if reasons or forward_ad._current_level < 0:
+        return reasons
+    tensors = (call.q, call.k, call.v, *(getattr(call, term) for term in LEARNED))
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        return [f"{name} has no forward-mode derivatives; backend='reference' has, at dense cost"]
+    return []
+
+
+def unserved_transforms(name: str) -> list[str]:
+    if torch._C._functorch.maybe_current_level() is None:  # pyright: ignore[reportAttributeAccessIssue]
+        return []
+    return [f"{name} does not support torch.func (grad, vmap, jvp …); use torch.autograd, or backend='reference'"]
+
+
+def refuse_second_derivative(name: str) -> None:
+    """For a hand-written backward: under create_graph=True its result would pass for a constant, silently wrong."""
+    if torch.is_grad_enabled():
+        no_second_derivative(name)
+
+
+def no_second_derivative(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"backend {name!r} has no second derivative (create_graph=True); backend='reference' has, at dense cost"
+    )

@@ -1,0 +1,253 @@
+"""Attention on GPUs through FlexAttention: the rule becomes a score_mod and a mask_mod (flex_mods) and an analytic
+BlockMask (flex_blocks).
+
+On CUDA the call goes through `torch.compile(flex_attention)`. On the CPU it runs FlexAttention's own eager definition,
+which is dense inside: for tests of equality, never for use.
+
+Shapes: B batch, H query heads, Tq and Tk queries and keys, padded here to whole blocks of 128, in buckets.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+import types
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from spanformer.ops.attended import Attended
+from spanformer.ops.backends.base import COMMON, Backend, unserved_terms
+from spanformer.ops.backends.flex_blocks import (
+    BLOCK,
+    block_lists,
+    bucket,
+    grid_shape,
+    pad,
+    padded_length,
+    pattern_width,
+)
+from spanformer.ops.backends.flex_mods import (
+    VEC_DISTANCES,
+    Mod,
+    mask_mod_of,
+    score_mod_of,
+    shared_tensors,
+    table_width,
+    vec_needed,
+    vec_width,
+)
+from spanformer.ops.backends.flex_plans import Plans, Seen
+from spanformer.ops.lower import Lowered
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+log = logging.getLogger("spanformer")
+
+GRID_CELLS = 1 << 26  # of a BlockIndex spelled out as a grid, 256 MiB
+RECOMPILES = 64  # of one variant: with and without gradients, and for other strides
+_plans = Plans()
+
+
+class Plan(NamedTuple):
+    """A call as FlexAttention takes it; q, k and v are padded to whole blocks."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    score: Mod | None
+    mask: Mod
+    block_mask: BlockMask
+    scale: float
+
+
+def attend_flex(call: Lowered) -> Attended:
+    made = plan(call)
+    if call.q.device.type == "cpu":
+        _warn_dense()
+        out, lse = _run_eager(made)
+    else:
+        tracing = torch.compiler.is_compiling()
+        out, lse = run_public(made, _flex().flex_attention if tracing else _compiled(variant(call)))
+    tq = call.q.shape[2]
+    out, lse = out[:, :, :tq], lse[:, :, :tq]
+    return Attended(out, lse) if call.sink_logits is None else _with_sinks(out, lse, call.sink_logits)
+
+
+def plan(call: Lowered) -> Plan:
+    """Pad, and put the rule into FlexAttention's terms."""
+    q, k, v = (pad(t, 2) for t in (call.q, call.k, call.v))
+    shared = shared_tensors(call)
+    score, seen = score_mod_of(call, q, shared), _plans.find(call)
+    if seen is None:
+        mask = mask_mod_of(call, shared)
+        blocks = _flex().BlockMask.from_kv_blocks(
+            *block_lists(call), BLOCK_SIZE=BLOCK, mask_mod=mask.closed_mask(), seq_lengths=(q.shape[2], k.shape[2])
+        )
+        _plans.keep(call, seen := Seen(mask, blocks))
+    return Plan(q, k, v, score, *seen, call.scale)
+
+
+def variant(call: Lowered) -> Hashable:
+    """What of a call is compiled in: terms, constants, and sizes in buckets. Calls of one variant share kernels."""
+    lengths = (padded_length(call.q.shape[2]), padded_length(call.k.shape[2]))
+    sizes = *call.q.shape[:2], call.q.shape[3], *call.k.shape[:2], call.v.shape[3], *lengths
+    tables = [t if t is None else table_width(call, t) for t in (call.distance_bias, call.distance_scale)]
+    vectors = None if call.distance_vec is None else vec_width(call)
+    ids = [
+        t if t is None else t.shape[0] for t in (call.q_positions, call.k_positions, call.q_documents, call.k_documents)
+    ]
+    pattern, keys = None, None if call.key_bias is None else call.key_bias.shape[:2]
+    if call.blocks is not None:
+        masks = call.blocks.masks.shape[0]
+        pattern = call.blocks.size, call.blocks.offsets.shape[0], *grid_shape(call), masks and bucket(masks)
+    spans = None if call.span is None else (call.span.ndim, call.ramp)
+    flags = call.causal, call.shift, call.max_future > 0, call.reach is None
+    return call.q.device, call.q.dtype, call.scale, *sizes, *tables, vectors, *ids, keys, pattern, spans, *flags
+
+
+def run_public(made: Plan, flex_attention: Callable[..., Any], *, lse: bool = True) -> tuple[Tensor, Any]:
+    """Through the public function, compiled or not."""
+    out = flex_attention(
+        made.q,
+        made.k,
+        made.v,
+        score_mod=None if made.score is None else made.score.closed_score(),
+        block_mask=made.block_mask,
+        scale=made.scale,
+        enable_gqa=made.q.shape[1] != made.k.shape[1],
+        return_aux=_flex().AuxRequest(lse=True) if lse else None,
+    )
+    return (out[0], out[1].lse) if lse else (out, None)
+
+
+def _run_eager(made: Plan) -> tuple[Tensor, Tensor]:
+    """Through the operator below the public function, which refuses gradients on the CPU though the operator has them.
+    It reads mask_mod alone: the block lists play no part here."""
+    from torch._higher_order_ops.flex_attention import flex_attention as operator
+
+    score, mask = made.score or Mod(_untouched, ()), made.mask
+    lists = (*made.block_mask.as_tuple()[:-1], mask.apply)
+    tensors = score.tensors, mask.tensors
+    out, lse, _ = operator(made.q, made.k, made.v, score.apply, lists, made.scale, {}, *tensors)
+    return out, lse * math.log(2.0)  # the operator counts in powers of two
+
+
+def _untouched(score: Tensor, _b: Tensor, _h: Tensor, _i: Tensor, _j: Tensor) -> Tensor:
+    return score
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor) -> Attended:
+    """A sink is one more term in the sum, with no value: it scales the output, so it needs no key of its own."""
+    sink = sink_logits.to(lse.dtype)[None, :, None]
+    seen, sunk = lse > -math.inf, sink > -math.inf
+    both = seen & sunk
+    gap = torch.where(both, lse - torch.where(sunk, sink, 0), 0)
+    share = torch.where(both, gap.sigmoid(), 1)  # a row that saw nothing is zeros already
+    total = torch.where(both, torch.logaddexp(torch.where(seen, lse, 0), torch.where(sunk, sink, 0)), 0)
+    lse = torch.where(both, total, torch.where(seen, lse, sink))
+    return Attended(out * share[..., None].to(out.dtype), lse)
+
+
+@functools.cache
+def _flex() -> Any:
+    import torch.nn.attention.flex_attention as module
+
+    return module
+
+
+@functools.cache
+def _compiled(variant: Hashable, backend: Any = "inductor") -> Callable[..., Any]:
+    """A function of its own for each variant, with code of its own: torch counts compilations by code and stops at a
+    limit, which a run that meets many variants would reach. (fullgraph makes it raise there; without it, it would go on
+    with the dense eager code, silently.)"""
+    flex_attention = _flex().flex_attention
+
+    def run(*tensors, **options):
+        return flex_attention(*tensors, **options)
+
+    code = run.__code__.replace(co_name=f"flex_attention_{next(_count)}")
+    own = types.FunctionType(code, globals(), closure=run.__closure__)
+    compiler: Callable[..., Any] = torch.compile  # its stubs do not know the last option
+    return compiler(own, backend=backend, dynamic=False, fullgraph=True, recompile_limit=RECOMPILES)
+
+
+_count = itertools.count()
+
+
+@functools.cache
+def _warn_dense() -> None:
+    log.warning(
+        "backend 'flex' on the CPU runs FlexAttention's eager definition, which is dense inside: "
+        "it serves to test equality, not to attend; use 'native' or 'banded' here"
+    )
+
+
+# --- what it serves ---------------------------------------------------------------------------------------------------
+
+
+def unusable() -> list[str]:
+    try:
+        module = _flex()
+    except ImportError as error:
+        return [f"torch.nn.attention.flex_attention cannot be imported ({error})"]
+    missing = [name for name in ("flex_attention", "BlockMask", "AuxRequest") if not hasattr(module, name)]
+    return [f"this torch ({torch.__version__}) has no flex_attention.{', '.join(missing)}"] if missing else []
+
+
+_unserved = unserved_terms(Lowered, "flex", (*COMMON, "distance_scale"))
+
+
+def refuses(call: Lowered) -> list[str]:
+    device = call.q.device.type
+    reasons = _unserved(call)
+    if not call.q.shape[0]:
+        reasons.append("an empty batch")
+    if call.dropout:
+        reasons.append("dropout acts on weights after the softmax, where FlexAttention has no hook")
+    if call.distance_vec is not None and (needed := vec_needed(call)) > VEC_DISTANCES:
+        reasons.append(
+            f"distance_vec over {needed} distances: q·r[d] would be stored for every query, "
+            f"served up to {VEC_DISTANCES}; a shorter reach or span would do"
+        )
+    if call.blocks is not None:
+        reasons += _refuses_blocks(call)
+    if device == "cuda":
+        reasons += _refuses_sizes(call)
+    elif device != "cpu":
+        reasons.append(f"device {device!r}: only CUDA is served (and the CPU, for tests)")
+    elif torch.compiler.is_compiling():
+        reasons.append("on the CPU, compiled FlexAttention has neither lse nor gradients")
+    return reasons
+
+
+def _refuses_blocks(call: Lowered) -> list[str]:
+    blocks = call.blocks
+    assert blocks is not None
+    if not call.causal and call.k_positions is not None and torch.compiler.is_compiling():
+        return ["blocks without causality at explicit positions: their extent cannot be read while compiling"]
+    cells = blocks.offsets.shape[0] * blocks.rows * (pattern_width(call) + 1)
+    if cells <= GRID_CELLS:
+        return []
+    return [
+        f"blocks of size {blocks.size} make a grid of {cells} cells, served up to {GRID_CELLS}; larger blocks would do"
+    ]
+
+
+def _refuses_sizes(call: Lowered) -> list[str]:
+    """What FlexAttention's Triton kernels do not take."""
+    reasons = []
+    for names, size in (("q and k", call.q.shape[3]), ("v", call.v.shape[3])):
+        if not 16 <= size <= 256:
+            reasons.append(f"head size {size} of {names}; FlexAttention's CUDA kernels take 16 to 256")
+    if call.q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        reasons.append(f"dtype {call.q.dtype}; FlexAttention's CUDA kernels sum in float32")
+    return reasons
+
+
+BACKEND = Backend("flex", unusable=unusable, refuses=refuses, run=attend_flex)

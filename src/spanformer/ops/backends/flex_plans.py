@@ -1,0 +1,85 @@
+"""Block masks shared by calls that see the same pairs: layers with equal windows, or with one tensor of spans, are
+planned once a step.
+
+A device is not read to find out: numbers known on the host (reaches, sizes) count by value, tensors by memory and
+version. A write through `.data` goes unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from spanformer.ops.backends.flex_blocks import working_dtype
+from spanformer.ops.backends.flex_mods import Mod
+from spanformer.ops.lower import Lowered
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+MOST = 4  # plans kept: the kinds of layers in a model. Their lists take O(heads · blocks²) numbers each
+
+
+class Seen(NamedTuple):
+    """Which pairs are seen, as FlexAttention takes it."""
+
+    mask: Mod
+    block_mask: BlockMask
+
+
+class Plans:
+    """The last few plans."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[Hashable, tuple[Seen, list[Tensor]]] = OrderedDict()
+
+    def find(self, call: Lowered) -> Seen | None:
+        key = _key(call)
+        if key not in self._known:
+            return None
+        self._known.move_to_end(key)
+        return self._known[key][0]
+
+    def keep(self, call: Lowered, seen: Seen) -> None:
+        if (key := _key(call)) is None:
+            return
+        # Tensors it was told apart by stay allocated, or others could take their addresses.
+        self._known[key] = seen, [t.detach() for t in _tensors(call) if t is not None]
+        if len(self._known) > MOST:
+            self._known.popitem(last=False)
+
+
+def _tensors(call: Lowered) -> list[Tensor | None]:
+    blocks = call.blocks
+    pattern = [] if blocks is None else [blocks.offsets, blocks.columns, blocks.mask_ids, blocks.masks]
+    ids = [call.q_positions, call.k_positions, call.q_documents, call.k_documents]
+    return [call.span, call.key_bias, *ids, *pattern]
+
+
+def _key(call: Lowered) -> Hashable:
+    """Equal for calls that see the same pairs; None where that cannot be told."""
+    tensors, device = _tensors(call), call.q.device
+    if torch.compiler.is_compiling() or type(call.q) not in _PLAIN or not all(map(_told_apart, tensors)):
+        return None
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None  # a replayed graph writes tensors without a new version
+    numbers = call.causal, call.shift, call.ramp, None if call.reach is None else tuple(call.reach_list())
+    mode = torch.is_inference_mode_enabled()  # lists made there cannot be saved for a backward pass
+    sizes = device, working_dtype(call.q), *call.q.shape[:3], call.k.shape[2], call.blocks and call.blocks.size
+    return mode, *sizes, *numbers, *(None if t is None else _identity(t) for t in tensors)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _told_apart(t: Tensor | None) -> bool:
+    """Inference tensors have no version; fake and meta ones no memory."""
+    return t is None or (type(t) in _PLAIN and t.device.type != "meta" and not t.is_inference())
+
+
+def _identity(t: Tensor) -> Hashable:
+    return t.data_ptr(), t.shape, t.stride(), t.dtype, t._version

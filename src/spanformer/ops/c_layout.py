@@ -1,0 +1,126 @@
+"""The structs that the compiled kernel is handed, each as one table of field names and kinds.
+
+csrc/call.h declares the same fields in the same order, and csrc/layout.h lists where the compiler has put them;
+`differs` compares the two when a library is loaded. Every field is 8 bytes wide, a `rows` (a [B, heads, T, size]
+tensor) four times that: its address and the strides of its first three axes. Strides count elements.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+KINDS = {
+    "int": ("q", ctypes.c_int64), "float": ("d", ctypes.c_double), "address": ("q", ctypes.c_void_p),
+}  # fmt: skip
+ROWS = (("data", "address"), ("batch", "int"), ("head", "int"), ("row", "int"))
+
+
+class Table:
+    """A struct's name, and its fields in order: lines of a kind and names of that kind."""
+
+    def __init__(self, name: str, *lines: str) -> None:
+        self.name = name
+        self.fields = [(field, kind) for kind, *names in map(str.split, lines) for field in names]
+
+    @cached_property
+    def struct(self) -> struct.Struct:
+        """Packs the values of all numbers, in order."""
+        return self._format(self.numbers())
+
+    def until(self, last: str) -> struct.Struct:
+        """Packs the values of the first fields, up to `last`."""
+        names = [field for field, _ in self.fields]
+        return self._format(self.numbers(names.index(last) + 1))
+
+    @cached_property
+    def structure(self) -> type[ctypes.Structure]:
+        """The same as a ctypes struct, to read a packed one by names; a `rows` q is q_data, q_batch, q_head, q_row."""
+        fields: Any = [(name, KINDS[kind][1]) for name, kind in self.numbers()]
+        return type(self.name, (ctypes.Structure,), {"_fields_": fields})
+
+    def numbers(self, fields: int | None = None) -> Iterator[tuple[str, str]]:
+        """(name, kind) of every 8 bytes of the first fields, or of all."""
+        for name, kind in self.fields[:fields]:
+            if kind == "rows":
+                yield from ((f"{name}_{part}", of) for part, of in ROWS)
+            else:
+                yield name, kind
+
+    def layout(self) -> dict[str, str]:
+        """Where each field is, as the library tells it: {"Call.scale": "float at byte 96", …, "Call": "736 bytes"}."""
+        found, at = {}, 0
+        for name, kind in self.fields:
+            found[f"{self.name}.{name}"] = f"{kind} at byte {at}"
+            at += 8 * len(ROWS) if kind == "rows" else 8
+        return found | {self.name: f"{at} bytes"}
+
+    @staticmethod
+    def _format(numbers: Iterator[tuple[str, str]]) -> struct.Struct:
+        return struct.Struct("=" + "".join(KINDS[kind][0] for _, kind in numbers))
+
+
+CALL = Table(
+    "Call",
+    "int dtype threads B H Hkv Tq Tk D Dv causal shift max_future",
+    "float scale ramp dropout",
+    "rows q k v out",
+    "address lse reach span",
+    "int dynamic",
+    "address distance_bias",
+    "int bias_length",
+    "address distance_vec",
+    "int vec_length vec_head",
+    "address key_bias",
+    "int key_bias_batch key_bias_head key_bias_group",
+    "address key_span",
+    "int key_span_batch key_span_head",
+    "address q_positions k_positions",
+    "int q_positions_batch k_positions_batch",
+    "address q_documents k_documents",
+    "int q_documents_batch k_documents_batch",
+    "address sink_logits block_offsets block_columns block_mask_ids block_masks",
+    "int block_size block_rows block_head",
+    "address seed drop_heads drop_queries drop_keys",
+    "int drop_queries_batch drop_keys_batch",
+    "rows g dq dk dv",
+    "address g_lse d_span d_distance_bias d_distance_vec d_key_bias d_sink_logits d_key_span",
+)
+"""one attention call, from `Lowered`; from `g` on, for the backward pass alone"""
+
+DECODE = Table(
+    "Decode",
+    "int threads",
+    "rows q out",
+    "address lse",
+    "rows new_k new_v",
+    "address span",
+    "int dtype bits B H Hkv D Dv shift sink_tokens",
+    "float scale ramp",
+    "rows k v",
+    "address k_scale v_scale",
+    "int scale_batch",
+    "address first capacity newest oldest reach",
+    "int dynamic",
+    "address distance_bias",
+    "int bias_length",
+    "address distance_vec",
+    "int vec_length vec_head",
+    "address sink_logits",
+)
+"""one query a row against rings; up to `span`, what changes from token to token"""
+
+
+def differs(layout: str, tables: tuple[Table, ...] = (CALL, DECODE)) -> str | None:
+    """The first field that a library's layout (lines of "Call.q rows at byte 120") has elsewhere, in a sentence; None
+    if all agree."""
+    theirs = dict(line.split(" ", 1) for line in layout.splitlines())
+    ours = {name: where for table in tables for name, where in table.layout().items()}
+    for name in (*ours, *theirs):
+        mine, its = ours.get(name, "missing"), theirs.get(name, "missing")
+        if mine != its:
+            return f"{name} is {its} in the compiled kernel and {mine} in this version of spanformer"
+    return None

@@ -1,0 +1,32 @@
+"""Dynamic spans along a text, character by character: Figure 5 of the adaptive-span paper."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from spanformer.core.events import DynamicEvent
+from spanformer.data import Vocab
+from spanformer.inspect.dynamic_spans import token_spans
+from spanformer.model.lm import LM
+
+SHOWN = 120  # tokens
+HEADS = 4  # the heads whose spans vary most
+
+
+def dynamic_event(model: LM, ids: np.ndarray, vocab: Vocab, step: int) -> DynamicEvent | None:
+    """Spans at the last tokens of `ids` [T]; None if no head has a dynamic span."""
+    device = next(model.parameters()).device
+    found = token_spans(model, torch.from_numpy(ids.astype(np.int64)).to(device))
+    if not found:
+        return None
+    rows = [(f"{name} head {h}", span[-SHOWN:]) for name, spans in found.items() for h, span in enumerate(spans, 1)]
+    rows = sorted(rows, key=lambda row: -float(row[1].std()))[:HEADS]
+    tokens = [printable(vocab.decode(ids[n : n + 1])) for n in range(max(0, len(ids) - SHOWN), len(ids))]
+    lengths = [len(token) for token in tokens]  # every character gets the span of its token
+    spans = np.array([np.repeat(np.array(span.tolist()), lengths) for _, span in rows])
+    return DynamicEvent(step, "".join(tokens), spans, [name for name, _ in rows])
+
+
+def printable(token: str) -> str:
+    return "".join({"\n": "⏎", "\t": "→"}.get(c, c if c.isprintable() else "�") for c in token) or "�"
