@@ -5,11 +5,13 @@ from spanformer.ops.attended import Attended
 from spanformer.ops.blocks import BlockIndex
 from spanformer.ops.decode.rings import Rings, attend_rings
 from spanformer.ops.head_groups import AnyRule, HeadGroups
+from spanformer.ops.linear.call import LinearState
+from spanformer.ops.linear.linear import attend_linear, sum_linear
 from spanformer.ops.merge import merge
 from spanformer.ops.rule import Rule
 from spanformer.ops.union import Union
 
 __all__ = [
-    "AnyRule", "Attended", "BlockIndex", "HeadGroups", "Rings", "Rule", "Union", "attend", "attend_rings", "backends",
-    "choose_backend", "merge",
+    "AnyRule", "Attended", "BlockIndex", "HeadGroups", "LinearState", "Rings", "Rule", "Union", "attend",
+    "attend_linear", "attend_rings", "backends", "choose_backend", "merge", "sum_linear",
 ]  # fmt: skip
