@@ -14,8 +14,8 @@ from torch import Tensor
 class LinearState(NamedTuple):
     """What linear attention remembers of a text, float32 (float64 where the inputs are).
 
-    s [B, Hkv, m, Dv] = Σ_j e^(G − G_j) b_j v_jᵀ and z [B, Hkv, m] = Σ_j e^(G − G_j) b_j, with G the sum of the log-decays
-    up to the newest token and G_j up to token j.
+    s [B, Hkv, m, Dv] = Σ_j e^(G − G_j) b_j v_jᵀ and z [B, Hkv, m] = Σ_j e^(G − G_j) b_j, with G the sum of the
+    log-decays up to the newest token and G_j up to token j.
     """
 
     s: Tensor
@@ -93,8 +93,8 @@ def _check_features(a: Tensor, b: Tensor, v: Tensor) -> None:
         raise ValueError("a has 0 tokens; expected at least 1")
     if (a.shape[0], a.shape[2], a.shape[3]) != (b.shape[0], b.shape[2], b.shape[3]) or b.shape[:3] != v.shape[:3]:
         raise ValueError(
-            f"a has shape {list(a.shape)}, b {list(b.shape)} and v {list(v.shape)}; expected the same batch, tokens and "
-            "features, and as many heads in b as in v"
+            f"a has shape {list(a.shape)}, b {list(b.shape)} and v {list(v.shape)}; expected the same batch, tokens "
+            "and features, and as many heads in b as in v"
         )
     if b.shape[1] == 0 or a.shape[1] % b.shape[1]:
         raise ValueError(f"a has {a.shape[1]} heads; expected a multiple of b's {b.shape[1]}")
@@ -127,8 +127,8 @@ def _check_state(state: LinearState, b: Tensor, v: Tensor) -> None:
     s, z = (*b.shape[:2], b.shape[3], v.shape[3]), (*b.shape[:2], b.shape[3])
     if tuple(state.s.shape) != s or tuple(state.z.shape) != z:
         raise ValueError(
-            f"state has s {list(state.s.shape)} and z {list(state.z.shape)}; expected {list(s)} and {list(z)} for these "
-            "features and values"
+            f"state has s {list(state.s.shape)} and z {list(state.z.shape)}; expected {list(s)} and {list(z)} for "
+            "these features and values"
         )
     wide = torch.promote_types(v.dtype, torch.float32)
     if state.s.dtype != wide or state.z.dtype != wide:

@@ -3,8 +3,8 @@
     P_ij = (a_i·b_j) e^(G_i − G_j)        out_i = Σ_{j ≤ i} P_ij v_j / Σ_{j ≤ i} P_ij        lse_i = log Σ_{j ≤ i} P_ij
     G_i  = Σ_{l ≤ i} decay_l
 
-a and b are features of queries and keys. elu + 1 (Katharopoulos et al., 2020), random features (Performer, RFA), gates and
-retention differ only in a, b and decay. No exponent above 0 is ever taken: exponents are differences G_i − G_j ≤ 0.
+a and b are features of queries and keys. elu + 1 (Katharopoulos et al., 2020), random features (Performer, RFA), gates
+and retention differ only in a, b and decay. No exponent above 0 is ever taken: exponents are differences G_i − G_j ≤ 0.
 Shapes: B batch, H query heads, Hkv key/value heads, T tokens, m features, Dv size of values.
 """
 

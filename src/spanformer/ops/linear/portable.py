@@ -31,7 +31,7 @@ def run_portable(call: LinearCall) -> tuple[Tensor, Tensor, LinearState]:
 
 
 def _finite(call: LinearCall) -> tuple[LinearCall, Tensor]:
-    """The call with 0 for every NaN and infinity, and which rows [B, H, T] saw one: 0 · NaN would reach earlier rows."""
+    """The call with 0 for every NaN and infinity, and which rows [B, H, T] saw one. 0 · NaN would spoil earlier rows."""
     tensors = [call.a, call.b, call.v] + ([] if call.decay is None else [call.decay[..., None]])
     good = [t.isfinite() for t in tensors]
     a, b, v, *decay = (torch.where(g, t, 0) for g, t in zip(good, tensors, strict=True))
@@ -153,9 +153,9 @@ def _by_document(a: Tensor, b: Tensor, v: Tensor, starts: Tensor, shared: int) -
     """Tokens see their own document: forward in time, and backward in time without themselves."""
     reversed_starts = torch.zeros_like(starts)
     reversed_starts[:, 1:] = starts.flip(1)[:, :-1]
-    none = dict(decay=None, near=None, ramp=0.0, state=None, normalize=False)
-    before = _run_chunks(LinearCall(a, b, v, starts=starts, **none))
-    after = _run_chunks(LinearCall(a.flip(2), b.flip(2), v.flip(2), starts=reversed_starts, **none))
+    plain = LinearCall(a, b, v, None, None, 0.0, starts, None, normalize=False)
+    before = _run_chunks(plain)
+    after = _run_chunks(plain._replace(a=a.flip(2), b=b.flip(2), v=v.flip(2), starts=reversed_starts))
     b, v = (t.repeat_interleave(shared, 1) for t in (b, v))
     own = (a * b).sum(3)
     numerator = before[0] + after[0].flip(2) - own[..., None] * v

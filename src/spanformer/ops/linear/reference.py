@@ -44,7 +44,7 @@ def _pairs(call: LinearCall, a: Tensor, b: Tensor, v: Tensor) -> tuple[Tensor, T
     at = torch.arange(tokens, device=v.device)
     distance = at[:, None] - at
     weight = ((distance - call.near[..., None]) / call.ramp).clamp(0, 1) * (distance >= 0)  # [1 or B, H, T, T]
-    alive = a.new_ones(a.shape[:1] + (1, tokens, 1))
+    alive = a.new_ones((a.shape[0], 1, tokens, 1))
     if call.starts is not None:
         run = call.starts.cumsum(1)
         weight = weight * (run[:, None, :, None] == run[:, None, None, :])
