@@ -84,11 +84,36 @@ struct Decode {
   const float* sink_logits;
 };
 
+// Linear attention: features of queries and keys, and a state in the place of pairs (linear.h).
+struct Linear {
+  int64_t dtype, threads;
+  int64_t B, H, Hkv, T, M, Dv;  // M: features
+  int64_t normalize;            // divide by the denominator
+  int64_t elu;                  // features are elu + 1 of a and b, and not a and b themselves
+  double ramp;
+  Rows a, b, v, out;
+  float* den;               // [B, H, T] contiguous
+  const float* decay;       // [B, Hkv, T] contiguous or null
+  const float* near;        // [1 or B, H, 1 or T] or null; a stride is 0 where texts or tokens share it
+  int64_t near_batch, near_head, near_row;
+  const uint8_t* starts;    // [B, T] contiguous or null: 1 where a document begins
+  const float *s0, *z0;     // [B, Hkv, M, Dv] and [B, Hkv, M] contiguous or null: the state before the first token
+  float *s1, *z1;           // after the last
+  // backward only
+  Rows g, da, db, dv;
+  const float* g_den;         // [B, H, T] contiguous or null
+  const float *g_s1, *g_z1;   // like s1 and z1, or null
+  float *d_decay, *d_near;    // [B, Hkv, T], [B, H, T] contiguous or null
+  float *d_s0, *d_z0;         // like s0 and z0, or null
+};
+
 struct Kernel {  // one instruction set's code
   void (*forward)(const Call&);
   void (*backward)(const Call&);
   void (*span_edge_gradient)(const Call&);  // of the gradients, d_span alone
   void (*decode)(const Decode&);
+  void (*linear_forward)(const Linear&);
+  void (*linear_backward)(const Linear&);
 };
 
 }  // namespace spanformer

@@ -73,8 +73,8 @@ std::string names() {
 #define SPANFORMER_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Raised whenever the functions, or what fields mean, change: ops/library.py refuses a library of another version.
-SPANFORMER_EXPORT int spanformer_abi_version() { return 7; }
-// Where the fields of Call and Decode are: ops/c_layout.py compares it with its own table.
+SPANFORMER_EXPORT int spanformer_abi_version() { return 8; }
+// Where the fields of the structs are: ops/c_layout.py compares it with its own table.
 SPANFORMER_EXPORT const char* spanformer_layout() {
   static const std::string text = spanformer::layout();
   return text.c_str();
@@ -105,4 +105,14 @@ SPANFORMER_EXPORT void spanformer_decode(const void* bytes) {
   spanformer::Decode call;
   std::memcpy(&call, bytes, sizeof call);
   spanformer::chosen().kernel->decode(call);
+}
+SPANFORMER_EXPORT void spanformer_linear_forward(const void* bytes) {
+  spanformer::Linear call;
+  std::memcpy(&call, bytes, sizeof call);
+  spanformer::chosen().kernel->linear_forward(call);
+}
+SPANFORMER_EXPORT void spanformer_linear_backward(const void* bytes) {
+  spanformer::Linear call;
+  std::memcpy(&call, bytes, sizeof call);
+  spanformer::chosen().kernel->linear_backward(call);
 }

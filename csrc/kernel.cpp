@@ -2,6 +2,7 @@
 #include "decode.h"
 #include "forward.h"
 #include "gradients.h"
+#include "linear_backward.h"
 #include "span_edge_gradient.h"
 
 namespace spanformer {
@@ -18,6 +19,8 @@ const Kernel kernel = {
       else
         c.dtype == kFloat32 ? decode_all<float, float>(c) : decode_all<bf16, bf16>(c);
     },
+    [](const Linear& c) { c.dtype == kFloat32 ? linear_forward_all<float>(c) : linear_forward_all<bf16>(c); },
+    [](const Linear& c) { c.dtype == kFloat32 ? linear_backward_all<float>(c) : linear_backward_all<bf16>(c); },
 };
 
 }  // namespace SPANFORMER_ISA

@@ -1,4 +1,4 @@
-// Where the compiler has put the fields of `Call` and `Decode`, as text, one field a line: "Call.scale float at byte 96".
+// Where the compiler has put the fields of each struct of call.h, as text, one field a line: "Call.scale float at byte 96".
 // ops/c_layout.py has the same table, and compares the two when it loads the library.
 #pragma once
 #include <cstddef>
@@ -23,6 +23,7 @@ std::string kind_of() {
           std::to_string(offsetof(STRUCT, FIELD)) + "\n";
 #define CALL(FIELD) AT(Call, FIELD)
 #define DECODE(FIELD) AT(Decode, FIELD)
+#define LINEAR(FIELD) AT(Linear, FIELD)
 
 // clang-format off
 inline std::string layout() {
@@ -44,6 +45,12 @@ inline std::string layout() {
   DECODE(capacity) DECODE(newest) DECODE(oldest) DECODE(reach) DECODE(dynamic) DECODE(distance_bias)
   DECODE(bias_length) DECODE(distance_vec) DECODE(vec_length) DECODE(vec_head) DECODE(sink_logits)
   text += "Decode " + std::to_string(sizeof(Decode)) + " bytes\n";
+  LINEAR(dtype) LINEAR(threads) LINEAR(B) LINEAR(H) LINEAR(Hkv) LINEAR(T) LINEAR(M) LINEAR(Dv) LINEAR(normalize) LINEAR(elu)
+  LINEAR(ramp) LINEAR(a) LINEAR(b) LINEAR(v) LINEAR(out) LINEAR(den) LINEAR(decay) LINEAR(near) LINEAR(near_batch)
+  LINEAR(near_head) LINEAR(near_row) LINEAR(starts) LINEAR(s0) LINEAR(z0) LINEAR(s1) LINEAR(z1) LINEAR(g) LINEAR(da)
+  LINEAR(db) LINEAR(dv) LINEAR(g_den) LINEAR(g_s1) LINEAR(g_z1) LINEAR(d_decay) LINEAR(d_near) LINEAR(d_s0)
+  LINEAR(d_z0)
+  text += "Linear " + std::to_string(sizeof(Linear)) + " bytes\n";
   return text;
 }
 // clang-format on
@@ -51,5 +58,6 @@ inline std::string layout() {
 #undef AT
 #undef CALL
 #undef DECODE
+#undef LINEAR
 
 }  // namespace spanformer

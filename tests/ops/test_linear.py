@@ -38,6 +38,7 @@ class Case:
     """ "heads" or "tokens" """
     ramp: float = 8.0
     normalize: bool = True
+    elu: bool = False
     signed: bool = False
     """features of both signs"""
     layout: str = "bhtd"
@@ -58,6 +59,9 @@ CASES = [
     Case(t=70, padding=True, decay=0.2, state=True),
     Case(t=70, normalize=False, signed=True, decay=0.2, state=True),
     Case(t=101, layout="bthd", decay=0.2),
+    Case(t=101, m=20, elu=True, decay=0.2, state=True),
+    Case(t=70, elu=True, padding=True, h=4),
+    Case(t=101, elu=True, near="heads"),
     Case(t=150, near="heads", state=True),
     Case(t=150, near="heads", h=6, ramp=32.0),
     Case(t=150, near="tokens", state=True, h=4),
@@ -75,7 +79,7 @@ def make(case: Case) -> tuple[dict[str, Tensor], dict]:
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
     def features(x: Tensor) -> Tensor:
-        return x if case.signed else torch.nn.functional.elu(x) + 1
+        return x if case.signed or (case.elu and x.ndim == 4) else torch.nn.functional.elu(x) + 1
 
     inputs = {
         "a": features(normal(case.b, case.h, case.t, case.m)),
@@ -109,6 +113,7 @@ def run(case: Case, inputs: dict[str, Tensor], fixed: dict, dtype: torch.dtype, 
     if case.normalize:
         if case.near:
             given |= dict(near=leaves["near"], ramp=case.ramp)
+        given["elu"] = case.elu
         (out, lse), after = attend_linear(leaves["a"], leaves["b"], leaves["v"], **given)
     else:
         (out, lse), after = sum_linear(leaves["a"], leaves["b"], leaves["v"], **given)
@@ -137,7 +142,10 @@ def check(case: Case, dtype: torch.dtype, backend: str) -> None:
         assert torch.equal(same, torch.isfinite(found[name])), name
         true, mine, usual = (torch.where(same, t[name], 0) for t in (truth, found, plain))
         unit = torch.finfo(dtype).eps if name in ("out", "d_a", "d_b", "d_v") else torch.finfo(torch.float32).eps
-        allowed = FACTOR * (usual - true).abs().max() + UNITS * unit * true.abs().max()
+        size = true.abs().max()
+        if name == "d_decay":  # chunked, it is a sum of differences a·da − b·db, each rounded by its own size
+            size = max(size, *((inputs[x] * truth[f"d_{x}"]).sum(3).abs().max() for x in "ab"))
+        allowed = FACTOR * (usual - true).abs().max() + UNITS * unit * size
         worst = (mine - true).abs().max()
         assert worst <= allowed, f"{name}: {worst:.3g} > {allowed:.3g}"
 

@@ -113,8 +113,22 @@ DECODE = Table(
 )
 """one query a row against rings; up to `span`, what changes from token to token"""
 
+LINEAR = Table(
+    "Linear",
+    "int dtype threads B H Hkv T M Dv normalize elu",
+    "float ramp",
+    "rows a b v out",
+    "address den decay near",
+    "int near_batch near_head near_row",
+    "address starts s0 z0 s1 z1",
+    "rows g da db dv",
+    "address g_den g_s1 g_z1 d_decay d_near d_s0 d_z0",
+)
+"""linear attention with a state; from `g` on, for the backward pass alone"""
+TABLES = (CALL, DECODE, LINEAR)
 
-def differs(layout: str, tables: tuple[Table, ...] = (CALL, DECODE)) -> str | None:
+
+def differs(layout: str, tables: tuple[Table, ...] = TABLES) -> str | None:
     """The first field that a library's layout (lines of "Call.q rows at byte 120") has elsewhere, in a sentence; None
     if all agree."""
     theirs = dict(line.split(" ", 1) for line in layout.splitlines())

@@ -8,9 +8,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from spanformer.ops.c_layout import CALL, DECODE, Table, differs
+from spanformer.ops.c_layout import TABLES, Table, differs
 
-ABI = 7  # as csrc/dispatch.cpp
+ABI = 8  # as csrc/dispatch.cpp
 SEAL = b"spanformer-sha256:"  # as csrc/build.py: the library's last bytes are this and the digest of all before it
 
 
@@ -22,6 +22,8 @@ class Library:
     backward: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
     span_edge_gradient: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
     decode: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
+    linear_forward: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
+    linear_backward: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
     isa: str
     """the instruction set chosen at run time"""
 
@@ -38,7 +40,7 @@ def find() -> Path:
     return Path(asked)
 
 
-def load(path: Path, tables: tuple[Table, ...] = (CALL, DECODE)) -> Library:
+def load(path: Path, tables: tuple[Table, ...] = TABLES) -> Library:
     """tables: the structs that the caller packs. A RuntimeError says why a library cannot be used, and a ValueError
     what is wrong with SPANFORMER_ISA."""
     if not path.exists():
@@ -68,6 +70,8 @@ def load(path: Path, tables: tuple[Table, ...] = (CALL, DECODE)) -> Library:
         lib.spanformer_backward,
         lib.spanformer_span_edge_gradient,
         lib.spanformer_decode,
+        lib.spanformer_linear_forward,
+        lib.spanformer_linear_backward,
     )
     for entry in entries:
         entry.argtypes, entry.restype = [ctypes.c_void_p], None  # bytes, or a buffer

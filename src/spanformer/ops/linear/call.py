@@ -5,9 +5,11 @@ Shapes: B batch, H query heads, Hkv key/value heads, T tokens, m features, Dv si
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -41,11 +43,20 @@ class LinearCall(NamedTuple):
     state: LinearState | None
     normalize: bool
     """return out and lse; else numerator and denominator"""
+    elu: bool = False
+    """a and b are queries and keys; their features are elu + 1"""
 
     @property
     def wide(self) -> torch.dtype:
         """The dtype of sums."""
         return torch.promote_types(self.v.dtype, torch.float32)
+
+    def with_features(self) -> LinearCall:
+        """The same call with features in the place of queries and keys, for paths that do not make them."""
+        if not self.elu:
+            return self
+        a, b = (F.elu(t.to(self.wide)) + 1 for t in (self.a, self.b))
+        return self._replace(a=a, b=b, elu=False)
 
     def initial(self) -> LinearState:
         """The state before the first token; zeros if none was given."""
@@ -59,6 +70,7 @@ class LinearCall(NamedTuple):
 def make_call(
     a: Tensor, b: Tensor, v: Tensor, decay: Tensor | None, state: LinearState | None, *,
     documents: Tensor | None, padding: Tensor | None, near: Tensor | None, ramp: float, normalize: bool,
+    elu: bool = False,
 ) -> LinearCall:  # fmt: skip
     _check_features(a, b, v)
     (rows, heads, tokens, _), kv = a.shape, b.shape[1]
@@ -73,14 +85,14 @@ def make_call(
         if padding.dtype != torch.bool:
             raise ValueError(f"padding has dtype {padding.dtype}; expected torch.bool, True where a token is padding")
         hidden = padding[:, None, :, None]
-        b, v = b.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
+        b, v = b.masked_fill(hidden, -math.inf if elu else 0), v.masked_fill(hidden, 0)  # elu(−∞) + 1 is 0
         decay = None if decay is None else decay.masked_fill(padding[:, None], 0)
     starts = None
     if documents is not None:
         _check_ids("documents", documents, rows, tokens)
         starts = torch.zeros(documents.shape, dtype=torch.bool, device=documents.device)
         starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return LinearCall(a, b, v, decay, near, float(ramp), starts, state, normalize)
+    return LinearCall(a, b, v, decay, near, float(ramp), starts, state, normalize, elu)
 
 
 def _check_features(a: Tensor, b: Tensor, v: Tensor) -> None:

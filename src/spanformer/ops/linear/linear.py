@@ -33,6 +33,7 @@ def attend_linear(
     padding: Tensor | None = None,
     near: Tensor | None = None,
     ramp: float = 0.0,
+    elu: bool = False,
     backend: str = "auto",
 ) -> tuple[Attended, LinearState]:
     """Linear attention: out [B, H, T, Dv] and lse [B, H, T], and the state after the last token.
@@ -43,11 +44,12 @@ def attend_linear(
     state; the state that is passed in belongs to the first token's document. padding [B, T] bool: True tokens neither
     join nor decay. near [H] or [1 or B, H, 1 or T] multiplies the weight of a pair at distance d by
     clip((d − near) / ramp, 0, 1), so that another mechanism can serve the nearer keys.
+    elu: a and b are queries and keys, and their features elu + 1; the kernel then stores no features.
     causal=False: every token sees every other, without decay, state or near.
     A row whose sum is 0 gives zeros and −inf. All results are differentiable.
     """
     call = make_call(
-        a, b, v, decay, state, documents=documents, padding=padding, near=near, ramp=ramp, normalize=True
+        a, b, v, decay, state, documents=documents, padding=padding, near=near, ramp=ramp, normalize=True, elu=elu
     )  # fmt: skip
     out, lse, after = _run(call, causal, backend)
     return Attended(out, lse), after
@@ -78,9 +80,9 @@ def _run(call: LinearCall, causal: bool, backend: str) -> tuple[Tensor, Tensor, 
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
     if not causal:
-        return run_whole(call)
+        return run_whole(call.with_features())
     if backend == "reference":
-        return run_reference(call)
+        return run_reference(call.with_features())
     reasons = ["backend is 'portable'"] if backend == "portable" else _native_refuses(call)
     if not reasons:
         from spanformer.ops.linear.native import run_native
@@ -88,7 +90,7 @@ def _run(call: LinearCall, causal: bool, backend: str) -> tuple[Tensor, Tensor, 
         return run_native(call)
     if backend == "native":
         raise ValueError(f"backend 'native' cannot serve this call: {'; '.join(reasons)}")
-    return run_portable(call)
+    return run_portable(call.with_features())
 
 
 def _native_refuses(call: LinearCall) -> list[str]:
@@ -96,6 +98,8 @@ def _native_refuses(call: LinearCall) -> list[str]:
         return [f"v is on {call.v.device}; the native kernel runs on the CPU"]
     if call.v.dtype not in (torch.float32, torch.bfloat16):
         return [f"v has dtype {call.v.dtype}; the native kernel takes float32 and bfloat16"]
+    if torch.compiler.is_compiling():
+        return ["torch.compile is tracing; it compiles the portable path instead"]
     from spanformer.ops.linear.native import unusable
 
     return unusable()

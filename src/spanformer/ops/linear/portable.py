@@ -31,7 +31,7 @@ def run_portable(call: LinearCall) -> tuple[Tensor, Tensor, LinearState]:
 
 
 def _finite(call: LinearCall) -> tuple[LinearCall, Tensor]:
-    """The call with 0 for every NaN and infinity, and which rows [B, H, T] saw one. 0 · NaN would spoil earlier rows."""
+    """The call with 0 for every NaN and infinity, and which rows [B, H, T] saw one; 0 · NaN would spoil others."""
     tensors = [call.a, call.b, call.v] + ([] if call.decay is None else [call.decay[..., None]])
     good = [t.isfinite() for t in tensors]
     a, b, v, *decay = (torch.where(g, t, 0) for g, t in zip(good, tensors, strict=True))
