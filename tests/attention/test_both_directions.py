@@ -50,5 +50,7 @@ def test_the_equation(name: str) -> None:
 
 
 def test_the_original_does_not_look_ahead() -> None:
-    with pytest.raises(ValueError, match="paper_compat=True excludes a token itself by looking back"):
+    with pytest.raises(
+        ValueError, match="paper_compat is True with causal=False; its heads only look back, so pass causal=True"
+    ):
         Window(H, 5, paper_compat=True, causal=False).rule()

@@ -184,7 +184,7 @@ def test_refusals() -> None:
         join([Rule(2), Rule(2, causal=False)])
     with pytest.raises(ValueError, match="groups is empty; expected the rule of at least one group"):
         HeadGroups([])
-    with pytest.raises(ValueError, match="groups holds a HeadGroups; expected a Rule or a Union for each group"):
+    with pytest.raises(ValueError, match="groups holds a HeadGroups; expected one Rule or Union per group"):
         HeadGroups([HeadGroups([Rule(2), Rule(2, sink_tokens=1)]), Rule(2)])  # pyright: ignore
     with pytest.raises(ValueError, match="groups holds rules with causal = True and False"):
         HeadGroups([Rule(2), Rule(2, causal=False)])
@@ -192,7 +192,9 @@ def test_refusals() -> None:
         HeadGroups([Rule(2), Rule(2)]) + Rule(5)
     with pytest.raises(ValueError, match="rules with ramps 4 and 9 cannot be added; span and key_span share one"):
         parts()["key_span"] + parts()["other ramp"]
-    with pytest.raises(ValueError, match="both rules carry a key_span; a head has one key_span"):
+    with pytest.raises(
+        ValueError, match="both rules have a key_span; a head takes only one, so drop it from one of them"
+    ):
         parts()["key_span"] + parts()["key_span"]
     with pytest.raises(ValueError, match="parts is empty"):
         Mixed([])

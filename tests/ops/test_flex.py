@@ -296,7 +296,7 @@ def test_refuses_long_distance_vec_with_every_reason():
     with pytest.raises(ValueError) as error:
         attend(call.q, call.k, call.v, call.rule, dropout=0.5, backend="flex")
     text = str(error.value)
-    assert "distance_vec over 1100 distances: q·r[d] would be stored for every query, served up to 1024" in text
+    assert "distance_vec needs 1100 distances: flex stores q·r[d] for every query, and takes at most 1024" in text
     assert "dropout" in text
 
 
@@ -310,16 +310,18 @@ def test_serves_a_long_distance_vec_that_is_little_used(limit: dict):
 def test_refuses_patterns_of_too_many_cells(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(flex, "GRID_CELLS", 10)
     _, call = before_lowering(Case(terms=("blocks",)))
-    with pytest.raises(ValueError, match=r"blocks of size 16 make a grid of 12 cells, served up to 10"):
+    with pytest.raises(
+        ValueError, match=r"blocks of size 16 make a grid of 12 cells; flex takes at most 10, so use larger blocks"
+    ):
         attend(call.q, call.k, call.v, call.rule, backend="flex")
 
 
 def test_refuses_an_empty_batch_and_other_devices():
     q = torch.zeros(0, 2, 5, 16)
-    with pytest.raises(ValueError, match="an empty batch"):
+    with pytest.raises(ValueError, match="the batch is empty"):
         attend(q, q, q, Rule(2), backend="flex")
     q = torch.zeros(1, 2, 5, 16, device="meta")
-    with pytest.raises(ValueError, match="device 'meta': only CUDA is served"):
+    with pytest.raises(ValueError, match="device 'meta': flex runs on CUDA"):
         attend(q, q, q, Rule(2), backend="flex")
 
 

@@ -52,5 +52,5 @@ def test_what_does_not_fit() -> None:
         Rule(2, forget=torch.zeros(2, 3, 5))
     with pytest.raises(ValueError, match=r"forget has shape \[2, 1, 4\]; expected \[1 or 2, 1 or 2, 5\]"):
         attend(q, q, q, Rule(2, forget=torch.zeros(2, 1, 4)))
-    with pytest.raises(ValueError, match="forget is given for 3 keys and 5 queries"):
+    with pytest.raises(ValueError, match="forget is given with 3 keys and 5 queries; expected at least as many keys"):
         attend(q, q[:, :, :3], q[:, :, :3], Rule(2, causal=False, forget=torch.zeros(2, 1, 3)))

@@ -68,7 +68,7 @@ def test_kernel_variable_names_no_file(monkeypatch: pytest.MonkeyPatch, backend:
 def test_kernel_variable_names_another_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no library")
     monkeypatch.setenv("SPANFORMER_KERNEL", str(tmp_path / "notes.txt"))
-    with pytest.raises(ValueError, match=r"SPANFORMER_KERNEL is '.*notes\.txt', which cannot be used: .*damaged"):
+    with pytest.raises(ValueError, match=r"SPANFORMER_KERNEL is '.*notes\.txt', which cannot be loaded: .*damaged"):
         kernel.problem()
 
 

@@ -125,7 +125,9 @@ def test_bad_input_is_named() -> None:
         attend_rings(q, rings, Rule(3, reach=5))
     with pytest.raises(ValueError, match="backend is 'flex'"):
         attend_rings(q, rings, Rule(2, reach=5), backend="flex")
-    with pytest.raises(ValueError, match=r"capacity is \[10, 9\]; expected at least 1 slot a head, 20 in all"):
+    with pytest.raises(
+        ValueError, match=r"capacity is \[10, 9\]; expected at least 1 slot per head and 20 in all, as keys has"
+    ):
         Rings(rings.keys, rings.values, torch.tensor([10, 9]), rings.newest)
     with pytest.raises(ValueError, match=r"newest has shape \[2\].*int64 \[1\]"):
         Rings(rings.keys, rings.values, rings.capacity, torch.tensor([1, 2]))
@@ -152,7 +154,10 @@ def test_bad_rings_are_named() -> None:
         Rings(k, k, half, newest, sink_tokens=3)
     with pytest.raises(ValueError, match=r"oldest has shape \[1\].*expected int64 \[1, 2\] on the CPU"):
         Rings(k, k, half, newest, sink_tokens=2, oldest=newest)
-    with pytest.raises(ValueError, match=r"keys has dtype torch\.float32; expected torch\.int8 with scales"):
+    with pytest.raises(
+        ValueError,
+        match=r"keys has dtype torch\.float32; expected torch\.int8 if scales are given, and another dtype if not",
+    ):
         Rings(k, k, half, newest, sink_tokens=2, scales=(k[..., 0], k[..., 0]))
     with pytest.raises(ValueError, match=r"scales has shape \[1, 19\].*expected contiguous float32 \[1, 20\]"):
         Rings(k.to(torch.int8), k.to(torch.int8), half, newest, sink_tokens=2, scales=(k[:, 1:, 0], k[:, 1:, 0]))

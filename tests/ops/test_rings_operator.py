@@ -178,6 +178,7 @@ def test_new_keys_of_another_shape_are_named() -> None:
         attend_rings(q, rings, rule, new=(new, new[..., :8]))
     columns = Rings(torch.zeros(B, D, 17).mT, torch.zeros(B, 17, D), REACH, torch.tensor([2, 3]))
     with pytest.raises(
-        ValueError, match=r"keys has strides \[272, 1, 17\]; to be written, its rows must be contiguous"
+        ValueError,
+        match=r"keys has strides \[272, 1, 17\]; expected contiguous rows, because new ones are written to it",
     ):
         attend_rings(q, columns, rule, new=(new, new))

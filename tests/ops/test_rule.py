@@ -82,7 +82,7 @@ class TestSum:
             assert both.ramp == 7.0 and both.span is spanned.span
 
     def test_two_spans_are_refused(self):
-        with refused("both rules carry a span", "drop one"):
+        with refused("both rules have a span", "drop it from one of them"):
             Rule(1, span=torch.ones(1)) + Rule(1, span=torch.ones(1))
 
     def test_tables_add_as_far_as_both_are_known(self):
@@ -117,7 +117,7 @@ class TestSum:
         assert torch.equal((Rule(1, documents=ids) + Rule(1, documents=ids.clone())).documents, ids)
         assert (Rule(1, documents=pair) + Rule(1, documents=(pair[0].clone(), pair[1]))).documents[0].tolist() == [1]
         for other in (ids + 1, pair):
-            with refused("both rules carry document ids, and they differ"):
+            with refused("both rules have document ids, and they differ; give both the same ids"):
                 Rule(1, documents=ids) + Rule(1, documents=other)
 
     def test_two_sinks_weigh_as_much_as_their_sum(self):
@@ -216,9 +216,9 @@ class TestBadRules:
             ({"distance_bias": torch.ones(4, 0)}, ["distance_bias has shape [4, 0]", "L at least 1"]),
             ({"distance_vec": torch.ones(1, 0, 8)}, ["distance_vec has shape [1, 0, 8]", "L at least 1"]),
             ({"key_bias": torch.ones(2, 0, 6)}, ["key_bias has shape [2, 0, 6]", "1 or Hkv or H"]),
-            ({"documents": [0, 0, 1]}, ["documents is neither", "nor a pair"]),
-            ({"documents": (torch.arange(6),) * 3}, ["documents is neither", "nor a pair"]),
-            ({"documents": (torch.arange(6), None)}, ["documents is neither", "nor a pair"]),
+            ({"documents": [0, 0, 1]}, ["documents is a list", "or a pair of tensors"]),
+            ({"documents": (torch.arange(6),) * 3}, ["documents is a tuple", "or a pair of tensors"]),
+            ({"documents": (torch.arange(6), None)}, ["documents is a tuple", "or a pair of tensors"]),
             ({"paper_compat": True, "causal": False}, ["paper_compat=True", "needs causal=True"]),
             (
                 {"blocks": BlockIndex.from_dense(torch.ones(3, 8, 8, dtype=torch.bool), 8)},
@@ -482,7 +482,7 @@ class TestBlockIndex:
             ({"columns": torch.ones(3, device="meta").long()}, ["blocks.columns is on meta", "expected cpu"]),
             ({"masks": torch.ones(1, 2, 2, device="meta").bool()}, ["blocks.masks is on meta", "expected cpu"]),
             ({"offsets": torch.tensor([[0]])}, ["blocks.offsets has shape [1, 1]", "expected [1 or H, rows + 1]"]),
-            ({"mask_ids": torch.tensor([0, -1])}, ["blocks.mask_ids has shape [2]", "that of columns, [3]"]),
+            ({"mask_ids": torch.tensor([0, -1])}, ["blocks.mask_ids has shape [2]", "expected [3], as columns has"]),
             (
                 {"masks": torch.ones(1, 2, 2)},
                 ["blocks.masks has shape [1, 2, 2] and dtype torch.float32", "torch.bool"],

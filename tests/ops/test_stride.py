@@ -132,10 +132,10 @@ def test_dropout_leaves_each_weight_as_often_as_it_should() -> None:
 
 def test_what_is_refused() -> None:
     for words, build in (
-        ("stride is 0; expected a whole number from 1 on, or 2 of them", lambda: Rule(2, stride=0)),
-        (r"skip is \[1, 2, 3\]; expected a whole number from 0 on, or 2 of them", lambda: Rule(2, skip=[1, 2, 3])),
+        ("stride is 0; expected a whole number of at least 1, or 2 of them", lambda: Rule(2, stride=0)),
+        (r"skip is \[1, 2, 3\]; expected a whole number of at least 0, or 2 of them", lambda: Rule(2, skip=[1, 2, 3])),
         (
-            "paper_compat=True counts from the previous token; beside stride",
+            "paper_compat=True counts distances from the previous token, which stride contradicts",
             lambda: Rule(2, stride=2, paper_compat=True),
         ),
         ("a Union was given rules with heads = 2 and 3; expected one value", lambda: Union(Rule(2), Rule(3))),

@@ -112,7 +112,7 @@ def test_auto_takes_the_next_where_native_refuses() -> None:
     rule = Rule(2, distance_scale=torch.ones(2, 20))
     assert choose_backend(q, k, v, rule) == "banded"
     assert choose_backend(q, k, v, Rule(2, distance_value=torch.ones(1, 3, 16))) != "reference"
-    with pytest.raises(ValueError, match="distance_scale is not served by the native kernel"):
+    with pytest.raises(ValueError, match="the native kernel does not support distance_scale"):
         attend(q, k, v, rule, backend="native")
 
 

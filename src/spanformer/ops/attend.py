@@ -16,7 +16,10 @@ from spanformer.ops.lower import Lowered, dense, first_lowered, lower, make_call
 log = logging.getLogger("spanformer")
 
 NAMES = ("native", "flex", "banded", "reference")
-AUTO = {"cpu": ("native", "banded"), "cuda": ("flex", "banded")}  # the first that can serve; other devices: banded
+AUTO = {
+    "cpu": ("native", "banded"),
+    "cuda": ("flex", "banded"),
+}  # the first that can serve the call runs it; other devices use banded
 _loaded: dict[str, Backend] = {}
 _logged: set[str] = set()
 
@@ -34,12 +37,12 @@ def attend(
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
 ) -> Attended:
-    """Attention of queries over keys, each head seeing what the rule lets it see, and costing only that.
+    """Attention of queries over keys. The rule says which keys each head sees, and a head costs only what it sees.
 
     q [B, H, Tq, D]; k [B, Hkv, Tk, D]; v [B, Hkv, Tk, Dv]; H a multiple of Hkv. By default queries are the last Tq
-    of the keys' positions; q_positions [Tq] or [B, Tq] and k_positions [Tk] or [B, Tk] give any others.
-    scale multiplies q·k, 1/√D unless given. dropout drops weights after the softmax, drawn from `generator` (or
-    torch's own) the same way by every backend.
+    of the keys' positions; to change that, pass q_positions [Tq] or [B, Tq] and k_positions [Tk] or [B, Tk].
+    scale multiplies q·k; default 1/√D. dropout drops weights after the softmax; every backend draws the same ones from
+    `generator` (default: torch's).
     backend: "auto" (see `choose_backend`) or one of `backends()`.
 
     Returns out [B, H, Tq, Dv] and lse [B, H, Tq]; a row that sees no key gives zeros and −inf.
@@ -63,7 +66,7 @@ def attend(
 
 
 def backends() -> dict[str, list[str]]:
-    """Every backend's name, with why it cannot be used on this machine ([] if it can)."""
+    """Every backend's name, with the reasons why it cannot run on this machine ([] if it can)."""
     return {name: _backend(name).unusable() for name in NAMES}
 
 
@@ -77,7 +80,7 @@ def choose_backend(
     q_positions: Tensor | None = None,
     k_positions: Tensor | None = None,
 ) -> str:
-    """The backend that backend="auto" takes for this call (of HeadGroups, for the first group)."""
+    """The backend that backend="auto" chooses for this call; with HeadGroups, the one for the first group."""
     if isinstance(rule, HeadGroups):
         q, k, v, rule = split_heads(q, k, v, rule)[0]
     call = make_call(q, k, v, rule, dropout=dropout, q_positions=q_positions, k_positions=k_positions)
@@ -103,18 +106,18 @@ def _pick(call: Lowered, name: str) -> Backend:
             return chosen
         refused.append(f"{candidate}: {'; '.join(reasons)}")
     raise ValueError(
-        f"no backend can serve this call ({' | '.join(refused)}); backend='reference' takes anything, at dense cost"
+        f"no backend can serve this call ({' | '.join(refused)}); backend='reference' takes any call, at dense cost"
     )
 
 
 def _backend(name: str) -> Backend:
-    if name not in _loaded:  # lazily: the kernel and FlexAttention are not free to import
+    if name not in _loaded:  # imported lazily: loading the kernel and FlexAttention takes time
         _loaded[name] = _import(name)
     return _loaded[name]
 
 
 def _import(name: str) -> Backend:
-    """By import statements: torch.compile runs those while it traces, and stops at importlib."""
+    """Import statements, because torch.compile can trace those but not importlib."""
     if name == "native":
         from spanformer.ops.backends.native import BACKEND
     elif name == "flex":

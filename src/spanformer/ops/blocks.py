@@ -1,6 +1,6 @@
-"""Block-sparse patterns over positions, as indices rather than as an L × L mask.
+"""Block-sparse patterns over positions, stored as indices instead of an L × L mask.
 
-Shapes: Hb is 1 (every head the same) or H; N is the number of stored blocks, M of element masks,
+Shapes: Hb is 1 (all heads share one pattern) or H; N is the number of stored blocks, M the number of element masks,
 S the block size. Block row r holds the query positions r·S … r·S + S − 1, column c the key positions.
 """
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 FULL = -1  # the mask id of a block whose every pair is visible
-HIDDEN = FULL - 1  # of a block that is not stored
+HIDDEN = FULL - 1  # the mask id of a block that is not stored
 
 
 @dataclass(frozen=True, eq=False)
 class BlockIndex:
-    """Which blocks of (query position, key position) pairs may be seen.
+    """Which blocks of (query position, key position) pairs are visible.
 
     size: S, positions per block. offsets [Hb, rows + 1] int64: where each block row starts in `columns`.
     columns [N] int64: visible key blocks, ascending within a row.
@@ -48,7 +48,7 @@ class BlockIndex:
         if self.columns.shape != self.mask_ids.shape or self.columns.ndim != 1:
             raise ValueError(
                 f"blocks.mask_ids has shape {list(self.mask_ids.shape)}; "
-                f"expected that of columns, {list(self.columns.shape)}"
+                f"expected {list(self.columns.shape)}, as columns has"
             )
         if self.masks.dtype != torch.bool or self.masks.shape[1:] != (self.size, self.size):
             raise ValueError(
@@ -75,19 +75,20 @@ class BlockIndex:
 
     @property
     def rows(self) -> int:
-        """How many block rows are described: positions 0 … rows·S − 1."""
+        """The number of block rows; they cover positions 0 … rows·S − 1."""
         return self.offsets.shape[1] - 1
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.offsets, self.columns, self.mask_ids, self.masks
 
     def to(self, device: torch.device | str) -> BlockIndex:
-        """The same pattern on a device; attend wants it where q is."""
+        """The same pattern on another device; attend needs it on q's."""
         return BlockIndex(self.size, *(t.to(device) for t in self.tensors()))
 
     @staticmethod
     def side_by_side(each: Sequence[tuple[BlockIndex, int]]) -> BlockIndex:
-        """The patterns of several groups of heads, [(pattern, how many heads)], of one size and number of rows."""
+        """One pattern from several groups of heads, [(pattern, number of heads)]; all need one size and number of
+        rows."""
         first, offsets, columns, masks = each[0][0], [], 0, 0
         if all(blocks is first for blocks, _ in each) and first.offsets.shape[0] == 1:
             return first
@@ -95,8 +96,8 @@ class BlockIndex:
         for blocks, heads in each:
             if (blocks.size, blocks.rows) != (first.size, first.rows):
                 raise ValueError(
-                    f"patterns of {first.rows} rows of {first.size} and {blocks.rows} of {blocks.size} cannot stand "
-                    "side by side; expected one size and number"
+                    f"patterns of {first.rows} rows of {first.size} and {blocks.rows} of {blocks.size} cannot share a "
+                    "layer; expected one block size and one number of rows"
                 )
             offsets.append((blocks.offsets + columns).expand(heads, -1))
             ids.append(torch.where(blocks.mask_ids == FULL, FULL, blocks.mask_ids + masks))
@@ -123,7 +124,8 @@ class BlockIndex:
         padded[:, :length, :width] = mask
         tiles = padded.view(heads, rows, size, cols, size).transpose(2, 3)
         covered = tiles.flatten(-2)
-        # Beyond the mask's own edge there is nothing to see, so an edge block counts as full when its real part is.
+        # No pair beyond the mask's edge is visible, so an edge block counts as full if the part inside the mask is
+        # full.
         inside = torch.zeros(rows * size, cols * size, dtype=torch.bool)
         inside[:length, :width] = True
         inside = inside.view(rows, size, cols, size).transpose(1, 2).flatten(-2)
@@ -154,11 +156,11 @@ class BlockIndex:
         return (ids == FULL) | ((ids >= 0) & self.masks[ids.clamp(min=0), inner[0], inner[1]])
 
     def __and__(self, other: BlockIndex) -> BlockIndex:
-        """The pairs both patterns see."""
+        """The pairs that both patterns show."""
         return _combine(self, other, torch.logical_and)
 
     def __or__(self, other: BlockIndex) -> BlockIndex:
-        """The pairs either pattern sees."""
+        """The pairs that either pattern shows."""
         return _combine(self, other, torch.logical_or)
 
     def for_heads(self, heads: Sequence[int]) -> BlockIndex:
@@ -177,8 +179,8 @@ class BlockIndex:
 
     @staticmethod
     def from_blocks(size: int, rows: int, row: Tensor, column: Tensor, ids: Tensor, masks: Tensor) -> BlockIndex:
-        """From stored blocks in any order: row [N] (head · rows + row, for as many heads as they name), column [N],
-        mask ids [N] and masks [M, S, S]. The same block must not come twice."""
+        """From stored blocks in any order: row [N] (head · rows + row), column [N],
+        mask ids [N] and masks [M, S, S]. No block may occur twice."""
         heads = int(row.max()) // rows + 1 if row.numel() else 1
         width = int(column.max()) + 1 if column.numel() else 1
         order = (row * width + column).argsort()
@@ -189,7 +191,7 @@ class BlockIndex:
 
     @staticmethod
     def stack(indices: Sequence[BlockIndex]) -> BlockIndex:
-        """One pattern for each head, one after the other. Heads that are given the same object share what it stores."""
+        """One pattern for each head, in order. Heads with the same object share its blocks."""
         sizes, rows = {x.size for x in indices}, {x.rows for x in indices}
         if len(sizes) != 1 or len(rows) != 1 or any(x.offsets.shape[0] != 1 for x in indices):
             raise ValueError(
@@ -212,21 +214,23 @@ class BlockIndex:
 
 
 def _spread(counts: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """For runs of `counts` numbers from `starts` on: which run each number is of, and the number."""
+    """For runs of `counts` consecutive numbers from `starts` on: each number's run, and the number."""
     line = torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts)
     return line, torch.arange(line.numel(), device=counts.device) + (starts - counts.cumsum(0) + counts)[line]
 
 
 def _combine(a: BlockIndex, b: BlockIndex, both: Callable[[Tensor, Tensor], Tensor]) -> BlockIndex:
-    """Blocks of two patterns, pair by pair; what a pattern does not store it does not see. Only as far as both are
-    described. A pair of masks is put together once, however often it occurs."""
+    """Combine two patterns block by block; a block that a pattern does not store is hidden. The result covers the rows
+    that both have. Each distinct pair of masks is combined once."""
     if a.size != b.size:
-        raise ValueError(f"blocks of sizes {a.size} and {b.size} cannot be combined; rebuild one of them")
+        raise ValueError(
+            f"blocks of sizes {a.size} and {b.size} cannot be combined; rebuild one of them with the other's size"
+        )
     heads, rows = max(a.offsets.shape[0], b.offsets.shape[0]), min(a.rows, b.rows)
     if any(x.offsets.shape[0] not in (1, heads) for x in (a, b)):
         raise ValueError(
             f"blocks of {a.offsets.shape[0]} and {b.offsets.shape[0]} heads cannot be combined; "
-            "expected one number, or 1 for a pattern all heads share"
+            "expected the same number, or 1 for a pattern that all heads share"
         )
     width = max([int(x.columns.max()) + 1 for x in (a, b) if x.columns.numel()], default=1)
     keys, ids = [], []
@@ -252,7 +256,7 @@ def _combine(a: BlockIndex, b: BlockIndex, both: Callable[[Tensor, Tensor], Tens
 
 
 def _masks(x: BlockIndex, ids: Tensor) -> Tensor:
-    """[n, S, S] of mask ids, stored or not."""
+    """[n, S, S] element masks of mask ids, FULL and HIDDEN included."""
     if not x.masks.shape[0]:
         return (ids == FULL)[:, None, None].expand(-1, x.size, x.size)
     return (ids == FULL)[:, None, None] | ((ids >= 0)[:, None, None] & x.masks[ids.clamp(min=0)])

@@ -1,8 +1,8 @@
-"""The structs that the compiled kernel is handed, each as one table of field names and kinds.
+"""The structs that the compiled kernel receives, each as one table of field names and kinds.
 
-csrc/call.h declares the same fields in the same order, and csrc/layout.h lists where the compiler has put them;
-`differs` compares the two when a library is loaded. Every field is 8 bytes wide, a `rows` (a [B, heads, T, size]
-tensor) four times that: its address and the strides of its first three axes. Strides count elements.
+csrc/call.h declares the same fields in the same order, and csrc/layout.h lists the offsets that the compiler chose;
+`differs` compares the two when a library is loaded. Every field is 8 bytes wide; a `rows` field (a [B, heads, T, size]
+tensor) is 32: its address and the strides of its first three axes. Strides count elements.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ class Table:
 
     @cached_property
     def structure(self) -> type[ctypes.Structure]:
-        """The same as a ctypes struct, to read a packed one by names; a `rows` q is q_data, q_batch, q_head, q_row."""
+        """A ctypes struct that reads packed bytes by field name; a `rows` field q becomes q_data, q_batch, q_head,
+        q_row."""
         fields: Any = [(name, KINDS[kind][1]) for name, kind in self.numbers()]
         return type(self.name, (ctypes.Structure,), {"_fields_": fields})
 
     def numbers(self, fields: int | None = None) -> Iterator[tuple[str, str]]:
-        """(name, kind) of every 8 bytes of the first fields, or of all."""
+        """(name, kind) of every 8-byte word of the first fields, or of all."""
         for name, kind in self.fields[:fields]:
             if kind == "rows":
                 yield from ((f"{name}_{part}", of) for part, of in ROWS)
@@ -51,7 +52,8 @@ class Table:
                 yield name, kind
 
     def layout(self) -> dict[str, str]:
-        """Where each field is, as the library tells it: {"Call.scale": "float at byte 96", …, "Call": "736 bytes"}."""
+        """The offset of each field, in the form in which the library reports it: {"Call.scale": "float at byte 96", …,
+        "Call": "736 bytes"}."""
         found, at = {}, 0
         for name, kind in self.fields:
             found[f"{self.name}.{name}"] = f"{kind} at byte {at}"
@@ -89,7 +91,7 @@ CALL = Table(
     "rows g dq dk dv",
     "address g_lse d_span d_distance_bias d_distance_vec d_key_bias d_sink_logits d_key_span",
 )
-"""one attention call, from `Lowered`; from `g` on, for the backward pass alone"""
+"""one attention call, from `Lowered`; the backward pass alone uses the fields from `g` on"""
 
 DECODE = Table(
     "Decode",
@@ -111,7 +113,7 @@ DECODE = Table(
     "int vec_length vec_head",
     "address sink_logits",
 )
-"""one query a row against rings; up to `span`, what changes from token to token"""
+"""one query per row over rings; the fields up to `span` change from token to token"""
 
 LINEAR = Table(
     "Linear",
@@ -127,9 +129,8 @@ LINEAR = Table(
 """linear attention with a state; from `g` on, for the backward pass alone"""
 TABLES = (CALL, DECODE, LINEAR)
 
-
 def differs(layout: str, tables: tuple[Table, ...] = TABLES) -> str | None:
-    """The first field that a library's layout (lines of "Call.q rows at byte 120") has elsewhere, in a sentence; None
+    """A sentence about the first field at another offset in the library (lines of "Call.q rows at byte 120"); None
     if all agree."""
     theirs = dict(line.split(" ", 1) for line in layout.splitlines())
     ours = {name: where for table in tables for name, where in table.layout().items()}

@@ -1,7 +1,7 @@
 """Attention dropout by a counter-based generator: whether a weight is kept depends only on (seed, batch, head,
 query, key), so every backend drops the same weights, and the backward pass regenerates them instead of storing them.
 
-The generator is murmur3's 32-bit finaliser over two keys, one of the query and one of the key; arithmetic is
+The generator is murmur3's 32-bit finaliser over two hash keys, one for the query and one for the key; arithmetic is
 modulo 2^32, done here in int64. The native kernel computes the same bits.
 """
 
@@ -14,7 +14,7 @@ _U32 = 0xFFFFFFFF
 
 
 def draw_seed(generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """[1] int64 from torch's own generator, so torch.manual_seed makes dropout reproducible."""
+    """[1] int64 from torch's generator, so that torch.manual_seed makes dropout reproducible."""
     where = generator.device if generator is not None else torch.device("cpu")
     return torch.randint(0, 1 << 62, (1,), generator=generator, device=where).to(device)
 
@@ -27,7 +27,7 @@ def mix(x: Tensor) -> Tensor:
 
 
 def keep(seed: Tensor, p: float, batch_head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """True where a weight stays. batch_head = b·H + h, query and key are indices; all broadcast together."""
+    """True where dropout keeps a weight. batch_head = b·H + h, query and key are indices; all broadcast together."""
     low, high = seed & _U32, (seed >> 32) & _U32
     base = mix(low ^ mix(high ^ mix(batch_head & _U32)))
     of_query = mix((base + query) & _U32)
@@ -36,5 +36,5 @@ def keep(seed: Tensor, p: float, batch_head: Tensor, query: Tensor, key: Tensor)
 
 
 def threshold(p: float) -> int:
-    """A 24-bit draw below this is dropped."""
+    """Dropout drops a weight whose 24-bit draw is below this."""
     return round(p * (1 << 24))

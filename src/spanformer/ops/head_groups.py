@@ -1,5 +1,5 @@
-"""Groups of heads that differ in kind, not only in numbers: another ramp, a pattern, sink tokens. Each group has a rule
-of its own, and `attend` runs each group by itself.
+"""Groups of heads that differ in kind, not only in numbers: another ramp, a pattern, sink tokens. Each group has its
+own rule, and `attend` runs the groups one by one.
 
     HeadGroups([Rule(6, reach=64), Rule(2, span=z, ramp=8)])          heads 0 … 5, then 6 and 7
 """
@@ -16,7 +16,7 @@ from spanformer.ops.union import Union
 
 @dataclass(frozen=True, eq=False)
 class HeadGroups:
-    """The rules of consecutive groups of heads. All have one causality and one set of conventions (paper_compat)."""
+    """The rules of consecutive groups of heads. All have the same `causal` and `paper_compat`."""
 
     groups: Sequence[Rule | Union]
 
@@ -26,10 +26,12 @@ class HeadGroups:
             raise ValueError("groups is empty; expected the rule of at least one group of heads")
         for rule in self.groups:
             if not isinstance(rule, Rule | Union):
-                raise ValueError(f"groups holds a {type(rule).__name__}; expected a Rule or a Union for each group")
+                raise ValueError(f"groups holds a {type(rule).__name__}; expected one Rule or Union per group")
             for name in ("causal", "paper_compat"):
                 if getattr(rule, name) != getattr(self.groups[0], name):
-                    raise ValueError(f"groups holds rules with {name} = True and False; expected one for all heads")
+                    raise ValueError(
+                        f"groups holds rules with {name} = True and False; expected one value for all heads"
+                    )
 
     @property
     def heads(self) -> int:
@@ -62,7 +64,7 @@ class HeadGroups:
         return [n for rule in self.groups for n in rule.reach_list()]
 
     def for_heads(self, heads: Sequence[int], kv_heads: Sequence[int] | None = None) -> AnyRule:
-        """The rule of some heads, in the order given; neighbours of one group stay one group."""
+        """The rule of some heads, in the order given; neighbouring heads of a group stay one group."""
         where = [(n, h - mine[0]) for n, (mine, _) in enumerate(self.parts()) for h in mine]  # group, number in it
         runs = [(n, [local for _, local in run]) for n, run in groupby((where[h] for h in heads), key=lambda at: at[0])]
         some = []
@@ -72,11 +74,13 @@ class HeadGroups:
         return some[0] if len(some) == 1 else HeadGroups(some)
 
     def __add__(self, other: AnyRule) -> HeadGroups:
-        """Cut wherever one of the two is, and added group by group."""
+        """Split the heads at every boundary of either rule, and add group by group."""
         if not isinstance(other, Rule | Union | HeadGroups):
             return NotImplemented
         if self.heads != other.heads:
-            raise ValueError(f"rules of {self.heads} and {other.heads} heads cannot be added")
+            raise ValueError(
+                f"rules of {self.heads} and {other.heads} heads cannot be added; expected one number of heads"
+            )
         cuts = sorted({mine[0] for rule in (self, other) for mine, _ in rule.parts()} | {self.heads})
         added = (
             self.for_heads(range(first, end)) + other.for_heads(range(first, end)) for first, end in pairwise(cuts)
@@ -88,4 +92,4 @@ class HeadGroups:
 
 
 AnyRule = Rule | Union | HeadGroups
-"""what `attend`, mechanisms, KV caches and costs take: a rule of all heads, pairs of several, or a rule a group"""
+"""the rules that `attend`, mechanisms, KV caches and costs take: one for all heads, a Union, or one per group"""

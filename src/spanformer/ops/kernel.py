@@ -1,4 +1,4 @@
-"""The compiled CPU kernel, loaded once, and its arguments packed in the order of the tables in c_layout.py."""
+"""The compiled CPU kernel, loaded once, and its arguments, packed in the order of the tables in c_layout.py."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ log = logging.getLogger("spanformer")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 MAX_HEAD_SIZE = 256
 CALL, DECODE = c_layout.CALL.struct, c_layout.DECODE.struct
-STEP = c_layout.DECODE.until("span")  # the fields of a `Decode` that change from token to token, its first
+STEP = c_layout.DECODE.until("span")  # the first fields of a `Decode`, which change from token to token
 
 _library: Library | None = None
 _problem: str | None = None
 
 
 def problem() -> str | None:
-    """Why the kernel cannot be loaded here, or None. An environment variable that names a missing library raises
-    a ValueError: its user does not want another backend instead."""
+    """Why the kernel cannot be loaded here, or None. If SPANFORMER_KERNEL names a missing library, this raises
+    a ValueError: its user wants that library, not another backend."""
     global _library, _problem
     if _library is None and _problem is None:
         path = find()
@@ -37,23 +37,23 @@ def problem() -> str | None:
             _library = load(path)
         except (OSError, AttributeError, RuntimeError) as error:
             if os.environ.get("SPANFORMER_KERNEL"):
-                raise ValueError(f"SPANFORMER_KERNEL is '{path}', which cannot be used: {error}") from error
+                raise ValueError(f"SPANFORMER_KERNEL is '{path}', which cannot be loaded: {error}") from error
             _problem = str(error)
-            if path.exists():  # it was built once; that a kernel was never built is said at installation
-                log.warning(f"backend 'native' is not usable: {_problem}")
+            if path.exists():  # a kernel that was never built was reported at installation
+                log.warning(f"backend 'native' is not available: {_problem}")
     return _problem
 
 
 def library() -> Library:
     """The loaded kernel; raises if there is none."""
     if _library is None and problem():
-        raise RuntimeError(f"the native kernel is not usable: {_problem}")
+        raise RuntimeError(f"the native kernel is not available: {_problem}")
     assert _library is not None
     return _library
 
 
 class Fixed(NamedTuple):
-    """What a call holds besides tensors with gradients."""
+    """The arguments of a call that have no gradient."""
 
     scale: float
     ramp: float
@@ -63,7 +63,7 @@ class Fixed(NamedTuple):
     max_future: int
     reach: Tensor | None  # [H] int64
     seed: Tensor | None  # [1] int64
-    q_positions: Tensor | None  # [1 or B, T] int64, as the next three
+    q_positions: Tensor | None  # [1 or B, T] int64, like the next three
     k_positions: Tensor | None
     q_documents: Tensor | None
     k_documents: Tensor | None
@@ -72,12 +72,12 @@ class Fixed(NamedTuple):
     block_columns: Tensor | None
     block_mask_ids: Tensor | None
     block_masks: Tensor | None
-    drop_heads: Tensor | None  # as `Numbers` of ops/lower/call.py, with dropout only
+    drop_heads: Tensor | None  # see `Numbers` in ops/lower/call.py; with dropout only
     drop_queries: Tensor | None
     drop_keys: Tensor | None
 
     def ids(self) -> tuple[Tensor | None, ...]:
-        """From q_positions on, block_size aside: tensors as whoever gave them laid them out."""
+        """The tensors from q_positions on, without block_size."""
         return (*self[8:12], *self[13:])
 
     def with_ids(self, ids: Sequence[Tensor | None]) -> Fixed:
@@ -102,7 +102,7 @@ _NO_GRADIENTS = (*_NO_ROWS, *_NO_ROWS, *_NO_ROWS, *_NO_ROWS, 0, 0, 0, 0, 0, 0, 0
 def pack_call(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, terms: Terms, fixed: Fixed, gradients: tuple[int, ...]
 ) -> bytes:
-    """The bytes of a `Call`; gradients are its last fields, or `_NO_GRADIENTS`."""
+    """The bytes of a `Call`; its last fields are the gradients, or `_NO_GRADIENTS`."""
     (b, h, tq, d), (_, hkv, tk, dv) = q.shape, v.shape
     head = (
         DTYPES[q.dtype],
@@ -123,7 +123,7 @@ def pack_call(
 
 
 def _rule(h: int, terms: Terms, fixed: Fixed) -> tuple[int, ...]:
-    """From `reach` to `seed`."""
+    """The fields from `reach` to `seed`."""
     span, bias, vec, key, sink_logits, key_span = terms
     return (
         _ptr(fixed.reach),
@@ -144,7 +144,7 @@ def _rule(h: int, terms: Terms, fixed: Fixed) -> tuple[int, ...]:
 
 
 def _vectors(vec: Tensor | None) -> tuple[int, int, int]:
-    """Address, length, and the stride of heads (0 when they share one table)."""
+    """Address, length, and stride between heads (0 if they share one table)."""
     return (0, 0, 0) if vec is None else (vec.data_ptr(), vec.shape[1], vec.stride(0) if vec.shape[0] > 1 else 0)
 
 
@@ -177,7 +177,7 @@ def as_float(t: Tensor | None) -> Tensor | None:
 
 
 def as_laid(t: Tensor) -> Tensor:
-    """Contiguous, and no view whose numbers have the other sign in memory (`x.conj().imag`)."""
+    """Contiguous, and without torch's lazy negation (as in `x.conj().imag`)."""
     return t.resolve_neg().contiguous()
 
 
@@ -196,7 +196,7 @@ def run_forward(q: Tensor, k: Tensor, v: Tensor, terms: Terms, fixed: Fixed) -> 
 
 
 class Gradients(NamedTuple):
-    """In the kernel's form; key_bias and key_span are [B, H, Tk] whatever the term's own shape."""
+    """Gradients in the kernel's form: those of key_bias and key_span are always [B, H, Tk]."""
 
     q: Tensor
     k: Tensor
@@ -215,7 +215,7 @@ def run_backward(
 ) -> Gradients:  # fmt: skip
     """wanted: which of the learned terms need a gradient, in the order of `Terms`."""
     b, h, tk = *q.shape[:2], k.shape[2]
-    dq = torch.empty_like(q, dtype=torch.float32)  # several segments add to a row of it: float32 until it is done
+    dq = torch.empty_like(q, dtype=torch.float32)  # several segments add to one row: float32 until all have
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     made = [torch.empty_like(t) if t is not None and want else None for t, want in zip(terms, wanted, strict=True)]
     for n in (3, 5):  # key_bias and key_span
@@ -231,7 +231,7 @@ def run_span_edge_gradient(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, g_out: Tensor, g_lse: Tensor | None, span: Tensor,
     bias: Tensor | None, vec: Tensor | None, reach: Tensor | None, ramp: float,
 ) -> Tensor:  # fmt: skip
-    """[H] float32: what whole spans [H] gain at their edges, by the conventions of the paper's code
+    """[H] float32: the gradient of whole-number spans [H] at the ramp's edge, as the paper's code has it
     (attention/span_edge_gradient.py)."""
     none = (None, None, None, None)
     fixed = Fixed(1 / math.sqrt(q.shape[3]), ramp, 0.0, True, 1, 0, reach, None, *none, 0, *none, None, None, None)
@@ -254,8 +254,8 @@ def pack_decode(
     terms: Terms,
     scale: float,
 ) -> ctypes.Array[ctypes.c_char]:
-    """A `Decode` of queries of this dtype on keys [B, N, D] and values [B, N, Dv], each with scales [B, N] if they have
-    8 bits; where: first slots, capacities, newest and oldest positions. `run_decode` fills in what changes."""
+    """A packed `Decode` for queries of this dtype, keys [B, N, D] and values [B, N, Dv], each with scales [B, N] if of
+    8 bits; where: first slots, capacities, newest and oldest positions. `run_decode` fills in the rest."""
     first, capacity, newest, oldest = where
     reach, span, bias, vec = rule.reach, terms.span, terms.distance_bias, terms.distance_vec
     assert reach is None or isinstance(reach, Tensor)
@@ -276,7 +276,7 @@ def pack_decode(
 def run_decode(
     packed: ctypes.Array[ctypes.c_char], q: Tensor, new: tuple[Tensor, ...], span: Tensor | None, dv: int
 ) -> tuple[Tensor, Tensor]:
-    """q [B, H, 1, D] against the rings of `packed`, new keys and values [B, Hkv, 1, ·] (or none) written there
+    """Attend from q [B, H, 1, D] to the rings of `packed`; write new keys and values [B, Hkv, 1, ·], if any, to them
     first."""
     b, h, _, _ = q.shape
     out, lse = q.new_empty((b, h, 1, dv)), q.new_empty((b, h, 1), dtype=torch.float32)

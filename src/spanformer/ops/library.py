@@ -10,8 +10,8 @@ from pathlib import Path
 
 from spanformer.ops.c_layout import TABLES, Table, differs
 
-ABI = 8  # as csrc/dispatch.cpp
-SEAL = b"spanformer-sha256:"  # as csrc/build.py: the library's last bytes are this and the digest of all before it
+ABI = 8  # the same number as in csrc/dispatch.cpp
+SEAL = b"spanformer-sha256:"  # as in csrc/build.py: a library ends with this and the digest of all bytes before it
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Library:
 
 
 def find() -> Path:
-    """SPANFORMER_KERNEL, or the library built at installation. A ValueError if the variable names no file."""
+    """SPANFORMER_KERNEL, or the library built at installation. Raises a ValueError if the variable names no file."""
     asked = os.environ.get("SPANFORMER_KERNEL")
     if not asked:
         return Path(__file__).with_name("_kernel.so")
@@ -41,19 +41,19 @@ def find() -> Path:
 
 
 def load(path: Path, tables: tuple[Table, ...] = TABLES) -> Library:
-    """tables: the structs that the caller packs. A RuntimeError says why a library cannot be used, and a ValueError
-    what is wrong with SPANFORMER_ISA."""
+    """tables: the structs that the caller packs. Raises a RuntimeError if the library cannot be used, and a ValueError
+    for a bad SPANFORMER_ISA."""
     if not path.exists():
         raise RuntimeError(
             "the compiled kernel is missing: it was not built when spanformer was installed; install a C++ compiler "
             "and reinstall spanformer"
         )
-    if not is_whole(path):  # the loader maps what the headers promise: a file cut short is a SIGBUS, not an error
+    if not is_whole(path):  # the loader trusts the headers: a truncated file would raise SIGBUS
         raise RuntimeError(f"the compiled kernel {path} is damaged or of an older version; reinstall spanformer")
     lib = ctypes.CDLL(str(path))
     if (found := lib.spanformer_abi_version()) != ABI:
         raise RuntimeError(
-            f"the compiled kernel is of version {found}; expected {ABI}, so reinstall spanformer to rebuild it"
+            f"the compiled kernel has interface version {found}; expected {ABI}. Reinstall spanformer to rebuild it"
         )
     for name in (lib.spanformer_isa, lib.spanformer_isas, lib.spanformer_layout):
         name.restype = ctypes.c_char_p
@@ -62,7 +62,8 @@ def load(path: Path, tables: tuple[Table, ...] = TABLES) -> Library:
     asked, choices = os.environ.get("SPANFORMER_ISA"), lib.spanformer_isas().decode().split(",")
     if asked and asked not in choices:
         raise ValueError(
-            f"SPANFORMER_ISA is {asked!r}; expected one that this processor and this build of the kernel have: "
+            f"SPANFORMER_ISA is {asked!r}; expected an instruction set that this processor and this build of the "
+            "kernel have: "
             f"{', '.join(choices)}"
         )
     entries = (
@@ -79,7 +80,7 @@ def load(path: Path, tables: tuple[Table, ...] = TABLES) -> Library:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the file ends with the digest of what comes before."""
+    """Whether the file ends with the digest of all bytes before it."""
     content = memoryview(path.read_bytes())
     end = len(content) - len(SEAL) - hashlib.sha256().digest_size
     return end > 0 and bytes(content[end:]) == SEAL + hashlib.sha256(content[:end]).digest()

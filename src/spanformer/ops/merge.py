@@ -1,5 +1,5 @@
-"""Merge attention over disjoint sets of keys: memories, retrieved or persistent keys have no distance, so they are
-attended to separately and joined by lse.
+"""Merge attention over disjoint sets of keys: memories, retrieved and persistent keys have no distance, so `attend`
+runs on them separately and this joins the results by lse.
 
     out = Σ_p exp(lse_p − lse) · out_p        lse = log Σ_p exp(lse_p)
 """
@@ -15,7 +15,7 @@ from spanformer.ops.attended import Attended
 
 
 def merge(parts: Sequence[Attended]) -> Attended:
-    """The attention over all parts' keys together. out [B, H, Tq, Dv], lse [B, H, Tq] as in each part."""
+    """Attention over the keys of all parts together. out [B, H, Tq, Dv], lse [B, H, Tq] as in each part."""
     if not parts:
         raise ValueError("merge was given no parts; expected at least one Attended")
     for n, p in enumerate(parts):
@@ -26,7 +26,7 @@ def merge(parts: Sequence[Attended]) -> Attended:
             )
     lse = torch.stack([p.lse for p in parts])  # [P, B, H, Tq]
     peak = lse.detach().amax(0)
-    peak = torch.where(peak == -math.inf, 0, peak)  # a row no part saw anything for
+    peak = torch.where(peak == -math.inf, 0, peak)  # a row that sees no key in any part
     weight = (lse - peak).exp()
     total = weight.sum(0)
     nothing = total == 0

@@ -1,4 +1,4 @@
-"""Registers every torch operator of ours. Import it in a process that loads an exported program: torch finds an
+"""Registers every torch operator of spanformer. Import it in a process that loads an exported program: torch finds an
 operator only after Python has registered it."""
 
 import spanformer.ops.backends.native

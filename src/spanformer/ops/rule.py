@@ -1,4 +1,4 @@
-"""What an attention head may see, as plain data: tensors that a kernel, a cache and a cost model can all read.
+"""What an attention head may see, as plain data: tensors that kernels, KV caches and cost models can all read.
 
 Shapes: B batch, H query heads, Hkv key/value heads (H a multiple of Hkv), Tq queries, Tk keys,
 D and Dv head sizes of keys and values, L the length of a table over distances 0 … L − 1.
@@ -27,7 +27,7 @@ from spanformer.ops.tables import (
 
 UNLIMITED = 1 << 40  # a reach beyond any sequence
 HEAD_AXIS = {name: 0 for name in (*TABLES, "sink_logits")} | {name: 1 for name in KEY_TERMS}
-"""which axis of a term counts heads; its size may be 1 there, for all of them. (A span has [H] or [B, H, Tq].)"""
+"""the axis of each term that counts heads; a size of 1 there serves all heads. (A span is [H] or [B, H, Tq].)"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,50 +44,51 @@ class Rule:
     causal: bool = True
     """Never see the future (d < 0)."""
     reach: Tensor | Sequence[int] | int | None = None
-    """[H] (or one number for all): a head of reach r sees d = 0 … r − 1. Copied, as int64 on the CPU."""
+    """[H] (or one number for all): a head of reach r sees d = 0 … r − 1. The rule stores a copy, int64 on the CPU."""
     span: Tensor | None = None
     """[H] static or [B, H, Tq] dynamic: z in m = clip((ramp + z − d) / ramp, 0, 1), which multiplies the
-    weights before they are renormalised. Its gradient lives strictly inside the ramp, 0 < m < 1."""
+    weights before they are renormalised. Its gradient is nonzero only inside the ramp, 0 < m < 1."""
     ramp: float = 32.0
-    """R, how many tokens the soft edge of a span takes."""
+    """R, the width of a span's soft edge in tokens."""
     distance_bias: Tensor | None = None
     """[H, L] added to the score at distance d (ALiBi, T5)."""
     distance_vec: Tensor | None = None
-    """[1 or H, L, D]: q·r[d] joins q·k, and is scaled with it (Shaw, Transformer-XL, the original's table)."""
+    """[1 or H, L, D]: q·r[d] is added to q·k before scaling (Shaw, Transformer-XL, the table of the paper's code)."""
     distance_value: Tensor | None = None
-    """[1 or H, L, Dv]: Σ_j a_ij·r[d] joins the output, a_ij the weights (Shaw's relative values). Unlike the other
-    tables it may be short: farther distances read its last entry (in the future, its first). With `max_future`, L is
-    odd and distance 0 is its middle entry."""
+    """[1 or H, L, Dv]: Σ_j a_ij·r[d] is added to the output, with the weights a_ij (Shaw's relative values). Unlike the
+    other tables it may be short: farther distances read its last entry (in the future, its first). With `max_future`, L
+    is odd and distance 0 is its middle entry."""
     distance_scale: Tensor | None = None
-    """[H, L]: the score becomes relu(score)·f[d] before biases join it (DA-Transformer)."""
+    """[H, L]: the score becomes relu(score)·f[d] before biases are added (DA-Transformer)."""
     max_future: int = 0
-    """n: tables hold distances −n … L − 1 − n, so that future keys have entries of their own. 0: they are read at |d|.
+    """n: tables hold distances −n … L − 1 − n, so that future keys have separate entries. 0: tables are read at |d|.
     Only without `causal`; a sum with a causal rule drops the future entries."""
     key_bias: Tensor | None = None
     """[1 or B, 1 or Hkv or H, Tk] added to every score of a key; −inf hides the key (padding)."""
     key_span: Tensor | None = None
-    """[1 or B, 1 or H, Tk]: e in m = clip((ramp + e − d) / ramp, 0, 1), as `span`, but each key has its own
+    """[1 or B, 1 or H, Tk]: e in m = clip((ramp + e − d) / ramp, 0, 1), like `span`, but one for each key
     (Expire-Span). Beside a span, both multiply the weight."""
     forget: Tensor | None = None
-    """[1 or B, 1 or H, Tk]: c, to which every key adds the logarithm of its forget gate, so that it never grows; the
+    """[1 or B, 1 or H, Tk]: c, the cumulative sum of the keys' log forget gates, so that it never grows; the
     score of a pair gets c_i − c_j (Forgetting Transformer). Queries are the last Tq of the keys."""
     documents: Tensor | tuple[Tensor, Tensor] | None = None
-    """[Tk] or [B, Tk] integer ids: only pairs of one document see each other. Queries are the last Tq of them;
+    """[Tk] or [B, Tk] integer ids: a token sees only tokens of its own document. Queries are the last Tq of them;
     a pair (queries' ids [.., Tq], keys' ids [.., Tk]) gives both."""
     sink_logits: Tensor | None = None
-    """[H] a learned score that takes part in every softmax and has no value: somewhere to put unneeded mass."""
+    """[H] a learned logit in every softmax, without a value: it takes up unneeded attention weight."""
     sink_tokens: int = 0
-    """Keys at positions 0 … sink_tokens − 1 are seen with full weight whatever reach, span, stride and skip say: sinks
-    that are tokens."""
+    """Keys at positions 0 … sink_tokens − 1 are visible with full weight, whatever reach, span, stride and skip say:
+    attention sinks that are tokens."""
     stride: Sequence[int] | int = 1
-    """[H] or one for all: only distances that are multiples of it are seen (dilation), and only those are paid for."""
+    """[H] or one for all: a head sees only distances that are multiples of it (dilation), and costs only those."""
     skip: Sequence[int] | int = 0
-    """[H] or one for all: the distances below it are not seen."""
+    """[H] or one for all: a head sees no distance below it."""
     blocks: BlockIndex | None = None
     """A block-sparse pattern over positions."""
     paper_compat: bool = False
-    """The conventions of Sukhbaatar et al.'s code: a token does not see itself, and every distance (in reach,
-    span and tables alike) counts from the previous token, d − 1. A reach is then its hard cap at the maximum span."""
+    """The conventions of Sukhbaatar et al.'s code: a token does not see itself, and distances (in reach,
+    span and tables alike) count from the previous token, d − 1. The reach is then the code's hard cap, its maximum
+    span."""
 
     def __post_init__(self) -> None:
         check_numbers(self)
@@ -96,16 +97,17 @@ class Rule:
         unfit = [name for name in (*TABLES, "blocks") if getattr(self, name) is not None]
         if self.sink_tokens and unfit:
             raise ValueError(
-                f"sink_tokens is {self.sink_tokens} beside {' and '.join(unfit)}, which ends at some distance or "
-                "position; a sink token may be any distance away, so drop one of them"
+                f"sink_tokens is {self.sink_tokens} beside {' and '.join(unfit)}, which limits distances or "
+                "positions; a sink token may be at any distance, so drop one of them"
             )
         if self.paper_compat and not self.causal:
-            raise ValueError("paper_compat=True excludes a token itself by looking back, so it needs causal=True")
+            raise ValueError("paper_compat is True with causal=False; its heads only look back, so pass causal=True")
         for name, least in (("stride", 1), ("skip", 0)):
             object.__setattr__(self, name, per_head(name, getattr(self, name), self.heads, least))
             if self.paper_compat and getattr(self, name) != least:
                 raise ValueError(
-                    f"paper_compat=True counts from the previous token; beside {name} that says two things"
+                    f"paper_compat=True counts distances from the previous token, which {name} contradicts; drop one "
+                    "of them"
                 )
         check_shapes(self)
         check_max_future(self)
@@ -114,17 +116,17 @@ class Rule:
                 lowest = float(span.detach().min()) if span.numel() else 0.0
                 if not lowest >= 0:  # NaN fails too
                     raise ValueError(
-                        f"{name} of shape {list(span.shape)} holds {lowest}; expected numbers of tokens, 0 or more"
+                        f"{name} of shape {list(span.shape)} holds {lowest}; expected numbers of tokens, at least 0"
                     )
 
     @property
     def dynamic(self) -> bool:
-        """True if every query has a span of its own."""
+        """True if each query has its own span."""
         return self.span is not None and self.span.ndim == 3
 
     def limits(self) -> list[int]:
-        """Per head, how many distances can have weight, sink tokens aside: min(reach, ⌈span + ramp⌉). Reads spans, the
-        keys' too (a sync on a GPU)."""
+        """Per head, how many distances can have weight, without sink tokens: min(reach, ⌈span + ramp⌉). Reads spans,
+        the keys too (a sync on a GPU)."""
         return shorten_by_spans(self.reach_list(), self.span, self.key_span, self.ramp)
 
     def strides(self) -> list[tuple[int, int]]:
@@ -133,21 +135,21 @@ class Rule:
         return list(zip(*pairs, strict=True))
 
     def reach_list(self) -> list[int]:
-        """The reach as plain integers; unlimited heads hold a number beyond any sequence."""
-        assert self.reach is None or isinstance(self.reach, Tensor)  # __post_init__ made it one
+        """The reach as plain integers; unlimited heads have a number beyond any sequence."""
+        assert self.reach is None or isinstance(self.reach, Tensor)  # __post_init__ converted it
         return list_reach(self.reach, self.heads)
 
     def leaves(self) -> tuple[Rule, ...]:
-        """The plain rules it is made of: itself, where a Union or HeadGroups has several."""
+        """The plain rules in it: only itself; a Union or HeadGroups has several."""
         return (self,)
 
     def parts(self) -> list[tuple[list[int], Rule]]:
-        """[(heads, their rule)]: all heads with this rule, where HeadGroups has several groups."""
+        """[(heads, their rule)]: one group of all heads; HeadGroups has several."""
         return [(list(range(self.heads)), self)]
 
     def for_heads(self, heads: Sequence[int], kv_heads: Sequence[int] | None = None) -> Rule:
-        """The rule of some of the heads alone, in the order given, with the key/value heads they use. kv_heads None:
-        each head with a key/value head of its own."""
+        """The rule of some heads, in the order given, with the key/value heads they use. kv_heads None:
+        each head has its own key/value head."""
 
         def pick(name: str, axis: int) -> Tensor | None:
             t = getattr(self, name)
@@ -174,7 +176,9 @@ class Rule:
         if not isinstance(other, Rule):
             return NotImplemented
         if self.heads != other.heads:
-            raise ValueError(f"rules of {self.heads} and {other.heads} heads cannot be added")
+            raise ValueError(
+                f"rules of {self.heads} and {other.heads} heads cannot be added; expected one number of heads"
+            )
         causal = self.causal or other.causal
         future = 0 if causal else shared_max_future(self, other)
 
@@ -199,7 +203,7 @@ class Rule:
             documents=_either(self.documents, other.documents, _same_documents),
             sink_logits=_either(
                 self.sink_logits, other.sink_logits, torch.logaddexp
-            ),  # two sinks weigh as much as their sum
+            ),  # the denominator has exp of both: one logit, their logsumexp
             sink_tokens=max(self.sink_tokens, other.sink_tokens),
             stride=[math.lcm(a, b) for (a, _), (b, _) in zip(mine, theirs, strict=True)],
             skip=[max(a, b) for (_, a), (_, b) in zip(mine, theirs, strict=True)],
@@ -214,7 +218,7 @@ def list_reach(reach: Tensor | None, heads: int) -> list[int]:
 
 
 def shorten_by_spans(limits: list[int], span: Tensor | None, key_span: Tensor | None, ramp: float) -> list[int]:
-    """Per head, how many of `limits` distances have weight under spans [H] or [B, H, Tq] and the keys' [.., .., Tk]."""
+    """Per head, how many of `limits` distances have weight under spans [H] or [B, H, Tq] and key spans [.., .., Tk]."""
     for z in (span, key_span):
         if z is not None and not z.numel():  # no queries, or no keys
             limits = [0] * len(limits)
@@ -226,15 +230,15 @@ def shorten_by_spans(limits: list[int], span: Tensor | None, key_span: Tensor | 
 
 
 def _seen(span: float, ramp: float) -> int:
-    """How many distances 0, 1, … have m > 0, that is d < span + ramp."""
+    """The number of distances 0, 1, … with m > 0, that is, d < span + ramp."""
     if span + ramp >= UNLIMITED:
         return UNLIMITED
-    whole = math.floor(span)  # beside all of the span, a short ramp would be rounded away
+    whole = math.floor(span)  # added to the whole span, a short ramp would be rounded away
     return whole + math.ceil(span - whole + ramp)
 
 
 def _either(a, b, both):
-    """The one that is there, or both put together."""
+    """The term that one of the rules has, or both combined."""
     if a is None or b is None:
         return a if b is None else b
     return both(a, b)
@@ -242,13 +246,13 @@ def _either(a, b, both):
 
 def _no_two(name: str):
     def refuse(_a: Tensor, _b: Tensor) -> Tensor:
-        raise ValueError(f"both rules carry a {name}; a head has one {name}, so drop one of them")
+        raise ValueError(f"both rules have a {name}; a head takes only one, so drop it from one of them")
 
     return refuse
 
 
 def soft(rule: Rule) -> bool:
-    """Whether the rule's ramp means anything."""
+    """Whether the rule has a term that uses its ramp."""
     return rule.span is not None or rule.key_span is not None
 
 
@@ -259,13 +263,13 @@ def _one_ramp(a: Rule, b: Rule) -> float:
 
 
 def _add_key_biases(a: Tensor, b: Tensor) -> Tensor:
-    """One may hold a row for each key/value head and the other for each query head: groups share a row."""
+    """One may have a row for each key/value head and the other for each query head: expand the first to query heads."""
     heads = max(a.shape[1], b.shape[1])
     rows_fit = a.shape[0] == b.shape[0] or 1 in (a.shape[0], b.shape[0])
     if not rows_fit or heads % a.shape[1] or heads % b.shape[1] or a.shape[2] != b.shape[2]:
         raise ValueError(
             f"key_bias of shapes {list(a.shape)} and {list(b.shape)} cannot be added; "
-            "expected one number of keys, and batches and heads that go together"
+            "expected one number of keys, and batches and heads that broadcast"
         )
     return a.repeat_interleave(heads // a.shape[1], 1) + b.repeat_interleave(heads // b.shape[1], 1)
 
@@ -273,5 +277,5 @@ def _add_key_biases(a: Tensor, b: Tensor) -> Tensor:
 def _same_documents(a, b):
     pairs = zip(a if isinstance(a, tuple) else (a,), b if isinstance(b, tuple) else (b,), strict=False)
     if isinstance(a, tuple) != isinstance(b, tuple) or not all(x is y or torch.equal(x, y) for x, y in pairs):
-        raise ValueError("both rules carry document ids, and they differ; number the documents once, for both")
+        raise ValueError("both rules have document ids, and they differ; give both the same ids")
     return a

@@ -1,4 +1,4 @@
-"""What a Rule must be made of: each check names the term, what it is and what was expected."""
+"""Checks of a Rule's terms. Each error names the term, its value and what was expected."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from spanformer.ops.rule import Rule
 
 KEY_TERMS = ("key_bias", "key_span", "forget")
-"""terms with a number for each key, on their last axis"""
-RAMPS = 1e-38, 1e38  # what float32 can divide by
+"""terms whose last axis counts keys"""
+RAMPS = 1e-38, 1e38  # numbers that float32 can divide by
 
 
 def check_numbers(rule: Rule) -> None:
@@ -64,7 +64,11 @@ def check_shapes(rule: Rule) -> None:
     if rule.documents is not None:
         pair = rule.documents if isinstance(rule.documents, tuple) else (rule.documents,) * 2
         if len(pair) != 2 or not all(isinstance(ids, Tensor) for ids in pair):
-            raise ValueError("documents is neither a tensor of ids nor a pair of them, (of queries, of keys)")
+            raise ValueError(
+                f"documents is a {type(rule.documents).__name__}; expected a tensor of ids, or a pair of tensors (ids "
+                "of "
+                "queries, ids of keys)"
+            )
         for ids in pair:
             expect(ids.ndim in (1, 2), "documents", ids, "[T] or [B, T]")
             expect(not ids.is_floating_point() and ids.dtype != torch.bool, "documents", ids, "integer ids")
@@ -78,24 +82,24 @@ def as_reach(reach: Tensor | Sequence[int] | int, heads: int) -> Tensor:
     if isinstance(reach, int):
         reach = [reach] * heads
     if isinstance(reach, float | str):
-        raise ValueError(f"reach is {reach!r}; expected a whole number of tokens, or [{heads}] of them")
+        raise ValueError(f"reach is {reach!r}; expected a whole number of tokens, or {heads} of them in a tensor")
     given = reach if isinstance(reach, Tensor) else torch.tensor(list(reach))
     expect(given.shape == (heads,), "reach", given, f"[{heads}]")
     if given.is_floating_point() or given.dtype == torch.bool:
         raise ValueError(f"reach has dtype {given.dtype}; expected whole numbers of tokens")
     if given.is_meta:
-        raise ValueError("reach is on meta, which holds no numbers; expected a device that does")
-    tensor = given.detach().to("cpu", torch.int64, copy=True).contiguous()  # who gave it may change it later
+        raise ValueError("reach is on the meta device, which has no numbers; expected a tensor on a real device")
+    tensor = given.detach().to("cpu", torch.int64, copy=True).contiguous()  # the caller may change it later
     if not torch.compiler.is_compiling() and int(tensor.min()) < 0:
-        raise ValueError(f"reach holds {int(tensor.min())}; expected numbers of tokens, 0 or more")
+        raise ValueError(f"reach holds {int(tensor.min())}; expected numbers of tokens, at least 0")
     return tensor
 
 
 def per_head(name: str, given: Sequence[int] | int, heads: int, least: int) -> tuple[int, ...] | int:
-    """One number where all heads have the same."""
+    """One number if all heads have the same."""
     numbers = (given,) * heads if isinstance(given, int) else tuple(given)
     if len(numbers) != heads or not all(isinstance(n, int) and n >= least for n in numbers):
-        raise ValueError(f"{name} is {given}; expected a whole number from {least} on, or {heads} of them")
+        raise ValueError(f"{name} is {given}; expected a whole number of at least {least}, or {heads} of them")
     return numbers[0] if len(set(numbers)) == 1 else numbers
 
 

@@ -1,8 +1,8 @@
-"""Tables over distances: which entry a distance reads, and two rules' tables brought to one way of counting.
+"""Tables over distances: which entry a distance reads, and how two rules' tables are brought to the same indexing.
 
 Entry n of a table is distance n, or |d| under a rule that sees the future too; with `max_future` it is distance n −
-max_future, so that future keys (d < 0) have entries of their own. distance_value, which goes on beyond its
-ends and so may be short, then has distance 0 in its middle.
+max_future, so that future keys (d < 0) have separate entries. distance_value may be short, because distances
+beyond its ends read its last entry; with `max_future` it has distance 0 in its middle.
 
 Shapes: H heads, L entries.
 """
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     from spanformer.ops.rule import Rule
 
 ENDING = ("distance_bias", "distance_vec", "distance_scale")
-"""attention farther than such a table goes is refused"""
+"""a call that needs more distances than such a table has is refused"""
 TABLES = (*ENDING, "distance_value")
 
 
 def entry(d: Tensor, causal: bool, max_future: int) -> Tensor:
-    """Where signed distances d are read, not clamped to a table's length."""
+    """The entry that each signed distance d reads, not clamped to a table's length."""
     return d if causal else d + max_future if max_future else d.abs()
 
 
 def future_of(rule: Rule | Dense, name: str) -> int:
-    """How many entries of a rule's table come before distance 0."""
+    """The number of entries before distance 0 in a rule's table."""
     return getattr(rule, name).shape[1] // 2 if rule.max_future and name == "distance_value" else rule.max_future
 
 
 def check_max_future(rule: Rule) -> None:
     if rule.max_future and rule.causal:
         raise ValueError(
-            f"max_future is {rule.max_future} with causal=True, which never sees the future; tables of a causal rule "
-            "begin at distance 0"
+            f"max_future is {rule.max_future} with causal=True, which never sees the future. Tables of a causal rule "
+            "begin at distance 0: pass max_future=0"
         )
     for name in ENDING:
         if (table := getattr(rule, name)) is not None and table.shape[1] <= rule.max_future:
@@ -63,7 +63,8 @@ def shared_max_future(a: Rule, b: Rule) -> int:
     known = [rule.max_future or table.shape[1] - 1 for rule, table in tables if table is not None]
     if not min(known, default=1):
         raise ValueError(
-            "a table of one entry, for distance 0 alone, cannot be added to a rule that sees the future; make it longer"
+            "a table of one entry, for distance 0 alone, cannot be added to a rule that sees the future; add entries "
+            "to it"
         )
     return min(known) if known else max(signed)
 
@@ -84,7 +85,7 @@ def counted(rule: Rule, name: str, causal: bool, max_future: int) -> Tensor | No
 
 
 def add_tables(a: Tensor, b: Tensor) -> Tensor:
-    """Tables of different lengths are known together only as far as the shorter goes."""
+    """The sum of two tables is as long as the shorter one."""
     a, b = _cut(a, b)
     return a + b
 
@@ -95,7 +96,7 @@ def multiply_tables(a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_values(a: Tensor, b: Tensor, signed: bool) -> Tensor:
-    """The shorter one's last entry goes on; if signed, its first too."""
+    """The sum of two tables; the shorter one's last entry is repeated; if signed, its first too."""
     _check_sizes("distance_value", a, b)
     length = max(a.shape[1], b.shape[1])
     added = []

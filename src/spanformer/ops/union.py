@@ -1,8 +1,8 @@
-"""Pairs that one rule or another shows, under one softmax: a window and every 64th key beyond it, for example.
+"""Pairs that any of several rules shows, in one softmax: a window and every 64th key beyond it, for example.
 
     Union(Rule(8, reach=65), Rule(8, stride=64, skip=65))
 
-Each rule keeps its own terms. No pair may be in two of them: it would be counted twice.
+Each rule keeps its own terms. No two rules may show the same pair: it would be counted twice.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 from spanformer.ops.rule import Rule
 
 SHARED: dict[str, Any] = {"sink_tokens": 0, "sink_logits": None, "distance_value": None}
-"""terms of the one softmax and its output, which the first rule holds for all, and what the others hold instead"""
+"""terms of the whole softmax and its output: the first rule has them for all, the others have these values"""
 
 
 @dataclass(frozen=True, eq=False, init=False)
 class Union:
-    """The pairs of all its rules. `sink_tokens`, `sink_logits` and `distance_value` belong in the first rule and hold
-    for all pairs; `+` adds to every rule."""
+    """The pairs of all its rules together. `sink_tokens`, `sink_logits` and `distance_value` belong in the first rule
+    and apply to all pairs; `+` adds to every rule."""
 
     rules: tuple[Rule, ...]
-    """two or more, of the same heads, causality and conventions"""
+    """two or more, with the same heads, causal and paper_compat"""
 
     def __init__(self, first: Rule | Union, second: Rule | Union, *more: Rule | Union) -> None:
         given = (first, second, *more)
@@ -41,7 +41,7 @@ class Union:
             for name, unset in SHARED.items():
                 if getattr(rule, name) is not unset and getattr(rule, name) != unset:
                     raise ValueError(
-                        f"a Union was given {name} in its second rule or a later one; it holds for all pairs, so give "
+                        f"a Union was given {name} in its second rule or a later one; it applies to all pairs, so give "
                         "it to the first"
                     )
 

@@ -1,16 +1,16 @@
-"""Attention in plain PyTorch whose time and memory follow each head's own reach, on any device and in any float dtype.
+"""Attention in plain PyTorch whose time and memory follow each head's reach, on any device and in any float dtype.
 
     s_ij = scale · (q_i·k_j + q_i·r[d]) + b[d] + c_j + log m_ij     P_ij = exp(s_ij − lse_i)
     dS_ij = P_ij · (dP_ij − δ_i + dlse_i)        δ_i = Σ_j P_ij·dP_ij       dz = Σ over the ramp of (dS_ij / m) / R
     with distance_scale, scale · (…) = x becomes relu(x)·f[d]:   dx = dS·f[d] where x > 0, df[d] = Σ dS·relu(x)
 
-Queries are cut in chunks, and a chunk meets only the keys its heads reach (banded_plan); chunks whose windows slide
-along with them are one batched product. Nothing of a window's size outlives its step: the backward pass works the
-weights out again from lse. A head of limit r costs O(Tq · (r + C) · D) time, and O(C · Tk) memory at the very most.
-16-bit inputs are computed in float32, and their lse is returned so.
+Queries are cut into chunks, and a chunk reads only the keys its heads reach (banded_plan); chunks whose windows slide
+along with them are one batched product. No tensor of a window's size outlives its step: the backward pass recomputes
+the weights from lse. A head of limit r costs O(Tq · (r + C) · D) time, and at most O(C · Tk) memory.
+16-bit inputs are computed in float32, and their lse is float32.
 
-A NaN or an infinity in a hidden key must not change the output, but 0 · NaN is NaN. So such numbers are replaced by 0
-before products, and the weights of the pairs that do see them by NaN.
+A NaN or an infinity in a hidden key must not change the output, but 0 · NaN is NaN. So such numbers become 0
+before products, and the weights of the pairs that do see them become NaN.
 
 Shapes: B batch, H heads, Tq queries, Tk keys; h heads of a step, n chunks, C queries in a chunk, W keys in its window.
 """
@@ -57,7 +57,7 @@ def _no_keys(x: Learned) -> Attended:
     out, lse = x.q.new_zeros(*x.q.shape[:3], x.v.shape[3]), x.q.new_full(x.q.shape[:3], -math.inf, dtype=_work(x))
     if x.sink_logits is not None:
         lse = torch.where(x.sink_logits[:, None] == -math.inf, lse, x.sink_logits[:, None].to(lse.dtype))
-    nothing = sum(t.flatten()[:0].sum() for t in x if t is not None)  # 0: every term has a gradient, of zeros
+    nothing = sum(t.flatten()[:0].sum() for t in x if t is not None)  # 0: gives every term a gradient of zeros
     return Attended(out + nothing, lse + nothing)
 
 
@@ -68,7 +68,7 @@ class _Banded(torch.autograd.Function):
         with _full_precision(x.q):
             out, lse = _forward(plan, x)
         ctx.plan = plan
-        ctx.save_for_backward(*x, lse, *ids)  # ids, which the plan has: if they change, autograd refuses to go back
+        ctx.save_for_backward(*x, lse, *ids)  # the plan uses ids: autograd must refuse a backward pass if they change
         return out, lse
 
     @staticmethod
@@ -98,7 +98,7 @@ def _forward(plan: Plan, x: Learned) -> tuple[Tensor, Tensor]:
         sink = sink_of(x, step, work)
         if sink is not None:
             peak = torch.maximum(peak, sink)
-        peak = torch.where(peak == -math.inf, 0, peak)  # a row that sees nothing
+        peak = torch.where(peak == -math.inf, 0, peak)  # a row that sees no key
         total = p.sub_(peak).exp_().sum(-1, keepdim=True)
         if sink is not None:
             total = total + (sink - peak).exp()
@@ -125,7 +125,7 @@ def _backward(
         if getattr(needed, name):
             grads[name] = torch.zeros_like(getattr(x, name), dtype=work)
     by_key = [name for name in ("key_bias", "key_span") if getattr(needed, name)]
-    for name in by_key:  # gathered per batch row and head, and summed to its own shape at the end
+    for name in by_key:  # collected per batch row and head, and summed to the term's shape at the end
         grads[name] = x.q.new_zeros(x.q.shape[0], heads, x.k.shape[2], 1, dtype=work)
 
     for step in plan.steps:
@@ -198,7 +198,7 @@ def _products(plan: Plan, seen: Sight, q: Tensor, k: Tensor, vectors: Tensor | N
 
 
 def _scores(seen: Sight, scores: Tensor) -> Tensor:
-    """The products, in place, with all that joins them, before anything is hidden."""
+    """The scores, in place: products with distance terms and biases, before masking."""
     if seen.factor is not None:
         scores.clamp_(min=0).mul_(seen.factor)
     for bias in seen.biases:
@@ -221,7 +221,7 @@ def _term_gradients(step: Step, x: Learned, seen: Sight, ds: Tensor, grads: dict
     if slope is not None and dynamic:
         put_q(grads["span"][..., None], step, torch.where(slope == 0, 0, ds * slope).sum(-1, keepdim=True))
     if "distance_bias" in grads or (slope is not None and not dynamic):
-        by_distance = seen.distances.collect(ds)  # heads on axis 1, otherwise like the distances
+        by_distance = seen.distances.collect(ds)  # heads on axis 1, other axes as in the distances
         if slope is not None and not dynamic:
             total = torch.where(slope == 0, 0, by_distance * slope).sum((0, 2, 3, 4))
             accumulate(grads["span"][None], step.heads, total[None])
@@ -230,7 +230,7 @@ def _term_gradients(step: Step, x: Learned, seen: Sight, ds: Tensor, grads: dict
 
 
 def _add_by_distance(table: Tensor, step: Step, seen: Sight, by_distance: Tensor) -> None:
-    """What `collect` gave into the gradient of a table [H, L]."""
+    """Add the result of `collect` to the gradient of a table [H, L]."""
     rows = seen.distances.entry.clamp(0, table.shape[1] - 1).flatten().expand(len(step.heads), -1)
     part = table.new_zeros(len(step.heads), table.shape[1]).scatter_add_(1, rows, by_distance.movedim(1, 0).flatten(1))
     accumulate(table[None], step.heads, part[None])
@@ -245,7 +245,7 @@ def _vectors(x: Learned, step: Step, seen: Sight, work: torch.dtype) -> Tensor |
 
 
 def _add_rows(grad: Tensor, step: Step, seen: Sight, of_rows: Tensor) -> None:
-    """of_rows [1, h, rows, D] into the gradient of distance_vec, [1 or H, L, D]."""
+    """Add of_rows [1, h, rows, D] to the gradient of distance_vec, [1 or H, L, D]."""
     rows = seen.distances.table_rows(grad.shape[1])
     if grad.shape[0] == 1:
         grad[0].index_add_(0, rows, of_rows[0].sum(0))
@@ -255,7 +255,7 @@ def _add_rows(grad: Tensor, step: Step, seen: Sight, of_rows: Tensor) -> None:
 
 
 def _keys(t: Tensor, step: Step, heads: tuple[int, ...], work: torch.dtype) -> Tensor:
-    """Windows that overlap are laid out once, for all the products with them."""
+    """Overlapping windows are copied once, for all products with them."""
     tile = take_k(t, step, heads).to(work)
     return tile.contiguous() if step.chunks > 1 else tile
 
@@ -273,18 +273,18 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _finite(*tensors: Tensor) -> bool:
-    """Whether all is finite, by a sum: a sum that overflows only takes the slow path for nothing. Not called on an
+    """Whether all numbers are finite, by a sum; a sum that overflows only costs the slow path. Never called on an
     accelerator, where it would be a sync."""
     return all(t.device.type == "cpu" and math.isfinite(t.sum(dtype=_wide(t.dtype))) for t in tensors)
 
 
 def _full_precision(t: Tensor) -> contextlib.AbstractContextManager:
-    """No autocast: it would turn the float32 products of 16-bit inputs back into 16-bit ones."""
+    """No autocast: it would compute the float32 products of 16-bit inputs in 16 bits again."""
     available = torch.amp.is_autocast_available(t.device.type)
     return torch.autocast(t.device.type, enabled=False) if available else contextlib.nullcontext()
 
 
-# The plan is made of numbers read from the spans: nothing to trace.
+# The plan depends on numbers read from the spans, so it cannot be traced.
 _untraced = cast(Callable[[Lowered], Attended], torch.compiler.disable(attend_banded))
 _unserved = unserved_terms(Lowered, "banded", (*COMMON, "distance_scale", "key_span"))
 

@@ -1,5 +1,5 @@
-"""How the banded backend cuts a call: heads of like reach together, queries in chunks, and for each chunk the keys
-that any of its queries could see. Plain integers, so every tensor that follows has the size of a window.
+"""How the banded backend cuts a call: heads of similar reach together, queries in chunks, and for each chunk the keys
+that any of its queries could see. Windows are plain integers, because they are sizes of tensors.
 
 Shapes: B batch, H heads, Tq queries, Tk keys; C queries in a chunk, n chunks in a step, W keys in a chunk's window,
 S positions in a block.
@@ -18,14 +18,14 @@ from spanformer.ops.blocks import FULL, HIDDEN, BlockIndex
 from spanformer.ops.lower import Lowered, Numbers
 from spanformer.ops.rule import UNLIMITED
 
-ROOM = {"cpu": 1 << 20}  # how many scores a step may hold: on a CPU about what a cache does
+ROOM = {"cpu": 1 << 20}  # how many scores a step may hold: on a CPU about as many as fit its cache
 ROOM_ELSEWHERE = 1 << 24
 WORTH_GATHERING = 0.75  # gather a window's keys one by one if fewer than this share of them are in the pattern
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """n chunks of C queries for a few heads; each chunk sees W keys, and every next chunk's keys begin C later."""
+    """n chunks of C queries for a few heads; each chunk sees W keys, and the next chunk's keys begin C later."""
 
     heads: tuple[int, ...]
     limit: int
@@ -41,21 +41,21 @@ class Step:
     width: int
     """W, at least 1"""
     columns: Tensor | None = None
-    """[W] the keys themselves, where they are not lo … lo + W − 1 (n is then 1)"""
+    """[W] indices of the keys, if they are not lo … lo + W − 1 (n is then 1)"""
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """All of a call that is not differentiated, and its steps."""
+    """The parts of a call that have no gradient, and its steps."""
 
     steps: list[Step]
     offset: int | None
-    """query i stands at i + offset relative to key 0, and key j at j; None if positions are not that regular"""
+    """query i is at i + offset relative to key 0, and key j at j; None for other positions"""
     reach: list[int]
     least_span: list[float] | None
-    """per head the shortest span, where reading it is free (on a CPU)"""
+    """the shortest span of each head, on a CPU, where reading it is free"""
     least_key_span: float | None
-    """the shortest span of a key, likewise"""
+    """the shortest span of any key, likewise"""
     causal: bool
     max_future: int
     shift: int
@@ -73,8 +73,8 @@ class Plan:
 
 
 def make_plan(call: Lowered) -> Plan:
-    """Costs a device-to-host copy on an accelerator where a span comes without a reach, and where positions or blocks
-    are given: windows are sizes of tensors, and the host has to know those."""
+    """On an accelerator this costs a device-to-host copy if a span comes without a reach, and if positions or blocks
+    are given: windows are sizes of tensors, which the host must know."""
     batch = call.q.shape[0]
     offset, blocks = _regular_offset(call), call.blocks
     room = ROOM.get(call.q.device.type, ROOM_ELSEWHERE) // (4 if call.dropout else 1)  # dropout hashes in int64
@@ -107,7 +107,7 @@ def make_plan(call: Lowered) -> Plan:
 
 
 def _regular_offset(call: Lowered) -> int | None:
-    """Explicit positions are most often runs of consecutive ones, and then only the offset between the runs matters."""
+    """The offset between queries and keys if explicit positions are runs of consecutive ones, as they mostly are."""
     if call.q_positions is None or call.k_positions is None:
         return call.offset
     q, k = call.q_positions, call.k_positions
@@ -118,7 +118,8 @@ def _regular_offset(call: Lowered) -> int | None:
 
 
 def _groups(call: Lowered, offset: int | None) -> dict[tuple[int, ...], list[int]]:
-    """Heads by (C, limit). Limits are rounded up, by less than half a chunk: heads of like reach share their steps."""
+    """Heads by (C, limit). Limits are rounded up by less than half a chunk, so that heads of similar reach share
+    steps."""
     tq, tk = call.q.shape[2], call.k.shape[2]
     read = call.reach_list if call.reach is not None and call.q.device.type != "cpu" else call.limits
     longest = UNLIMITED
@@ -139,7 +140,7 @@ def _groups(call: Lowered, offset: int | None) -> dict[tuple[int, ...], list[int
 
 
 def _windows(call: Lowered, offset: int | None, size: int, limit: int) -> list[tuple[int, int]]:
-    """For each chunk of queries the keys [lo, hi), at least one, outside of which it sees nothing."""
+    """For each chunk of queries, the range of keys [lo, hi), at least one, that it can see."""
     tq, tk = call.q.shape[2], call.k.shape[2]
     starts = range(0, tq, size)
     back, future = limit - 1, 0 if call.causal else limit - 1
@@ -148,7 +149,7 @@ def _windows(call: Lowered, offset: int | None, size: int, limit: int) -> list[t
         pairs = [(first + s - back, first + min(s + size, tq) + future) for s in starts]
     else:
         q, k = call.positions()
-        if bool((k[:, 1:] < k[:, :-1]).any()):  # keys in no order: every chunk looks at all of them
+        if bool((k[:, 1:] < k[:, :-1]).any()):  # keys are not in order: every chunk reads all of them
             return [(0, tk)] * len(starts)
         chunks = torch.arange(len(starts) * size, device=q.device).clamp(max=tq - 1)
         q = q[:, chunks].unflatten(1, (-1, size)) - call.shift
@@ -163,7 +164,7 @@ def _windows(call: Lowered, offset: int | None, size: int, limit: int) -> list[t
 def _plain_steps(
     call: Lowered, heads: tuple[int, ...], size: int, limit: int, windows: list[tuple[int, int]], room: int
 ) -> Iterator[Step]:
-    """Consecutive chunks whose windows slide along with them become one step, as far as there is room."""
+    """Join consecutive chunks whose windows slide along with them into one step, as far as `room` allows."""
     tq, step = call.q.shape[2], None
     for index, (lo, hi) in enumerate(windows):
         start, width = index * size, hi - lo
@@ -185,8 +186,8 @@ def _plain_steps(
 
 
 def _narrowed(step: Step, blocks: BlockIndex, columns: Tensor, q_positions: Tensor, k_positions: Tensor) -> Step:
-    """The step with only the keys that the pattern holds for its block rows, if they are much fewer. columns [M, S]:
-    which keys of a partly covered block any of its queries sees; they may be a few."""
+    """The step with only the keys that the pattern stores for its block rows, if they are much fewer. columns [M, S]:
+    which keys of a partly covered block any of its queries sees."""
     rows = (q_positions[:, step.start : step.start + step.size] // blocks.size).unique()
     lines = _block_lines(blocks, step.heads[0], rows)
     keys = k_positions[:, step.lo : step.lo + step.width]
@@ -203,7 +204,7 @@ def _narrowed(step: Step, blocks: BlockIndex, columns: Tensor, q_positions: Tens
 
 
 def _alive(step: Step, key_span: Tensor, call: Lowered) -> Step:
-    """The step without the keys that have expired for all its queries, if they are many."""
+    """The step without the keys that have expired for all its queries, if these are many."""
     q_positions, k_positions = call.positions()
     queries = q_positions[:, step.start : step.start + step.size] - call.shift
     numbers = step.columns
@@ -238,7 +239,7 @@ def block_visible(blocks: BlockIndex, head: int, q_pos: Tensor, k_pos: Tensor) -
 
 
 def _block_lines(blocks: BlockIndex, head: int, rows: Tensor) -> Tensor:
-    """[len(rows), columns + 1] mask ids of these block rows; the last column answers for keys beyond the pattern."""
+    """[len(rows), columns + 1] mask ids of these block rows; the last column is for keys beyond the pattern."""
     offsets = blocks.offsets[head if blocks.offsets.shape[0] > 1 else 0]
     known = (rows >= 0) & (rows < blocks.rows)
     row = torch.where(known, rows, 0)

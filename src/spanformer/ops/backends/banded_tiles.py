@@ -1,4 +1,4 @@
-"""Tiles of the banded backend: what a step takes from whole tensors and gives back to them, and what its queries see.
+"""Tiles of the banded backend: what a step reads from whole tensors and adds to them, and what its queries see.
 
 Shapes: B batch, h heads of a step, n chunks, C queries in a chunk, W keys in its window, X any last axis;
 a tile of pairs is [B, h, n, C, W], or anything that broadcasts to it.
@@ -35,7 +35,7 @@ class Learned(NamedTuple):
     sink_logits: Tensor | None
 
 
-# Heads (axis 1): a run of them is a view, any others are an index.
+# Heads (axis 1): consecutive ones are a view, any others an index.
 
 
 def _run(heads: tuple[int, ...]) -> bool:
@@ -53,7 +53,7 @@ def pick(t: Tensor, heads: tuple[int, ...]) -> Tensor:
 def accumulate(t: Tensor, heads: tuple[int, ...], value: Tensor) -> None:
     if _run(heads):
         t.narrow(1, heads[0], len(heads)).add_(value)
-    else:  # grouped heads name a key head several times
+    else:  # heads of a group index one key head several times
         t.index_add_(1, torch.tensor(heads, device=t.device), value.to(t.dtype))
 
 
@@ -67,7 +67,7 @@ def take_q(t: Tensor, step: Step) -> Tensor:
 
 
 def put_q(t: Tensor, step: Step, tile: Tensor) -> None:
-    """Every query of a head is in one step, so this writes and never adds."""
+    """Each query of a head is in exactly one step, so this writes and never adds."""
     queries, tile = t.narrow(2, step.start, step.chunks * step.size), tile.flatten(2, 3).to(t.dtype)
     if _run(step.heads):
         queries.narrow(1, step.heads[0], len(step.heads)).copy_(tile)
@@ -76,7 +76,7 @@ def put_q(t: Tensor, step: Step, tile: Tensor) -> None:
 
 
 def take_k(t: Tensor, step: Step, heads: tuple[int, ...]) -> Tensor:
-    """[B, Hkv or H, Tk, X] → [B, h, n, W, X]; `heads` numbers t's own heads, one for each head of the step."""
+    """[B, Hkv or H, Tk, X] → [B, h, n, W, X]; `heads`: for each head of the step, the index of t's head."""
     if step.columns is not None:
         return pick(t.index_select(2, step.columns), heads)[:, :, None]
     keys = t.narrow(2, step.lo, (step.chunks - 1) * step.size + step.width)
@@ -84,7 +84,7 @@ def take_k(t: Tensor, step: Step, heads: tuple[int, ...]) -> Tensor:
 
 
 def add_k(t: Tensor, step: Step, heads: tuple[int, ...], tile: Tensor) -> None:
-    """The reverse of take_k: windows overlap, pieces of a chunk's length do not."""
+    """The reverse of take_k: it adds pieces of a chunk's length, because windows overlap and those do not."""
     if step.columns is not None:
         for i, head in enumerate(heads):
             t[:, head].index_add_(1, step.columns, tile[:, i, 0].to(t.dtype))
@@ -106,7 +106,7 @@ def key_numbers(step: Step, device: torch.device) -> Tensor:
 
 class Diagonals:
     """Where all chunks of a step have the same distances, d = far − x with x = C − 1 − c + w: a term of the distance
-    alone is worked out once per diagonal x, [1, h, 1, 1, C + W − 1], and spread over the tile."""
+    alone is computed once per diagonal x, [1, h, 1, 1, C + W − 1], and expanded over the tile."""
 
     def __init__(self, plan: Plan, step: Step, device: torch.device) -> None:
         assert plan.offset is not None and step.columns is None
@@ -150,7 +150,7 @@ class Pairs:
             q = take_q(plan.q_positions[:, None, :, None], step)
             k = take_k(plan.k_positions[:, None, :, None], step, (0,)).transpose(-1, -2)
             self.near, self.far = -UNLIMITED, UNLIMITED
-        else:  # all chunks of the step have the distances of its first
+        else:  # all chunks of the step have the same distances as the first
             q = plan.offset + step.start + torch.arange(step.size, device=device).view(1, 1, 1, -1, 1)
             k = key_numbers(step, device)[:1].view(1, 1, 1, 1, -1)
             first = plan.offset + step.start - plan.shift
@@ -187,15 +187,15 @@ class Sight:
 
     distances: Diagonals | Pairs
     hidden: list[Tensor] = field(default_factory=list)
-    """bool tiles; a pair that any of them names has no weight"""
+    """bool tiles; a pair that is True in any of them has no weight"""
     biases: list[Tensor] = field(default_factory=list)
     """tiles to add to the scores"""
     slope: Tensor | None = None
-    """d log m / d z on the ramp, 0 elsewhere: a tile, or spread from diagonals"""
+    """d log m / d z on the ramp, 0 elsewhere: a tile, or expanded from diagonals"""
     key_slope: Tensor | None = None
     """the same for the keys' own spans, a tile"""
     factor: Tensor | None = None
-    """a tile that relu(scores) are multiplied with"""
+    """a tile by which relu(scores) is multiplied"""
 
     def hide(self, tile: Tensor, value: float) -> Tensor:
         for mask in self.hidden:
@@ -208,7 +208,7 @@ def look(plan: Plan, x: Learned, step: Step, work: torch.dtype) -> Sight:
     regular = plan.offset is not None and step.columns is None and not dynamic
     distances = (Diagonals if regular else Pairs)(plan, step, device)
     seen, d, near, far = Sight(distances), distances.d, distances.near, distances.far
-    hidden, biases = [], []  # by distance alone
+    hidden, biases = [], []  # terms of the distance alone
     if plan.causal and near < 0:
         hidden.append(d < 0)
     reach = [plan.reach[h] for h in heads]
@@ -260,7 +260,7 @@ def _read(table: Tensor, distances: Diagonals | Pairs, heads: tuple[int, ...], w
 
 
 def kept(plan: Plan, step: Step) -> Tensor:
-    """True where dropout leaves a weight."""
+    """True where dropout keeps a weight."""
     assert plan.seed is not None and plan.numbers is not None
     heads = pick(plan.numbers.heads, step.heads)[:, :, None, None, None]
     queries = take_q(plan.numbers.queries[:, None, :, None], step)
@@ -269,7 +269,7 @@ def kept(plan: Plan, step: Step) -> Tensor:
 
 
 def _ends(near: int, far: int, causal: bool) -> tuple[int, int]:
-    """The least and the greatest distance, from signed ones."""
+    """The smallest and largest distance, from signed ones."""
     return (near, far) if causal else (0, max(abs(near), abs(far)))
 
 
@@ -279,7 +279,7 @@ def _sum_to(t: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def nan_rows(t: Tensor) -> Tensor:
-    """[.., X] → [.., 1]: NaN where a row holds anything that is not finite, else 0."""
+    """[.., X] → [.., 1]: NaN where a row has a number that is not finite, else 0."""
     return (t * 0).sum(-1, keepdim=True)
 
 

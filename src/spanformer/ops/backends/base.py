@@ -35,26 +35,26 @@ LEARNED = (
 
 
 def unserved_terms(holder: type, name: str, served: Iterable[str]) -> Callable[[Any], list[str]]:
-    """A function that says which terms of a `holder` (a dataclass) are used and not `served`: a term that is new to a
-    backend is refused, not ignored."""
+    """A function that lists the terms of a `holder` (a dataclass) that are used and not `served`, so that a backend
+    refuses a new term instead of ignoring it."""
     others = [(f.name, f.default) for f in fields(holder) if f.name not in set(served)]
 
     def reasons(held: Any) -> list[str]:
         used = [term for term, unset in others if (t := getattr(held, term)) is not unset and t != unset]
-        return [f"{term} is not served by {name}" for term in used]
+        return [f"{name} does not support {term}" for term in used]
 
     return reasons
 
 
 def unserved_derivatives(name: str, call: Lowered) -> list[str]:
-    """Why a backend with a hand-written backward pass, and nothing but that, cannot serve what torch is about to do
+    """Why a backend whose only derivative is a hand-written backward pass cannot serve what torch is about to do
     with a call."""
     reasons = unserved_transforms(name)
     if reasons or forward_ad._current_level < 0:
         return reasons
     tensors = (call.q, call.k, call.v, *(getattr(call, term) for term in LEARNED))
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        return [f"{name} has no forward-mode derivatives; backend='reference' has, at dense cost"]
+        return [f"{name} has no forward-mode derivatives; backend='reference' has them, at dense cost"]
     return []
 
 
@@ -65,12 +65,12 @@ def unserved_transforms(name: str) -> list[str]:
 
 
 def refuse_second_derivative(name: str) -> None:
-    """For a hand-written backward: under create_graph=True its result would pass for a constant, silently wrong."""
+    """For a hand-written backward: with create_graph=True its result would count as a constant, silently wrong."""
     if torch.is_grad_enabled():
         no_second_derivative(name)
 
 
 def no_second_derivative(name: str) -> NoReturn:
     raise RuntimeError(
-        f"backend {name!r} has no second derivative (create_graph=True); backend='reference' has, at dense cost"
+        f"backend {name!r} has no second derivative (create_graph=True); backend='reference' has one, at dense cost"
     )

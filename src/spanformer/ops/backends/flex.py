@@ -2,7 +2,7 @@
 BlockMask (flex_blocks).
 
 On CUDA the call goes through `torch.compile(flex_attention)`. On the CPU it runs FlexAttention's own eager definition,
-which is dense inside: for tests of equality, never for use.
+which is dense inside: for tests only.
 
 Shapes: B batch, H query heads, Tq and Tk queries and keys, padded here to whole blocks of 128, in buckets.
 """
@@ -49,13 +49,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("spanformer")
 
-GRID_CELLS = 1 << 26  # of a BlockIndex spelled out as a grid, 256 MiB
-RECOMPILES = 64  # of one variant: with and without gradients, and for other strides
+GRID_CELLS = 1 << 26  # the largest grid of a BlockIndex: 256 MiB
+RECOMPILES = 64  # limit for one variant: with and without gradients, and for other strides
 _plans = Plans()
 
 
 class Plan(NamedTuple):
-    """A call as FlexAttention takes it; q, k and v are padded to whole blocks."""
+    """A call in FlexAttention's form; q, k and v are padded to whole blocks."""
 
     q: Tensor
     k: Tensor
@@ -80,7 +80,7 @@ def attend_flex(call: Lowered) -> Attended:
 
 
 def plan(call: Lowered) -> Plan:
-    """Pad, and put the rule into FlexAttention's terms."""
+    """Pad the call and translate its rule into FlexAttention's terms."""
     q, k, v = (pad(t, 2) for t in (call.q, call.k, call.v))
     shared = shared_tensors(call)
     score, seen = score_mod_of(call, q, shared), _plans.find(call)
@@ -94,7 +94,8 @@ def plan(call: Lowered) -> Plan:
 
 
 def variant(call: Lowered) -> Hashable:
-    """What of a call is compiled in: terms, constants, and sizes in buckets. Calls of one variant share kernels."""
+    """The parts of a call that are compiled in: terms, constants, bucketed sizes. Calls of one variant share
+    kernels."""
     lengths = (padded_length(call.q.shape[2]), padded_length(call.k.shape[2]))
     sizes = *call.q.shape[:2], call.q.shape[3], *call.k.shape[:2], call.v.shape[3], *lengths
     tables = [t if t is None else table_width(call, t) for t in (call.distance_bias, call.distance_scale)]
@@ -112,7 +113,7 @@ def variant(call: Lowered) -> Hashable:
 
 
 def run_public(made: Plan, flex_attention: Callable[..., Any], *, lse: bool = True) -> tuple[Tensor, Any]:
-    """Through the public function, compiled or not."""
+    """Run the public function, compiled or not."""
     out = flex_attention(
         made.q,
         made.k,
@@ -127,15 +128,15 @@ def run_public(made: Plan, flex_attention: Callable[..., Any], *, lse: bool = Tr
 
 
 def _run_eager(made: Plan) -> tuple[Tensor, Tensor]:
-    """Through the operator below the public function, which refuses gradients on the CPU though the operator has them.
-    It reads mask_mod alone: the block lists play no part here."""
+    """Run the operator below the public function: on the CPU only the operator has gradients.
+    It reads mask_mod alone: the block lists are not used here."""
     from torch._higher_order_ops.flex_attention import flex_attention as operator
 
     score, mask = made.score or Mod(_untouched, ()), made.mask
     lists = (*made.block_mask.as_tuple()[:-1], mask.apply)
     tensors = score.tensors, mask.tensors
     out, lse, _ = operator(made.q, made.k, made.v, score.apply, lists, made.scale, {}, *tensors)
-    return out, lse * math.log(2.0)  # the operator counts in powers of two
+    return out, lse * math.log(2.0)  # the operator's lse is in base 2
 
 
 def _untouched(score: Tensor, _b: Tensor, _h: Tensor, _i: Tensor, _j: Tensor) -> Tensor:
@@ -143,12 +144,12 @@ def _untouched(score: Tensor, _b: Tensor, _h: Tensor, _i: Tensor, _j: Tensor) ->
 
 
 def _with_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor) -> Attended:
-    """A sink is one more term in the sum, with no value: it scales the output, so it needs no key of its own."""
+    """A sink logit adds a term to the softmax's denominator and has no value, so it only scales the output."""
     sink = sink_logits.to(lse.dtype)[None, :, None]
     seen, sunk = lse > -math.inf, sink > -math.inf
     both = seen & sunk
     gap = torch.where(both, lse - torch.where(sunk, sink, 0), 0)
-    share = torch.where(both, gap.sigmoid(), 1)  # a row that saw nothing is zeros already
+    share = torch.where(both, gap.sigmoid(), 1)  # a row that saw no key is zero already
     total = torch.where(both, torch.logaddexp(torch.where(seen, lse, 0), torch.where(sunk, sink, 0)), 0)
     lse = torch.where(both, total, torch.where(seen, lse, sink))
     return Attended(out * share[..., None].to(out.dtype), lse)
@@ -163,9 +164,9 @@ def _flex() -> Any:
 
 @functools.cache
 def _compiled(variant: Hashable, backend: Any = "inductor") -> Callable[..., Any]:
-    """A function of its own for each variant, with code of its own: torch counts compilations by code and stops at a
-    limit, which a run that meets many variants would reach. (fullgraph makes it raise there; without it, it would go on
-    with the dense eager code, silently.)"""
+    """A separate function, with separate code, for each variant: torch counts compilations by code and stops at a
+    limit, which a run with many variants would reach. (fullgraph makes it raise there; without it, torch would silently
+    continue with the dense eager code.)"""
     flex_attention = _flex().flex_attention
 
     def run(*tensors, **options):
@@ -184,11 +185,11 @@ _count = itertools.count()
 def _warn_dense() -> None:
     log.warning(
         "backend 'flex' on the CPU runs FlexAttention's eager definition, which is dense inside: "
-        "it serves to test equality, not to attend; use 'native' or 'banded' here"
+        "it is for tests only; use 'native' or 'banded' here"
     )
 
 
-# --- what it serves ---------------------------------------------------------------------------------------------------
+# --- what it supports -------------------------------------------------------------------------------------------------
 
 
 def unusable() -> list[str]:
@@ -207,20 +208,20 @@ def refuses(call: Lowered) -> list[str]:
     device = call.q.device.type
     reasons = _unserved(call)
     if not call.q.shape[0]:
-        reasons.append("an empty batch")
+        reasons.append("the batch is empty")
     if call.dropout:
         reasons.append("dropout acts on weights after the softmax, where FlexAttention has no hook")
     if call.distance_vec is not None and (needed := vec_needed(call)) > VEC_DISTANCES:
         reasons.append(
-            f"distance_vec over {needed} distances: q·r[d] would be stored for every query, "
-            f"served up to {VEC_DISTANCES}; a shorter reach or span would do"
+            f"distance_vec needs {needed} distances: flex stores q·r[d] for every query, "
+            f"and takes at most {VEC_DISTANCES}; shorten the reach or span"
         )
     if call.blocks is not None:
         reasons += _refuses_blocks(call)
     if device == "cuda":
         reasons += _refuses_sizes(call)
     elif device != "cpu":
-        reasons.append(f"device {device!r}: only CUDA is served (and the CPU, for tests)")
+        reasons.append(f"device {device!r}: flex runs on CUDA (and on the CPU, for tests)")
     elif torch.compiler.is_compiling():
         reasons.append("on the CPU, compiled FlexAttention has neither lse nor gradients")
     return reasons
@@ -230,23 +231,24 @@ def _refuses_blocks(call: Lowered) -> list[str]:
     blocks = call.blocks
     assert blocks is not None
     if not call.causal and call.k_positions is not None and torch.compiler.is_compiling():
-        return ["blocks without causality at explicit positions: their extent cannot be read while compiling"]
+        return ["blocks with causal=False at explicit positions: torch.compile cannot read their extent"]
     cells = blocks.offsets.shape[0] * blocks.rows * (pattern_width(call) + 1)
     if cells <= GRID_CELLS:
         return []
     return [
-        f"blocks of size {blocks.size} make a grid of {cells} cells, served up to {GRID_CELLS}; larger blocks would do"
+        f"blocks of size {blocks.size} make a grid of {cells} cells; flex takes at most {GRID_CELLS}, so use larger "
+        "blocks"
     ]
 
 
 def _refuses_sizes(call: Lowered) -> list[str]:
-    """What FlexAttention's Triton kernels do not take."""
+    """Reasons why FlexAttention's Triton kernels do not take the call."""
     reasons = []
     for names, size in (("q and k", call.q.shape[3]), ("v", call.v.shape[3])):
         if not 16 <= size <= 256:
-            reasons.append(f"head size {size} of {names}; FlexAttention's CUDA kernels take 16 to 256")
+            reasons.append(f"the head size of {names} is {size}; FlexAttention's CUDA kernels take 16 to 256")
     if call.q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        reasons.append(f"dtype {call.q.dtype}; FlexAttention's CUDA kernels sum in float32")
+        reasons.append(f"q has dtype {call.q.dtype}; FlexAttention's CUDA kernels sum in float32")
     return reasons
 
 

@@ -1,7 +1,7 @@
-"""Which blocks of 128 × 128 pairs the flex backend needs: arithmetic on the range of distances a block holds.
+"""Which blocks of 128 × 128 pairs the flex backend needs: arithmetic on the range of distances in a block.
 
-Distances bound a band and m(d) falls with d, so a block holds a visible pair if the nearest distance in it is visible
-to its longest span, and only visible pairs if the farthest is visible to its shortest. So the lists are device tensors
+m(d) falls with d, so a block has a visible pair if its nearest distance is visible
+to its longest span, and only visible pairs if its farthest is visible to its shortest. The lists are device tensors
 of O(heads · blocks²) numbers, made without `create_block_mask` and without waiting for the device.
 
 Shapes: B batch, H query heads, Tq and Tk queries and keys, padded to whole blocks, nq and nk of them.
@@ -19,20 +19,21 @@ from spanformer.ops.blocks import FULL
 from spanformer.ops.lower import Lowered
 
 BLOCK = 128
-FAR = 1 << 40  # a position no token has
+FAR = 1 << 40  # a position that no token has
 HIDDEN = FULL - 1  # the mask id of a pattern's block that is not stored
 
 
 def block_lists(call: Lowered) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The key blocks of each query block, as `BlockMask.from_kv_blocks` takes them: how many and which hold some
-    visible pairs, [1 or B, 1 or H, nq] and [1 or B, 1 or H, nq, nk] int32, then how many and which hold no others."""
+    """The key blocks of each query block, in the form of `BlockMask.from_kv_blocks`: how many and which have some
+    visible pairs, [1 or B, 1 or H, nq] and [1 or B, 1 or H, nq, nk] int32, then how many and which have no others."""
     some, full = block_cover(call)
     return *_listed(some & ~full), *_listed(full)
 
 
 def block_cover(call: Lowered) -> tuple[Tensor, Tensor]:
-    """[1 or B, 1 or H, nq, nk] each: blocks that may hold a visible pair, and among them those that hold no other.
-    Exact for a band over consecutive positions; other terms, and positions with gaps, may list a block in vain."""
+    """[1 or B, 1 or H, nq, nk] each: blocks that may have a visible pair, and those with visible pairs only.
+    Exact for a band over consecutive positions; other terms, and positions with gaps, may list a block without visible
+    pairs."""
     tk = call.k.shape[2]
     at = _ranges(*call.positions(), -FAR, FAR)
     low, high = at.q_min - at.k_max - call.shift, at.q_max - at.k_min - call.shift  # the distances in a block
@@ -44,8 +45,8 @@ def block_cover(call: Lowered) -> tuple[Tensor, Tensor]:
         some = full = torch.ones_like(low, dtype=torch.bool)
     first_key = torch.arange(low.shape[-1], device=low.device) * BLOCK
     first_query = torch.arange(low.shape[-2], device=low.device)[:, None] * BLOCK
-    some, full = some & (first_key < tk), full & (first_key + BLOCK <= tk)  # keys we added are not visible
-    some = some & (first_query < call.q.shape[2])  # and blocks of queries we added see nothing, at no cost
+    some, full = some & (first_key < tk), full & (first_key + BLOCK <= tk)  # padded keys are not visible
+    some = some & (first_query < call.q.shape[2])  # and blocks of padded queries see nothing, at no cost
 
     if call.reach is not None:
         reach = reaches(call)[:, None, None]
@@ -106,12 +107,12 @@ def _tiles(t: Tensor, fill: float) -> Tensor:
     return pad(t, -1, fill).unflatten(-1, (-1, BLOCK))
 
 
-# --- the rule's own block pattern -------------------------------------------------------------------------------------
+# --- the rule's block pattern -------------------------------------------------------------------------------------
 
 
 def pattern_grid(call: Lowered) -> Tensor:
-    """The pattern's mask ids spelled out, [1 or H, rows, columns] int32, HIDDEN where nothing is seen. Both axes are
-    longer than the pattern, and keys beyond the last column read that."""
+    """The pattern's mask ids as a dense grid, [1 or H, rows, columns] int32, HIDDEN where nothing is visible. Both axes
+    are longer than the pattern, and keys beyond the last column read the last column."""
     blocks, at = call.blocks, call.q.device
     assert blocks is not None
     offsets, columns, ids = blocks.offsets.to(at), blocks.columns.to(at), blocks.mask_ids.to(at, torch.int32)
@@ -135,18 +136,18 @@ def grid_shape(call: Lowered) -> tuple[int, int]:
 
 
 def pattern_width(call: Lowered) -> int:
-    """How many block columns a key of this call can fall in and be seen."""
+    """The number of block columns in which this call can have a visible key."""
     blocks = call.blocks
     assert blocks is not None
     if call.causal:
-        return blocks.rows  # a key is not after its query
+        return blocks.rows  # no visible key follows its query
     if call.k_positions is None:
         return max(1, -(-call.k.shape[2] // blocks.size))
-    return int(blocks.columns.max()) + 1 if blocks.columns.numel() else 1  # the one read from the device
+    return int(blocks.columns.max()) + 1 if blocks.columns.numel() else 1  # the only read from the device
 
 
 def _pattern_cover(call: Lowered, at: _Ranges) -> tuple[Tensor, Tensor]:
-    """Blocks of 128 that meet a listed block of the pattern, and those made of its full blocks alone,
+    """Blocks of 128 that overlap a listed block of the pattern, and those made of its full blocks only,
     [1 or B, 1 or H, nq, nk]: counted over the rectangle of pattern blocks that a block's positions span, by a
     summed-area table."""
     assert call.blocks is not None
@@ -168,12 +169,13 @@ def _pattern_cover(call: Lowered, at: _Ranges) -> tuple[Tensor, Tensor]:
     return count(grid > HIDDEN) > 0, count(grid == FULL) == (bottom - top) * (right - left)
 
 
-# --- what the mods read too -------------------------------------------------------------------------------------------
+# --- also read by the mods -------------------------------------------------------------------------------------------
 
 
 def bucket(n: int) -> int:
-    """n rounded up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, …: two in an octave. Every size that is compiled in is one
-    of these, so a run whose lengths drift compiles few. Inside torch.compile, n itself: its user decides there."""
+    """n rounded up to one of 1, 2, 3, 4, 6, 8, 12, 16, 24, …: two per octave. Every size that is compiled in is one
+    of these, so a run with varying lengths compiles few kernels. Inside torch.compile, n itself: the caller decides
+    there."""
     if torch.compiler.is_compiling():
         return max(n, 1)
     power = 1 << max(0, n - 1).bit_length()
@@ -181,12 +183,12 @@ def bucket(n: int) -> int:
 
 
 def padded_length(tokens: int) -> int:
-    """Whole blocks, at least one, in a bucket."""
+    """n rounded up to a bucket of whole blocks, at least one."""
     return BLOCK * bucket(-(-tokens // BLOCK))
 
 
 def pad(t: Tensor, dim: int, fill: float = 0) -> Tensor:
-    """Axis `dim` lengthened to its `padded_length`."""
+    """Pad axis `dim` to its `padded_length`."""
     dim %= t.ndim
     missing = padded_length(t.shape[dim]) - t.shape[dim]
     return torch.constant_pad_nd(t, [0, 0] * (t.ndim - 1 - dim) + [0, missing], fill) if missing else t
@@ -197,7 +199,8 @@ def working_dtype(q: Tensor) -> torch.dtype:
 
 
 def ramp_left(span: Tensor, d: Tensor, ramp: float) -> Tensor:
-    """z + R − d: m is this over R, so a distance has weight while it is above 0. One order of rounding for all."""
+    """z + R − d: m is this over R, so a distance has weight while it is above 0. Computed here only, so that every use
+    rounds the same way."""
     return span + (ramp - d.to(span.dtype))
 
 

@@ -1,12 +1,13 @@
-"""A rule in FlexAttention's terms: a score_mod that adds to the score of a pair, a mask_mod that says if it is seen.
+"""A rule in FlexAttention's terms: a score_mod that adds to the score of a pair, a mask_mod that says whether the pair
+is visible.
 
     score_mod   s + scale · q_i·r[d] + b[d] + c_j + log m(d), the first sum as relu(…) · f[d] with distance_scale
     mask_mod    c_j > −∞, d ≥ 0 (if causal), d < reach, m(d) > 0, one document, and in the block pattern
 
-Both are functions of the indices (b, h, i, j) of one pair, which FlexAttention traces into its kernel, and read what
-they need from captured tensors. Numbers that change from call to call (an offset, a length) are tensors too, filled on
-the device: as Python numbers they would be compiled in, and compile again when they change. So would shapes: tables and
-patterns are lengthened to buckets, as queries and keys are.
+Both are functions of the indices (b, h, i, j) of one pair, which FlexAttention traces into its kernel. They read
+captured tensors. Numbers that change from call to call (an offset, a length) are tensors too, filled on
+the device: Python numbers would be compiled in, and every change would compile again. So would shapes: tables and
+patterns are padded to buckets, like queries and keys.
 
 Shapes: B batch, H query heads, Tq and Tk queries and keys, both padded to whole blocks; W distances of q·r[d].
 """
@@ -34,16 +35,16 @@ from spanformer.ops.blocks import FULL
 from spanformer.ops.lower import Lowered
 from spanformer.ops.tables import entry
 
-VEC_DISTANCES = 1024  # q·r[d] is stored for every query and this many distances at most
+VEC_DISTANCES = 1024  # q·r[d] is stored for every query and at most this many distances
 
 
 class Mod(NamedTuple):
-    """A score_mod or mask_mod written with its captured tensors as trailing arguments."""
+    """A score_mod or mask_mod with its captured tensors as trailing arguments."""
 
     apply: Callable[..., Tensor]
     tensors: tuple[Tensor, ...]
 
-    # With the tensors captured, as `flex_attention` takes it: it tells one from the other by counting parameters.
+    # With the tensors captured: `flex_attention` counts parameters to tell a score_mod from a mask_mod.
 
     def closed_score(self) -> Callable[..., Tensor]:
         apply, tensors = self
@@ -55,7 +56,7 @@ class Mod(NamedTuple):
 
 
 def shared_tensors(call: Lowered) -> dict[str, Tensor]:
-    """What both mods read to know a distance and a span."""
+    """The tensors from which both mods compute a distance and a span."""
     (b, _, tq, _) = call.q.shape
     shared: dict[str, Tensor] = {}
     if call.q_positions is not None and call.k_positions is not None:
@@ -67,15 +68,15 @@ def shared_tensors(call: Lowered) -> dict[str, Tensor]:
     if call.span is not None:
         z = call.span.to(working_dtype(call.q))
         z = z if call.dynamic else z[None, :, None].expand(b, -1, tq)
-        # One number a query even for a static span: the kernel adds span gradients up with atomics, and all of a
-        # head's on one address would be slow.
+        # One number per query even for a static span: the kernel adds up span gradients with atomics, and those of a
+        # whole head at one address would be slow.
         shared["span"] = pad(z, 2).contiguous()  # [B, H, Tq]
     return shared
 
 
 def score_mod_of(call: Lowered, q: Tensor, shared: dict[str, Tensor]) -> Mod | None:
     """log m(d), the biases over distances and keys, and q·r[d]; None if there is nothing to add. q is padded.
-    Every learned tensor is indexed once: FlexAttention cannot add up two gradients of one."""
+    Every learned tensor is indexed once: FlexAttention cannot sum two gradients of one tensor."""
     work = working_dtype(call.q)
     learned: dict[str, Tensor] = {}
     for name in ("distance_bias", "distance_scale"):
@@ -87,7 +88,7 @@ def score_mod_of(call: Lowered, q: Tensor, shared: dict[str, Tensor]) -> Mod | N
         table = lengthen(call.distance_vec[:, :width].to(work), width) * call.scale
         learned["vec"] = q @ table.to(q.dtype).transpose(-1, -2)  # [B, H, Tq, W]
     if call.key_bias is not None:
-        bias = torch.where(is_hidden(call.key_bias), 0, call.key_bias)  # mask_mod hides what is −inf
+        bias = torch.where(is_hidden(call.key_bias), 0, call.key_bias)  # mask_mod hides keys whose bias is −inf
         learned["key_bias"] = _each_key(bias.to(work), call).contiguous()
     if call.span is None and not learned:
         return None
@@ -108,7 +109,7 @@ def score_mod_of(call: Lowered, q: Tensor, shared: dict[str, Tensor]) -> Mod | N
             score = score + t["key_bias"][b, h, j]
         if "span" in t:
             left = ramp_left(t["span"][b, h, i], d, ramp)
-            on_ramp = (left > 0) & (left < ramp)  # strictly: nothing to learn, and no log 0, outside
+            on_ramp = (left > 0) & (left < ramp)  # strictly inside: no gradient and no log 0 outside
             score = score + torch.where(on_ramp, torch.where(on_ramp, left / ramp, 1.0).log(), 0.0)
         return score
 
@@ -116,13 +117,13 @@ def score_mod_of(call: Lowered, q: Tensor, shared: dict[str, Tensor]) -> Mod | N
 
 
 def mask_mod_of(call: Lowered, shared: dict[str, Tensor]) -> Mod:
-    """Which pairs are seen."""
+    """Which pairs are visible."""
     (b, h, _, _) = call.q.shape
     tensors = {name: t.detach() for name, t in shared.items()}
     if call.reach is not None:
         tensors["reach"] = reaches(call)
     if call.key_bias is not None:
-        tensors["shown"] = _each_key(~is_hidden(call.key_bias.detach()), call)  # hides also the keys we added
+        tensors["shown"] = _each_key(~is_hidden(call.key_bias.detach()), call)  # also hides padded keys
     else:
         tensors["keys"] = _number(call.k.shape[2], call)
     if call.q_documents is not None and call.k_documents is not None:
@@ -148,7 +149,7 @@ def mask_mod_of(call: Lowered, shared: dict[str, Tensor]) -> Mod:
             seen = seen & (t["q_doc"][b, i] == t["k_doc"][b, j])
         if "grid" in t:
             q_pos, k_pos = geometry.positions(t, b, h, i, j)
-            row = (q_pos // size).clamp(0, t["grid"].shape[1] - 1)  # only a padded query is beyond
+            row = (q_pos // size).clamp(0, t["grid"].shape[1] - 1)  # only padded queries are beyond
             cell = t["grid"][h, row, (k_pos // size).clamp(0, t["grid"].shape[2] - 1)]
             shown = cell == FULL
             if "masks" in t:
@@ -173,7 +174,7 @@ class _Geometry:
         return d if self.causal else d.abs()
 
     def entry(self, t: dict[str, Tensor], b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """Where tables over distances are read."""
+        """The entries of distance tables to read."""
         d = self._signed(t, b, h, i, j)
         return d + t["max_future"][h] if "max_future" in t else entry(d, self.causal, 0)
 
@@ -199,19 +200,19 @@ def _each_key(t: Tensor, call: Lowered) -> Tensor:
 
 
 def table_width(call: Lowered, table: Tensor) -> int:
-    """How many distances of a table are passed on: as many as there can be, by what is compiled in anyway."""
+    """How many distances of a table to pass on: as many as can occur, by sizes that are compiled in anyway."""
     if call.q_positions is None and not call.max_future:
         return padded_length(max(call.q.shape[2], call.k.shape[2]))
     return padded_length(table.shape[1])
 
 
 def vec_width(call: Lowered) -> int:
-    """How many distances q·r[d] is stored for: a power of two, so that a growing span seldom compiles anew."""
+    """How many distances q·r[d] is stored for: a power of two, so that a growing span seldom recompiles."""
     return max(BLOCK, 1 << max(0, vec_needed(call) - 1).bit_length())
 
 
 def lengthen(table: Tensor, length: int, dim: int = 1) -> Tensor:
-    """Its last entry repeated along `dim`: what lies beyond is read for pairs that are not seen."""
+    """Pad along `dim` with the last entry: only hidden pairs read the padding."""
     missing = length - table.shape[dim]
     if not missing:
         return table
@@ -222,7 +223,8 @@ def lengthen(table: Tensor, length: int, dim: int = 1) -> Tensor:
 
 
 def vec_needed(call: Lowered) -> int:
-    """The distances that can have weight, by what is known on the host; the spans are read only if that is too many."""
+    """The number of distances that can have weight, from numbers on the host; spans are read only if it is too
+    large."""
     assert call.distance_vec is not None
     if call.max_future:  # future distances come first, so the whole table is stored
         return call.distance_vec.shape[1]

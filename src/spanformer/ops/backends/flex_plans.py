@@ -1,8 +1,8 @@
-"""Block masks shared by calls that see the same pairs: layers with equal windows, or with one tensor of spans, are
-planned once a step.
+"""Block masks shared by calls that see the same pairs: layers with equal windows, or with a common tensor of spans, are
+planned once per step.
 
-A device is not read to find out: numbers known on the host (reaches, sizes) count by value, tensors by memory and
-version. A write through `.data` goes unnoticed.
+Comparing calls reads no device: numbers on the host (reaches, sizes) compare by value, tensors by memory and
+version. A write through `.data` is not noticed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from spanformer.ops.lower import Lowered
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-MOST = 4  # plans kept: the kinds of layers in a model. Their lists take O(heads · blocks²) numbers each
+MOST = 4  # plans kept: about the kinds of layers in a model. Each takes O(heads · blocks²) numbers
 
 
 class Seen(NamedTuple):
-    """Which pairs are seen, as FlexAttention takes it."""
+    """Which pairs are visible, in FlexAttention's form."""
 
     mask: Mod
     block_mask: BlockMask
@@ -47,7 +47,7 @@ class Plans:
     def keep(self, call: Lowered, seen: Seen) -> None:
         if (key := _key(call)) is None:
             return
-        # Tensors it was told apart by stay allocated, or others could take their addresses.
+        # The tensors in the key stay allocated, or others could get their addresses.
         self._known[key] = seen, [t.detach() for t in _tensors(call) if t is not None]
         if len(self._known) > MOST:
             self._known.popitem(last=False)
@@ -61,12 +61,12 @@ def _tensors(call: Lowered) -> list[Tensor | None]:
 
 
 def _key(call: Lowered) -> Hashable:
-    """Equal for calls that see the same pairs; None where that cannot be told."""
+    """Equal for calls that see the same pairs; None where that cannot be known."""
     tensors, device = _tensors(call), call.q.device
     if torch.compiler.is_compiling() or type(call.q) not in _PLAIN or not all(map(_told_apart, tensors)):
         return None
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return None  # a replayed graph writes tensors without a new version
+        return None  # a replayed graph writes tensors without changing their version
     numbers = call.causal, call.shift, call.ramp, None if call.reach is None else tuple(call.reach_list())
     mode = torch.is_inference_mode_enabled()  # lists made there cannot be saved for a backward pass
     sizes = device, working_dtype(call.q), *call.q.shape[:3], call.k.shape[2], call.blocks and call.blocks.size

@@ -1,7 +1,7 @@
 """The native CPU backend: the compiled kernel as a torch operator, with its fake and autograd.
 
-Calls take one of two doors to the same two functions: `torch.ops.spanformer.attend` where torch traces (torch.compile,
-fake tensors, tensor subclasses), and a plain autograd function in eager mode, which costs less a call.
+Calls reach the same two functions in one of two ways: `torch.ops.spanformer.attend` where torch traces (torch.compile,
+fake tensors, tensor subclasses), and a plain autograd function in eager mode, which costs less per call.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from spanformer.ops.backends.base import (
 from spanformer.ops.kernel import Fixed, Terms, as_float, as_laid, run_backward, run_forward
 from spanformer.ops.lower import Lowered
 
-# Loads the library now: torch.compile could not trace that. Before an operator is registered: this raises where an
-# environment variable asks for a library that is not there, and the next import begins anew.
+# Load the library now, because torch.compile cannot trace that, and before an operator is registered: this raises if an
+# environment variable names a missing library, and the next import starts again.
 kernel.problem()
 
 
@@ -72,7 +72,7 @@ def _forward(inputs, fixed: Fixed) -> tuple[Tensor, Tensor]:
 
 
 def _backward(g_out, g_lse, out, lse, inputs, fixed: Fixed, wanted) -> list[Tensor | None]:
-    """Gradients of the nine inputs, each in its own shape and dtype; None where not wanted."""
+    """Gradients of the nine inputs, each in the input's shape and dtype; None where not wanted."""
     q, k, v, *learned = inputs
     terms = Terms(*map(as_float, learned))
     g_out = torch.zeros_like(out) if g_out is None else _dense(g_out)
@@ -90,7 +90,7 @@ class _Attend(torch.autograd.Function):
     def forward(ctx, *arguments):
         *inputs, fixed = arguments
         out, lse = _forward(inputs, fixed)
-        # `fixed` too: autograd then refuses a backward pass after one of its tensors was changed in place
+        # `fixed` too, so that autograd refuses a backward pass after an in-place change of its tensors
         ctx.save_for_backward(*inputs, out, lse, fixed.reach, *fixed.ids())
         ctx.fixed = fixed
         ctx.set_materialize_grads(False)
@@ -139,7 +139,7 @@ def _attend_fake(q, k, v, *_rest):
 def _attend_backward_cpu(g_out, g_lse, out, lse, *args):
     *rest, wanted = args
     grads = _backward(g_out, g_lse, out, lse, rest[:COUNT], Fixed(*rest[COUNT:]), wanted)
-    # an operator cannot return None: what is not wanted is an empty tensor
+    # an operator cannot return None: an empty tensor stands for an unwanted gradient
     return [g.contiguous() if g is not None else out.new_empty(0) for g in grads]
 
 
@@ -171,17 +171,17 @@ torch.library.register_autograd("spanformer::attend", _operator_backward, setup_
 torch.library.register_autograd("spanformer::attend_backward", lambda ctx, grads: no_second_derivative("native"))
 
 
-# ---- forms the kernel takes
+# ---- layouts that the kernel takes
 
 
 def _dense(t: Tensor) -> Tensor:
-    """Rows of a head must be contiguous; anything else is served in place. Not rows that overlap (unfold): what is
-    made like them may have another axis last."""
+    """Rows of a head must be contiguous; other strides need no copy. Overlapping rows (unfold) are copied: a tensor
+    made like them may have another axis order."""
     return t if t.stride(3) == 1 and 1 not in t.stride()[:3] and not t.is_neg() else as_laid(t)
 
 
 def _laid(fixed: Fixed) -> Fixed:
-    """Its tensors laid out as the kernel reads them; most often there are none."""
+    """Its tensors, contiguous; most calls have none."""
     ids = fixed.ids()
     for t in ids:
         if t is not None:
@@ -190,7 +190,7 @@ def _laid(fixed: Fixed) -> Fixed:
 
 
 def _fold_by_key(grad: Tensor, term: Tensor) -> Tensor:
-    """[B, H, Tk] summed over what the term shares."""
+    """[B, H, Tk] summed over the axes that the term broadcasts."""
     b, h, tk = grad.shape
     grad = grad.view(b, term.shape[1], h // term.shape[1], tk).sum(2)
     return grad.sum(0, keepdim=True) if term.shape[0] == 1 else grad

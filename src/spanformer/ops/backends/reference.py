@@ -29,7 +29,7 @@ def products(q: Tensor, k: Tensor) -> Tensor:
 
 
 def attend_reference(call: Lowered, content: Callable[[Tensor, Tensor], Tensor] = products) -> Attended:
-    """content: what the score of q [B, H, Tq, D] and k [B, H, Tk, D] begins with, before `scale`."""
+    """content: the score of q [B, H, Tq, D] and k [B, H, Tk, D] before `scale` and the rule's terms."""
     q = call.q
     group = q.shape[1] // call.k.shape[1]
     k, v = call.k.repeat_interleave(group, 1), call.v.repeat_interleave(group, 1)  # [B, H, Tk, ·]
@@ -41,7 +41,7 @@ def attend_reference(call: Lowered, content: Callable[[Tensor, Tensor], Tensor] 
             seen = seen & ~sinks[:, None, None]
         if bool((seen & visible).any()):
             raise ValueError(
-                "two rules of a Union show the same pair, which would be counted twice; leave it out of one"
+                "two rules of a Union show the same pair, which would be counted twice; exclude it from one of them"
             )
         score, visible = torch.where(seen, more, score), visible | seen
     if not finite:
@@ -53,7 +53,7 @@ def attend_reference(call: Lowered, content: Callable[[Tensor, Tensor], Tensor] 
     if call.sink_logits is not None:
         sink = call.sink_logits.to(q.dtype)[None, :, None, None]
         peak = torch.maximum(peak, sink.detach())
-    peak = torch.where(peak == -math.inf, 0, peak)  # a row that sees nothing
+    peak = torch.where(peak == -math.inf, 0, peak)  # a row that sees no key
     weight = (score - peak).exp()
     total = weight.sum(-1, keepdim=True)
     if call.sink_logits is not None:
@@ -78,13 +78,13 @@ def attend_reference(call: Lowered, content: Callable[[Tensor, Tensor], Tensor] 
 def _scores(
     call: Lowered, k: Tensor, finite: bool, content: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Scores of one rule's pairs, −inf where it sees nothing, and where it sees: [B, H, Tq, Tk]."""
+    """Scores of one rule's pairs, −inf where hidden, and the visible pairs: both [B, H, Tq, Tk]."""
     q = call.q
     distance = distances(call)  # [1 or B, 1, Tq, Tk]
     visible = visible_pairs(call, distance)
     if finite or content is not products:
         score = content(q, k)
-    else:  # 0 · NaN is NaN: what is not visible must not even be multiplied
+    else:  # 0 · NaN is NaN: a hidden key must not enter a product
         k = torch.where(visible[..., None], k[:, :, None], 0)
         score = (q[:, :, :, None] * k).sum(-1)
     if call.distance_vec is not None:
@@ -109,7 +109,7 @@ def _scores(
 
 
 def signed_distances(call: Lowered) -> Tensor:
-    """[1 or B, 1, Tq, Tk]: i − j, from the previous token by the original's conventions."""
+    """[1 or B, 1, Tq, Tk]: i − j, or with paper_compat the distance from the previous token."""
     q_pos, k_pos = call.positions()
     return q_pos[:, None, :, None] - k_pos[:, None, None, :] - call.shift
 
@@ -121,7 +121,7 @@ def distances(call: Lowered) -> Tensor:
 
 
 def visible_pairs(call: Lowered, distance: Tensor) -> Tensor:
-    """[B, H, Tq, Tk], True where a pair has weight."""
+    """[B, H, Tq, Tk], True where a pair may have weight."""
     (b, h, tq, _) = call.q.shape
     near = (distance >= 0).expand(b, h, tq, call.k.shape[2])
     seen = near
@@ -137,7 +137,7 @@ def visible_pairs(call: Lowered, distance: Tensor) -> Tensor:
         seen = seen | (near & sinks[:, None, None])
     if call.key_bias is not None:
         shown = call.key_bias.detach() > -math.inf
-        # NaN compares false, and a NaN bias must show: hide only what is exactly −inf
+        # NaN compares false, and a NaN bias must reach the output: hide only exactly −inf
         shown = shown | call.key_bias.detach().isnan()
         seen = seen & shown.repeat_interleave(h // shown.shape[1], 1)[:, :, None]
     if call.q_documents is not None and call.k_documents is not None:
@@ -148,8 +148,8 @@ def visible_pairs(call: Lowered, distance: Tensor) -> Tensor:
 
 
 def span_masks(call: Lowered, distance: Tensor) -> list[Tensor]:
-    """m of the queries' spans [1 or B, H, Tq or 1, Tk] and of the keys' [1 or B, 1 or H, Tq, Tk], those that there are.
-    Their gradients are strictly on the ramp: none at its edges, where whole-number spans are."""
+    """m of the queries' spans [1 or B, H, Tq or 1, Tk] and of the keys' [1 or B, 1 or H, Tq, Tk], if given.
+    Gradients are strictly inside the ramp: none at its edges, where whole-number spans end."""
     found = []
     wide = torch.promote_types(call.q.dtype, torch.float32)  # bfloat16 cannot tell distance 1001 from 1000
     if call.span is not None:
@@ -158,14 +158,16 @@ def span_masks(call: Lowered, distance: Tensor) -> list[Tensor]:
         found.append(call.key_span[:, :, None])
     masks, sinks = [], _sink_keys(call) if found else None
     for z in found:
-        m = (z.to(wide) - distance.to(wide) + call.ramp) / call.ramp  # z − d first: close on the ramp, so it is exact
+        m = (
+            z.to(wide) - distance.to(wide) + call.ramp
+        ) / call.ramp  # z − d first: the two are close on the ramp, so the difference is exact
         m = torch.where(m >= 1, 1, torch.where(m <= 0, 0, m))
         masks.append(m if sinks is None else torch.where(sinks[:, None, None], 1, m))
     return masks
 
 
 def _sink_keys(call: Lowered) -> Tensor | None:
-    """[1 or B, Tk], True for keys that are seen whatever reach and span say; None if there are none."""
+    """[1 or B, Tk], True for keys that are visible whatever reach and span say; None if there are none."""
     if not isinstance(call, Dense) or not call.sink_tokens:
         return None
     keys = call.positions()[1]
@@ -173,7 +175,7 @@ def _sink_keys(call: Lowered) -> Tensor | None:
 
 
 def kept_weights(call: Lowered) -> Tensor:
-    """[B, H, Tq, Tk], True where dropout leaves a weight."""
+    """[B, H, Tq, Tk], True where dropout keeps a weight."""
     assert call.seed is not None
     heads, queries, keys = call.numbered()
     return dropping.keep(
@@ -182,8 +184,8 @@ def kept_weights(call: Lowered) -> Tensor:
 
 
 def _index(call: Lowered, table: Tensor, max_future: int | None = None) -> Tensor:
-    """[B, H, Tq, Tk] where to read a table over distances. Pairs outside it are hidden by reach or causality, so any
-    entry will do; distance_value goes on with its ends."""
+    """[B, H, Tq, Tk] indices into a table over distances. Pairs outside it are hidden by reach or causality, so any
+    entry will do; distance_value repeats its end entries."""
     at = entry(signed_distances(call), call.causal, call.max_future if max_future is None else max_future)
     return at.clamp(0, table.shape[1] - 1).expand(*call.q.shape[:3], call.k.shape[2])
 

@@ -1,4 +1,4 @@
-"""Decoding from rings in PyTorch, on any device: what the native kernel does in one call.
+"""Decoding from rings in PyTorch, on any device: the same operation that the native kernel does in one call.
 
 Shapes: B batch, Hkv key/value heads, D and Dv head sizes.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class BandedDecode:
-    """One query a row over the slots each head can see, head by head."""
+    """One query per row over the slots that each head sees, head by head."""
 
     def __init__(self, q: Tensor, rings: Rings, rule: Rule, scale: float) -> None:
         self.rings, self.rule, self.scale, self.limits = rings, rule, scale, rule.limits()
@@ -55,7 +55,7 @@ class BandedDecode:
             soft = soft + rule.distance_bias[head, : len(d)].to(exact)
         early = torch.arange(rings.sink_tokens, device=q.device).expand(
             b, -1
-        )  # sink tokens: no distance counts for them
+        )  # sink tokens are visible at any distance
         slot = first + torch.cat([position % capacity, early - rings.sink_tokens], 1)  # [B, seen + sinks]
         visible = torch.cat([visible, early <= newest - shift], 1)
         soft = torch.cat([soft, soft.new_zeros(early.shape)], 1)
@@ -75,7 +75,7 @@ class BandedDecode:
         return out.to(q.dtype), lse
 
     def _by_distance(self, products: Tensor, q: Tensor, head: int, seen: int) -> Tensor:
-        """What q·r[d] adds to the products [B, seen + sinks], and distance_scale makes of them."""
+        """The products [B, seen + sinks] plus q·r[d], with distance_scale applied."""
         rule = self.rule
         near, early = products[:, :seen], products[:, seen:]
         if rule.distance_vec is not None:
@@ -87,15 +87,16 @@ class BandedDecode:
 
 
 def rows_at(rings: Rings, kind: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """The keys (kind 0) or values (1) in slots [B, n] as numbers: [B, n, D or Dv]."""
+    """The keys (kind 0) or values (1) in slots [B, n], dequantised: [B, n, D or Dv]."""
     stored = (rings.keys, rings.values)[kind]
     rows = stored.gather(1, slots[..., None].expand(-1, -1, stored.shape[2])).to(dtype)
     return rows if rings.scales is None else rows * rings.scales[kind].gather(1, slots)[..., None].to(dtype)
 
 
 def write_newest(rings: Rings, k: Tensor, v: Tensor) -> None:
-    """k [B, Hkv, 1, D] and v [B, Hkv, 1, Dv] into the slots of each row's newest position; rows at −1 stay empty."""
-    assert isinstance(rings.capacity, Tensor)  # __post_init__ made it one
+    """Write k [B, Hkv, 1, D] and v [B, Hkv, 1, Dv] to the slots of each row's newest position; rows at −1 stay
+    empty."""
+    assert isinstance(rings.capacity, Tensor)  # __post_init__ converted it
     row = (rings.newest >= 0).nonzero()[:, 0]
     position = rings.newest[row, None]  # [rows, 1]
     slot = rings.first + torch.where(
@@ -110,10 +111,10 @@ def write_newest(rings: Rings, k: Tensor, v: Tensor) -> None:
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., D] in 8 bits: codes [..., D] int8 and one scale [...] in float32 for each row, the nearest multiples of
-    max |x| / 127; so no number is off by more than max |x| / 254 (and float32's rounding)."""
+    """Quantise x [..., D] to 8 bits: codes [..., D] int8 and one float32 scale [...] per row, the nearest multiples of
+    max |x| / 127; the error is at most max |x| / 254 (and float32's rounding)."""
     wide = x.float()
     scale = wide.abs().amax(-1) / 127
-    coded = scale >= torch.finfo(torch.float32).tiny  # NaN is not
+    coded = scale >= torch.finfo(torch.float32).tiny  # False for NaN
     codes = torch.where(coded[..., None] & (scale < math.inf)[..., None], (wide / scale[..., None]).round(), 0)
     return codes.to(torch.int8), torch.where(scale.isfinite(), scale, math.nan)

@@ -1,8 +1,8 @@
 """Decoding as torch operators, for torch.compile and torch.export: `attend_rings` reads rings, and `decode` writes new
-keys and values to them first, which its schema declares.
+keys and values to them first, as its schema declares.
 
-An operator takes tensors and numbers. What it runs makes `Rings` and a `Rule` of them again, on real tensors, so that a
-graph's every call is checked as an eager one is.
+An operator takes tensors and numbers. Its implementation rebuilds `Rings` and a `Rule` from them, on real tensors, so
+that every call in a graph is checked like an eager one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decoding: one query per batch row against rings of keys and values, each key/value head's as long as it needs.
+"""Decoding: one query per batch row over rings of keys and values; each key/value head has a ring as long as it needs.
 
 Shapes: B batch, H query heads, Hkv key/value heads, D and Dv head sizes; N slots in all, Σ of the heads' capacities
 and sink slots.
@@ -24,24 +24,24 @@ from spanformer.ops.tables import ENDING, TABLES
 @dataclass(frozen=True, eq=False)
 class Rings:
     """Keys and values of all heads in one allocation. Head g's key at position p lies in slot
-    first[g] + p mod capacity[g]; older positions have been overwritten. The first `sink_tokens` positions lie in the
-    `sink_tokens` slots before first[g] instead, and stay."""
+    first[g] + p mod capacity[g]; older positions have been overwritten. The first `sink_tokens` positions are in the
+    `sink_tokens` slots before first[g] instead, and are never overwritten."""
 
     keys: Tensor
     """[B, N, D], in int8 with `scales`"""
     values: Tensor
     """[B, N, Dv]"""
     capacity: Tensor | Sequence[int]
-    """[Hkv] slots of each key/value head, one head after the other. Held as int64 on the CPU; inside torch.compile and
-    torch.export, give numbers."""
+    """[Hkv] slots of each key/value head, one head after the other. Stored as int64 on the CPU; inside torch.compile
+    and torch.export, give numbers."""
     newest: Tensor
-    """[B] int64 on the CPU: the position last written, which is the query's; −1 for an empty row"""
+    """[B] int64 on the CPU: the position written last, which is the query's; −1 for an empty row"""
     sink_tokens: int = 0
     """how many first positions each head keeps beside its ring"""
     oldest: Tensor | None = None
-    """[B, Hkv] int64 on the CPU: positions below are not held, though the ring would have room; None: all are"""
+    """[B, Hkv] int64 on the CPU: positions below it are missing, though the ring has room for them; None: none are"""
     scales: tuple[Tensor, Tensor] | None = None
-    """[B, N] float32 each: what 8-bit keys and values are to be multiplied with"""
+    """[B, N] float32 each: the factors of 8-bit keys and values"""
     first: Tensor = field(init=False)
     """[Hkv] int64 on the CPU: the first slot of each head's ring"""
     capacities: list[int] = field(init=False)
@@ -74,7 +74,9 @@ class Rings:
             or self.sink_tokens < 0
             or sum(capacities) + self.sink_tokens * len(capacities) != n
         ):
-            raise ValueError(f"capacity is {capacities}{more}; expected at least 1 slot a head, {n} in all as keys has")
+            raise ValueError(
+                f"capacity is {capacities}{more}; expected at least 1 slot per head and {n} in all, as keys has"
+            )
         contiguous = capacity.contiguous()
         object.__setattr__(self, "capacity", contiguous)
         object.__setattr__(self, "first", (contiguous + self.sink_tokens).cumsum(0) - contiguous)
@@ -82,7 +84,9 @@ class Rings:
 
     def _check_scales(self, b: int, n: int) -> None:
         if (self.scales is not None) != (self.keys.dtype == torch.int8):
-            raise ValueError(f"keys has dtype {self.keys.dtype}; expected torch.int8 with scales, and without another")
+            raise ValueError(
+                f"keys has dtype {self.keys.dtype}; expected torch.int8 if scales are given, and another dtype if not"
+            )
         for t in self.scales or ():
             if t.shape != (b, n) or t.dtype != torch.float32 or t.device != self.keys.device or not t.is_contiguous():
                 raise ValueError(
@@ -107,9 +111,9 @@ def attend_rings(
     """Attention of one query per row, q [B, H, 1, D], at each row's newest position.
 
     Takes the rule's reach, span ([H] or [B, H, 1]), sink_tokens, distance tables, sink_logits and paper_compat. Returns
-    out [B, H, 1, Dv] and lse [B, H, 1]. No gradients: this is for decoding. new: keys and values [B, Hkv, 1, ·] to be
-    written at the newest positions first. backend: "native" (without distance_value and distance_scale), "banded"
-    (PyTorch, any device) or "auto". Traced by torch.compile or torch.export, it is one operator.
+    out [B, H, 1, Dv] and lse [B, H, 1]. No gradients: this is for decoding. new: keys and values [B, Hkv, 1, ·], which
+    are written at the newest positions first. backend: "native" (without distance_value and distance_scale), "banded"
+    (PyTorch, any device) or "auto". torch.compile and torch.export trace it as one operator.
     """
     _check_query(q, rings)
     _check_terms(q, rings, rule)
@@ -125,9 +129,9 @@ def attend_rings(
 
 
 class Decoder:
-    """`attend_rings` prepared for many tokens: what stays the same from one to the next is checked and packed once.
+    """`attend_rings` for many tokens: it checks and packs only once what stays the same from token to token.
 
-    Reads rings.newest (and oldest) anew each time, so whoever owns the rings moves them on in place.
+    It reads rings.newest (and oldest) in every call, so their owner updates them in place.
     """
 
     def __init__(self, q: Tensor, rings: Rings, rule: Rule, *, backend: str = "auto", scale: float | None = None):
@@ -138,8 +142,8 @@ class Decoder:
         self._prepared = _prepare(q, rings, rule, backend, 1.0 / math.sqrt(q.shape[3]) if scale is None else scale)
 
     def attend(self, q: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Attended:
-        """q [B, H, 1, D] of the first query's shape and dtype; new: the keys and values [B, Hkv, 1, ·] to be written at
-        the newest positions first. To be called without gradients."""
+        """q [B, H, 1, D] of the first query's shape and dtype; new: the keys and values [B, Hkv, 1, ·] to write at
+        the newest positions first. Call it without gradients."""
         return self._prepared.attend(q, new)
 
 
@@ -168,7 +172,10 @@ def _check_new(q: Tensor, rings: Rings, new: tuple[Tensor, Tensor] | None) -> No
                 f"expected {expected} of {q.dtype} on {q.device}"
             )
         if held.stride(2) != 1:
-            raise ValueError(f"{name} has strides {list(held.stride())}; to be written, its rows must be contiguous")
+            raise ValueError(
+                f"{name} has strides {list(held.stride())}; expected contiguous rows, because new ones are written to "
+                "it"
+            )
 
 
 def _check_terms(q: Tensor, rings: Rings, rule: Rule) -> None:
@@ -178,10 +185,10 @@ def _check_terms(q: Tensor, rings: Rings, rule: Rule) -> None:
     b, h, _, d = q.shape
     if rule.heads != h or h % len(rings.capacities):
         heads = f"q has {h} heads, the rule {rule.heads} and the rings {len(rings.capacities)}"
-        raise ValueError(f"{heads}; expected q's in the rule, and a number of rings that divides it")
+        raise ValueError(f"{heads}; expected q's number in the rule, and a number of rings that divides it")
     if rule.sink_tokens != rings.sink_tokens:
         raise ValueError(
-            f"the rule keeps {rule.sink_tokens} first tokens and the rings {rings.sink_tokens}; expected one number"
+            f"sink_tokens is {rule.sink_tokens} in the rule and {rings.sink_tokens} in the rings; expected one number"
         )
     unknown = [name for name in ("key_bias", "documents", "blocks") if getattr(rule, name) is not None]
     unknown += [name for name, least in (("stride", 1), ("skip", 0)) if getattr(rule, name) != least]
@@ -201,7 +208,7 @@ def _check_terms(q: Tensor, rings: Rings, rule: Rule) -> None:
 
 
 def _check_room(rings: Rings, rule: Rule, seen: int) -> None:
-    """Checks that read spans and reaches. seen: how many positions there are at most."""
+    """Checks that read spans and reaches. seen: the largest number of positions."""
     limits, group, shift = rule.limits(), rule.heads // len(rings.capacities), 1 if rule.paper_compat else 0
     for head, limit in enumerate(limits):
         needed, held = min(limit + shift, seen), rings.capacities[head // group]
@@ -209,7 +216,7 @@ def _check_room(rings: Rings, rule: Rule, seen: int) -> None:
             many = "without end" if needed >= UNLIMITED else f"{needed} positions"
             raise ValueError(
                 f"capacity of key/value head {head // group} is {held}, but head {head} reaches {many}; "
-                "make the ring as long as the reach"
+                "make the ring at least as long as the reach"
             )
     for name in ENDING:
         if (table := getattr(rule, name)) is not None and table.shape[1] < min(max(limits), seen):
@@ -228,9 +235,9 @@ _native_unserved = unserved_terms(Rule, "the native kernel", _NATIVE)
 def _native_refuses(q: Tensor, rings: Rings, rule: Rule) -> list[str]:
     reasons = [*([problem] if (problem := kernel.problem()) else []), *_native_unserved(rule)]
     reasons += unserved_transforms("the native kernel")
-    for name, t in (("keys", rings.keys), ("values", rings.values)):  # a copy would not see what is written
+    for name, t in (("keys", rings.keys), ("values", rings.values)):  # a copy would miss later writes
         if t.stride(2) != 1 or t.is_neg():
-            reasons.append(f"{name} is a view of strides {list(t.stride())}; the native kernel takes whole rows")
+            reasons.append(f"{name} has strides {list(t.stride())}; the native kernel takes contiguous rows")
     if q.device.type != "cpu":
         reasons.append(f"q is on {q.device}; the native kernel runs on the CPU")
     if q.dtype not in kernel.DTYPES:
@@ -256,14 +263,14 @@ class _Native:
         learned = (rule.span, rule.distance_bias, rule.distance_vec, None, rule.sink_logits)
         terms = kernel.Terms(*(None if t is None else kernel.as_float(t.detach()) for t in learned))
         keys, values = rings.keys, rings.values
-        assert isinstance(rings.capacity, Tensor)  # __post_init__ made it one
+        assert isinstance(rings.capacity, Tensor)  # __post_init__ converted it
         oldest = None if rings.oldest is None else rings.oldest.contiguous()
         where = (rings.first, rings.capacity, rings.newest.contiguous(), oldest)
         self._span, self._dv = terms.span, values.shape[2]
         self._packed = kernel.pack_decode(
             q.dtype, rule.heads, keys, values, rings.scales, where, rings.sink_tokens, rule, terms, scale
         )
-        self._alive = (rule, terms, keys, values, where, rings)  # what the packed addresses point to
+        self._alive = (rule, terms, keys, values, where, rings)  # keeps alive what the packed addresses point to
 
     def attend(self, q: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Attended:
         q, *fresh = (t if t.stride(3) == 1 and not t.is_neg() else kernel.as_laid(t) for t in (q, *(new or ())))

@@ -1,17 +1,17 @@
-"""Lowering: a call whose rule has terms that backends do not take becomes several simpler calls. One pass a file, in
-the order in which they run:
+"""Lowering: a call whose rule has terms that backends do not take becomes several simpler calls. One file per pass, in
+the order in which the passes run:
 
-    head_groups.py      HeadGroups        a call for each group, side by side
-    distance_value.py   distance_value    attention once more over a window, with one-hot values
-    union.py            Union             a call for each rule, merged by lse
+    head_groups.py      HeadGroups        one call per group of heads
+    distance_value.py   distance_value    a second call over a window, with one-hot values
+    union.py            Union             one call per rule, merged by lse
     forget.py           forget            a key bias, and lse corrected
     sink_tokens.py      sink_tokens       a call over the sink tokens, merged by lse
-    stride.py           stride, skip      tokens folded by residue class, back in place afterwards
-    key_span.py         key_span          a call over the few keys that last, merged by lse
-    lowered.py          all others        `Lowered`, what backends accept
+    stride.py           stride, skip      tokens folded by residue class, unfolded afterwards
+    key_span.py         key_span          a call over the few keys with long spans, merged by lse
+    lowered.py          all others        `Lowered`, which backends accept
 
-`check.py` checks a call first. The reference takes a call without any pass (`dense`), so that passes have something to
-be compared with.
+`check.py` checks a call first. The reference takes a call without any pass (`dense`), so that tests can compare the
+passes with it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def lower(call: Call, run: Callable[[Lowered], Attended]) -> Attended:
-    """The call's result, from what `run` gives for each lowered part of it."""
+    """The call's result, from the results of `run` on its lowered parts."""
     rule = call.rule
     if rule.distance_value is not None:
         return attend_values(call, lambda part: lower(part, run))
@@ -56,7 +56,7 @@ def lower(call: Call, run: Callable[[Lowered], Attended]) -> Attended:
 
 
 def first_lowered(call: Call) -> Lowered:
-    """What a backend is asked first, for choosing one."""
+    """The lowered call by which a backend is chosen."""
     call = replace(call, rule=replace(call.rule, distance_value=None), others=())
     call = call if call.rule.forget is None else without_forget(call)
     if call.rule.sink_tokens:

@@ -1,4 +1,4 @@
-"""One attention call as lowering begins with it: its tensors, and the rule.
+"""One attention call as lowering receives it: its tensors, and the rule.
 
 Shapes: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D and Dv head sizes of keys and values.
 """
@@ -16,20 +16,20 @@ from spanformer.ops.rule import Rule
 
 
 class Numbers(NamedTuple):
-    """The numbers of heads, queries and keys in dropout's hash. A call that was split from another one keeps its
-    numbers and so drops the same weights."""
+    """The indices of heads, queries and keys in dropout's hash. A call that was split off another one keeps the
+    indices, and so drops the same weights."""
 
     heads: Tensor
-    """[B, H] int64: b·H + h unless given"""
+    """[B, H] int64: b·H + h by default"""
     queries: Tensor
     """[1 or B, Tq] int64"""
     keys: Tensor
     """[1 or B, Tk] int64"""
 
 
-@dataclass(eq=False)  # never changed, and not frozen: every call makes two, and freezing costs microseconds
+@dataclass(eq=False)  # never changed, but not frozen: every call makes two, and freezing takes microseconds
 class Inputs:
-    """What a call holds beside its rule."""
+    """A call without its rule."""
 
     q: Tensor
     """[B, H, Tq, D]"""
@@ -66,7 +66,7 @@ class Inputs:
         return torch.arange(self.q.shape[2], device=self.q.device)[None] + self.offset, keys
 
     def numbered(self) -> Numbers:
-        """The numbers for dropout, made explicit."""
+        """The indices for dropout, made explicit."""
         if self.numbers is not None:
             return self.numbers
         (b, h, tq, _), tk, at = self.q.shape, self.k.shape[2], self.q.device
@@ -76,30 +76,30 @@ class Inputs:
 
 @dataclass(eq=False)
 class Call(Inputs):
-    """Checked by `make_call`. Passes take terms out of its rule until `flatten` can make it `Lowered`."""
+    """A call that `make_call` checked. Passes remove terms from its rule until `flatten` can make it `Lowered`."""
 
     rule: Rule = field(kw_only=True)
     others: tuple[Call, ...] = ()
-    """the other rules of a Union, under the same softmax, each with the same q, k and v"""
+    """one call for each other rule of a Union, in the same softmax, with the same q, k and v"""
 
     @property
     def shift(self) -> int:
-        """How many tokens every distance is shortened by (the paper's code counts from the previous token)."""
+        """The number subtracted from every distance (the paper's code counts from the previous token)."""
         return 1 if self.rule.paper_compat else 0
 
     def each(self, change: Callable[[Call], Call]) -> Call:
-        """Changed, and every other rule's call with it."""
+        """This call with changes, which its other rules' calls get too."""
         return replace(change(self), others=tuple(change(other) for other in self.others))
 
 
 def longest_distance(call: Call) -> int:
-    """How many distances 0, 1, … can occur between a query and a key of this call."""
+    """How many of the distances 0, 1, … can occur between a query and a key of this call."""
     back, future = extents(call)
     return back if call.rule.causal else max(back, future)
 
 
 def extents(call: Call) -> tuple[int, int]:
-    """How many distances 0, 1, … can occur, and how many 0, −1, …"""
+    """How many of the distances 0, 1, … can occur, and how many of 0, −1, …"""
     tq, tk = call.q.shape[2], call.k.shape[2]
     if not tq or not tk or not call.q.shape[0]:
         return 0, 0

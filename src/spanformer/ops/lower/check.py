@@ -1,4 +1,4 @@
-"""Checks every argument of a call against the others; each refusal names the one that does not fit.
+"""Checks every argument of a call against the others; each error names the argument that does not fit.
 
 Shapes: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D and Dv head sizes of keys and values.
 """
@@ -20,7 +20,7 @@ from spanformer.ops.union import Union
 _RULES = (Rule, Union)
 _LEARNED = ("span", *TABLES, *KEY_TERMS, "sink_logits")
 FARTHEST = UNLIMITED // 2 - 1
-"""the position that is farthest from 0: the distance of any two is below UNLIMITED"""
+"""the largest position, either sign: the distance between any two is then below UNLIMITED"""
 
 
 def make_call(
@@ -41,7 +41,7 @@ def make_call(
     tk = k.shape[2]
     if (q_positions is None) != (k_positions is None):
         given, missing = ("q_positions", "k_positions") if k_positions is None else ("k_positions", "q_positions")
-        raise ValueError(f"{given} was given without {missing}; distances need both, or neither")
+        raise ValueError(f"{given} was given without {missing}; pass both or neither")
     if q_positions is not None and k_positions is not None:
         q_positions, k_positions = (
             _positions("q_positions", q_positions, b, tq, q),
@@ -50,7 +50,7 @@ def make_call(
     elif rule.causal and tk < tq:
         raise ValueError(
             f"k has {tk} keys for {tq} queries; a causal rule takes queries as the last positions of the keys, so it "
-            "needs at least as many keys (or pass q_positions and k_positions)"
+            "needs at least as many keys; otherwise pass q_positions and k_positions"
         )
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout is {dropout}; expected 0 ≤ dropout < 1")
@@ -66,7 +66,7 @@ def make_call(
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor, rule: Rule | Union) -> None:
     if not isinstance(rule, _RULES):
-        raise ValueError(f"rule is of type {type(rule).__name__}; expected a Rule, as AdaptiveSpan.rule() gives")
+        raise ValueError(f"rule is of type {type(rule).__name__}; expected a Rule, such as AdaptiveSpan.rule() returns")
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor):
             raise ValueError(f"{name} is of type {type(t).__name__}; expected a tensor")
@@ -115,7 +115,7 @@ def _positions(name: str, ids: Tensor, batch: int, length: int, q: Tensor) -> Te
         if max(-least, most) > FARTHEST:
             raise ValueError(
                 f"{name} holds {most if most > FARTHEST else least}; expected positions between −2^39 and 2^39, all "
-                "distances of which are below an unlimited reach"
+                "of whose distances are below an unlimited reach"
             )
     return rows
 
@@ -125,7 +125,9 @@ def _documents(given: Tensor | tuple[Tensor, Tensor], q: Tensor, b: int, tq: int
         return _ids("documents[0]", given[0], b, tq, q), _ids("documents[1]", given[1], b, tk, q)
     keys = _ids("documents", given, b, tk, q)
     if tk < tq:
-        raise ValueError(f"documents names {tk} keys for {tq} queries; pass a pair (ids of queries, ids of keys)")
+        raise ValueError(
+            f"documents has ids for {tk} keys, and there are {tq} queries; pass a pair (ids of queries, ids of keys)"
+        )
     return keys[:, tk - tq :], keys
 
 
@@ -145,7 +147,10 @@ def _check_rule(call: Call) -> None:
         if t is not None and (t.shape[0] not in (1, b) or t.shape[2] != tk):
             raise ValueError(f"{name} has shape {list(t.shape)}; expected [1 or {b}, 1 or {h}, {tk}]")
     if rule.forget is not None and tk < tq:
-        raise ValueError(f"forget is given for {tk} keys and {tq} queries; queries are the last of the keys")
+        raise ValueError(
+            f"forget is given with {tk} keys and {tq} queries; expected at least as many keys, because queries are the "
+            "last of them"
+        )
     for name, size in (("distance_vec", d), ("distance_value", call.v.shape[3])):
         if (t := getattr(rule, name)) is not None and t.shape[2] != size:
             raise ValueError(f"{name} has shape {list(t.shape)}; expected head size {size} as its last axis")

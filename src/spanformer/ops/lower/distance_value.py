@@ -3,10 +3,10 @@ https://arxiv.org/abs/1803.02155
 
     out_i = Σ_j a_ij·v_j + Σ_j a_ij·r[d]   =   Σ_j a_ij·v_j + Σ_near p_i(d)·r[d] + (Σ_j a_ij − Σ_near p_i(d))·r[last]
 
-Backends see only calls without them. The weights p_i(d) of the few distances that have a vector of their own are
-attention once more, over a window of just those: keys whose values are one-hot in (position mod P). P consecutive
-positions all differ in it, so that column (i − d) mod P of the result is the weight at distance d. This costs O(T · P),
-holds for every term of a rule and for dropout, and has gradients by itself.
+Backends receive only calls without this term. The weights p_i(d) of the few distances that have their own vector are
+computed by a second attention over a window of just those: values are one-hot in (position mod P). P consecutive
+positions all differ in it, so column (i − d) mod P of the result is the weight at distance d. This costs O(T · P),
+works with every term of a rule and with dropout, and autograd differentiates it.
 
 Shapes: B batch, H heads, Tq queries, Tk keys, L entries of the table, P columns, N near distances.
 """
@@ -33,7 +33,7 @@ def attend_values(call: Call, run: Callable[[Call], Attended]) -> Attended:
     rule, table = call.rule, call.rule.distance_value
     assert table is not None
     bare = replace(call, rule=replace(rule, distance_value=None))
-    counting = bool(call.dropout) or rule.sink_logits is not None  # weights do not add up to 1: count them
+    counting = bool(call.dropout) or rule.sink_logits is not None  # weights do not sum to 1: add them up
     if counting:
         ones = torch.ones_like(call.v[..., :1])
         found = _run_wide(bare, torch.cat([call.v, ones], -1), run)
@@ -60,8 +60,9 @@ def attend_values(call: Call, run: Callable[[Call], Attended]) -> Attended:
 
 
 def _near(call: Call, entries: int) -> tuple[int, bool]:
-    """How many distances, |d| = 0, 1, …, are weighed one by one, and whether there are any beyond, which read an end.
-    The weight of those is found by subtraction, and is off by rounding; where there are none, nothing is subtracted."""
+    """How many distances, |d| = 0, 1, …, get their weights one by one, and whether farther ones exist, which read an
+    end. The weight of the farther ones is a difference, with its rounding error; without them, nothing is
+    subtracted."""
     readable = call.q.device.type == "cpu" and not torch.compiler.is_compiling()
     if readable or call.q_positions is None:
         seen = longest_distance(call)
@@ -86,7 +87,7 @@ def _near_weights(call: Call, near: int, lse: Tensor, run: Callable[[Call], Atte
 
 
 def _run_wide(call: Call, v: Tensor, run: Callable[[Call], Attended]) -> Attended:
-    """With values v of any size, at most WIDEST of its columns at a time."""
+    """Attention with values v of any size, at most WIDEST columns at a time."""
     found = [run(_with_values(call, columns)) for columns in v.split(WIDEST, -1)]
     return found[0] if len(found) == 1 else Attended(torch.cat([part.out for part in found], -1), found[0].lse)
 
@@ -96,8 +97,8 @@ def _with_values(call: Call, v: Tensor) -> Call:
 
 
 def _weight_behind(call: Call, lse: Tensor, run: Callable[[Call], Attended]) -> Tensor:
-    """[B, H, Tq, 1] all the weight at d ≥ 0."""
-    q_positions, k_positions = call.positions()  # a causal rule takes queries as the last keys, and these may be more
+    """[B, H, Tq, 1] the total weight at d ≥ 0."""
+    q_positions, k_positions = call.positions()  # explicit: there may be more queries than keys here
     behind = call.each(
         lambda some: replace(
             some, rule=some.rule + Rule(some.rule.heads), q_positions=q_positions, k_positions=k_positions

@@ -1,10 +1,10 @@
-"""A few keys that last long among many that do not (`Rule.key_span`), in front of the backends.
+"""A few keys with long spans (`Rule.key_span`) among many with short ones get a separate call.
 
-A backend looks at keys by tiles, and one key that lasts keeps its tile in sight. So such keys are taken out and
-attended to by themselves, at their own positions; what is left is a band as wide as the others last. The two are
+A backend skips keys by tiles, and one key with a long span keeps its whole tile visible. So this pass takes such keys
+out into a call at explicit positions; the other keys form a band as wide as their own spans. The results are
 merged by lse.
 
-Shapes: B batch, H heads, Tk keys, N of them that last.
+Shapes: B batch, H heads, Tk keys, N keys with long spans.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from spanformer.ops.lower.sink_tokens import hide
 from spanformer.ops.rule import KEY_TERMS
 
 TILE = 64
-WEIGHT = 3.0  # cost of a pair at explicit positions, relative to a pair of a band
-WORTH = 0.6  # of what the call costs as it is
-SHARES = (0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995)  # of the keys that may stay in the band
+WEIGHT = 3.0  # cost of a pair at explicit positions, relative to a pair in a band
+WORTH = 0.6  # split only if that costs less than this share of the unsplit call
+SHARES = (0.5, 0.75, 0.9, 0.95, 0.98, 0.99, 0.995)  # shares of the keys to try to leave in the band
 
 
 def split_lasting(call: Call) -> tuple[Call, Call] | None:
-    """(over the keys of the band, over those that last), or None where it would not help."""
+    """(call over the keys of the band, call over keys with long spans), or None where a split would not help."""
     rule, e = call.rule, call.rule.key_span
     assert e is not None
     unfit = call.dropout or rule.blocks is not None or rule.distance_vec is not None or rule.distance_scale is not None
@@ -56,10 +56,10 @@ def split_lasting(call: Call) -> tuple[Call, Call] | None:
 
 
 def _edge(longest: Tensor, ramp: float, limit: int) -> float | None:
-    """The span beyond which keys are taken out, by counting the pairs that are looked at; None: all stay. limit: how
-    far heads look whatever the keys say."""
+    """The key span above which keys leave the band, by counting pairs; None: all stay. limit: the farthest distance
+    that heads see whatever the keys' spans."""
     rows, keys = longest.shape
-    after = keys - torch.arange(keys)  # how many queries come after a key, about
+    after = keys - torch.arange(keys)  # about how many queries follow each key
     tiles = torch.nn.functional.pad(longest, (0, -keys % TILE)).unflatten(1, (-1, TILE)).amax(2)
     seen = torch.minimum(tiles + ramp, after[::TILE]).clamp(max=limit).sum(1) * TILE
     now = float(seen.mean())

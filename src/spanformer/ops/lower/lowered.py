@@ -1,7 +1,7 @@
-"""The result of lowering: all that a backend receives, and all that reaches C.
+"""The result of lowering: all that a backend or the C kernel receives.
 
-No rule is left in it. Terms that only some pairs, heads or distances have (a Union, HeadGroups, sink tokens, strides,
-forget gates, values by distance) have become calls of their own, whose results are merged by lse.
+It has no rule. Terms that only some pairs, heads or distances have (a Union, HeadGroups, sink tokens, strides,
+forget gates, values by distance) have become separate calls, whose results are merged by lse.
 
 Shapes: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D head size, L entries of a table.
 """
@@ -19,11 +19,11 @@ from spanformer.ops.rule import list_reach, shorten_by_spans
 
 @dataclass(eq=False)
 class Lowered(Inputs):
-    """The terms mean what they mean in `Rule`."""
+    """Terms have the same meaning as in `Rule`."""
 
     causal: bool = True
     shift: int = 0
-    """how many tokens every distance is shortened by (1 with paper_compat)"""
+    """the number subtracted from every distance (1 with paper_compat)"""
     max_future: int = 0
     ramp: float = 32.0
     reach: Tensor | None = None
@@ -61,7 +61,7 @@ class Lowered(Inputs):
         return shorten_by_spans(self.reach_list(), self.span, self.key_span, self.ramp)
 
     def ids(self) -> list[Tensor]:
-        """The tensors it was given that have no gradient."""
+        """Its tensors that have no gradient."""
         given = (self.q_positions, self.k_positions, self.q_documents, self.k_documents)
         pattern = () if self.blocks is None else self.blocks.tensors()
         return [t for t in (*given, *pattern) if t is not None]
@@ -69,8 +69,8 @@ class Lowered(Inputs):
 
 @dataclass(eq=False)
 class Dense(Lowered):
-    """For the reference alone, which computes the equation of every term as it is written: what the other backends are
-    given as calls of their own."""
+    """A call with every term, for the reference alone, which computes each term's equation directly. Other backends get
+    these terms as separate calls."""
 
     stride: tuple[int, ...] = ()
     """[H]; empty: all 1 and no skip"""
@@ -85,7 +85,7 @@ class Dense(Lowered):
 
 
 def flatten(call: Call) -> Lowered:
-    """The last step, when passes have taken out all that a backend does not know."""
+    """The last step, after the passes removed every term that backends do not take."""
     rule = call.rule
     done = rule.distance_value is None and rule.forget is None and not rule.sink_tokens and not call.others
     assert done and rule.stride == 1 and rule.skip == 0, "a pass left a term that Lowered cannot hold"
@@ -93,7 +93,7 @@ def flatten(call: Call) -> Lowered:
 
 
 def dense(call: Call) -> Dense:
-    """The call as it is, without any pass, for the reference."""
+    """The call unchanged, without any pass, for the reference."""
     rule = call.rule
     stride, skip = zip(*rule.strides(), strict=True) if rule.stride != 1 or rule.skip != 0 else ((), ())
     others = tuple(dense(other) for other in call.others)
@@ -104,7 +104,7 @@ def dense(call: Call) -> Dense:
 
 
 def _shared(call: Call) -> tuple:
-    """The fields of `Lowered`, in order. Documents are the call's."""
+    """The fields of `Lowered`, in order. Documents come from the call."""
     rule = call.rule
     return (
         call.q, call.k, call.v, call.scale, call.dropout, call.seed, call.q_positions, call.k_positions,

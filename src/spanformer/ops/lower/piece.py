@@ -1,4 +1,4 @@
-"""A piece of a call: some of its queries with some of its keys, every term cut to them.
+"""A piece of a call: some of its queries with some of its keys, and every term sliced to match.
 
 Shapes: Tq queries, Tk keys.
 """
@@ -16,8 +16,8 @@ Some = TypeVar("Some", Call, Lowered)
 
 
 def piece(call: Some, queries: slice, keys: slice) -> Some:
-    """Queries and keys keep their positions, and their numbers for dropout. Forget gates go by numbers within the
-    piece: they are not to be cut this way."""
+    """Queries and keys keep their positions and their indices for dropout. Do not slice a call with forget gates:
+    these depend on the index within the piece."""
     q_positions, k_positions = call.positions()
     terms, numbers = call.rule if isinstance(call, Call) else call, None
     if call.dropout:

@@ -1,8 +1,8 @@
-"""The first tokens of a text, which every later one goes on seeing: the attention sinks of StreamingLLM
+"""The first tokens of a text, which every later token still sees: the attention sinks of StreamingLLM
 (Xiao et al., 2023), https://arxiv.org/abs/2309.17453
 
-A call whose rule has `sink_tokens` is two: one over the other keys, by the rule, and one over the sink tokens, without
-reach and span. Backends see only calls without it; what they give is merged by lse.
+A call whose rule has `sink_tokens` becomes two: one over the other keys, with the rule, and one over the sink tokens,
+without reach and span. Their results are merged by lse.
 
 Shapes: B batch, Hkv key/value heads, Tk keys, N sink tokens, D head size.
 """
@@ -21,7 +21,7 @@ from spanformer.ops.rule import Rule
 
 
 def split_sink_tokens(call: Call) -> tuple[Call, Call]:
-    """(over the other keys, over the sink tokens)."""
+    """(call over the other keys, call over the sink tokens)."""
     rule = replace(call.rule, sink_tokens=0)
     free = replace(
         rule, reach=None, span=None, key_span=None, sink_logits=None, stride=1, skip=0
@@ -29,7 +29,7 @@ def split_sink_tokens(call: Call) -> tuple[Call, Call]:
     if call.k_positions is None:
         return _first_keys(call, rule, free)
     sinks = (call.k_positions >= 0) & (call.k_positions < call.rule.sink_tokens)  # [1 or B, Tk]
-    most = call.rule.sink_tokens  # of one row; packed documents may each begin at 0, and then it has to be counted
+    most = call.rule.sink_tokens  # per row; each packed document may begin at 0, and then they must be counted
     if call.k_documents is not None:
         most = int(sinks.sum(1).max())
     index = sinks.int().topk(min(most, sinks.shape[1]), 1).indices  # [1 or B, N]
@@ -59,7 +59,7 @@ def _first_keys(call: Call, rule: Rule, free: Rule) -> tuple[Call, Call]:
 
 
 def hide(rule: Rule, hidden: Tensor) -> Rule:
-    """The rule with −inf for the keys of hidden [1 or B, Tk]."""
+    """The rule with a bias of −inf for the keys where hidden [1 or B, Tk] is True."""
     bias = torch.zeros(hidden.shape, device=hidden.device).masked_fill(hidden, -math.inf)[:, None]
     return rule + Rule(rule.heads, causal=False, key_bias=bias)
 

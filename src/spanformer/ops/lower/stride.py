@@ -1,5 +1,5 @@
-"""Strides and skips, in front of the backends: tokens are folded into residue classes, so that a dilated head costs
-only the pairs it sees. A stride of s leaves s sequences of every s-th token, none of which sees another:
+"""Strides and skips, removed before a call reaches a backend: tokens are folded into residue classes, so a dilated head
+costs only the pairs it sees. A stride of s leaves s sequences of every s-th token, none of which sees another:
 
     d ≡ 0 mod s   ⇔   i ≡ j mod s        token i = n·s + c  →  row c of the batch, token n        distance d → d / s
 
@@ -25,7 +25,7 @@ Run = Callable[[Call], Attended]
 
 
 def attend_folded(call: Call, run: Run) -> Attended:
-    """Heads of one stride and skip together; `run` gets calls that have neither."""
+    """One call for each (stride, skip) among the heads; `run` receives calls without either."""
     groups: dict[tuple[int, int], list[int]] = {}
     for head, stride_skip in enumerate(call.rule.strides()):
         groups.setdefault(stride_skip, []).append(head)
@@ -40,7 +40,9 @@ def attend_folded(call: Call, run: Run) -> Attended:
 def _some_heads(call: Call, heads: list[int]) -> Call:
     group = call.q.shape[1] // call.k.shape[1]
     kv_heads = [h // group for h in heads]
-    if kv_heads == [h for h in dict.fromkeys(kv_heads) for _ in range(group)]:  # whole groups stay groups
+    if kv_heads == [
+        h for h in dict.fromkeys(kv_heads) for _ in range(group)
+    ]:  # complete groups keep sharing key/value heads
         kv_heads = list(dict.fromkeys(kv_heads))
     index, kv_index = (torch.tensor(some, device=call.q.device) for some in (heads, kv_heads))
     k, v = (t.index_select(1, kv_index) for t in (call.k, call.v))
@@ -53,7 +55,8 @@ def _some_heads(call: Call, heads: list[int]) -> Call:
 
 
 def _renumbered(call: Call, queries: Callable, keys: Callable, classes: int) -> Numbers | None:
-    """The numbers of a folded call; queries and keys fold a tensor over an axis, the batch `classes` times as long."""
+    """Dropout's indices for a folded call; `queries` and `keys` fold a tensor along an axis into a batch `classes`
+    times as long."""
     if not call.dropout:
         return None
     numbers = call.numbered()
@@ -66,7 +69,7 @@ def _alike(call: Call, stride: int, skip: int, run: Run) -> Attended:
     if stride == 1 or not call.q.shape[2]:
         return run(_skipping(call, skip))
     offset = regular_offset(call)
-    if offset is None or call.rule.blocks is not None:  # not foldable: another class is as another document
+    if offset is None or call.rule.blocks is not None:  # cannot be folded: treat each class as a document
         return run(_skipping(_by_documents(call, stride), skip))
     fold = (_few if call.q.shape[2] < stride else _many)(call, stride, offset)
     found = run(_skipping(fold.call, -(-skip // stride)))
@@ -74,7 +77,7 @@ def _alike(call: Call, stride: int, skip: int, run: Run) -> Attended:
 
 
 def regular_offset(call: Call) -> int | None:
-    """The distance of query 0 and key 0 where both are runs of consecutive positions; None if they are not, or if it
+    """The distance from key 0 to query 0 if both are runs of consecutive positions; None if they are not, or if it
     cannot be known without waiting for an accelerator or while compiling."""
     if call.q_positions is None or call.k_positions is None:
         return call.offset
@@ -88,7 +91,7 @@ def regular_offset(call: Call) -> int | None:
 
 
 def _by_documents(call: Call, stride: int) -> Call:
-    """The same pairs by document ids; the cost is that of the band."""
+    """The same pairs by document ids, at the cost of the undilated band."""
     q, k = (positions % stride for positions in call.positions())
     if call.q_documents is not None and call.k_documents is not None:
         of_q, of_k = _small(call.q_documents, call.k_documents)
@@ -97,15 +100,15 @@ def _by_documents(call: Call, stride: int) -> Call:
 
 
 def _small(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids by which the same are the same, small enough to be multiplied: they may have been hashes."""
-    if torch.compiler.is_compiling():  # how many there are is not known then
+    """Ids renumbered from 0, small enough to be multiplied: they may have been hashes."""
+    if torch.compiler.is_compiling():  # their number is not known then
         return q, k
     ids = torch.cat([q.flatten(), k.flatten()]).unique(return_inverse=True)[1]
     return ids[: q.numel()].view(q.shape), ids[q.numel() :].view(k.shape)
 
 
 def _skipping(call: Call, skip: int) -> Call:
-    """The nearest distances as a bias of −inf."""
+    """The skipped distances as a bias of −inf."""
     if not skip:
         return call
     rule = call.rule
@@ -122,8 +125,8 @@ def _skipping(call: Call, skip: int) -> Call:
 
 
 class _many:
-    """Every class has tokens of both kinds. Queries get tokens in front, so that query and key of a class stand alike
-    in every class; what they would see is never read. Keys get tokens behind."""
+    """For calls where every class has queries and keys. Padding before the queries aligns queries with keys the same
+    way in every class; its results are never read. Keys are padded at the end."""
 
     def __init__(self, call: Call, stride: int, offset: int) -> None:
         (_, _, tq, _), tk = call.q.shape, call.k.shape[2]
@@ -131,7 +134,7 @@ class _many:
         n_q, n_k = -(-(self.front + tq) // stride), -(-tk // stride)
         behind = n_k * stride - tk
         rule = call.rule
-        if behind and (not rule.causal or offset + tq > tk):  # otherwise they are in the future of every query
+        if behind and (not rule.causal or offset + tq > tk):  # otherwise the padding is in every query's future
             rule = rule + Rule(rule.heads, causal=rule.causal, key_bias=call.q.new_zeros(1, 1, tk, dtype=torch.float32))
         q = lambda t, axis: self._fold(t, axis, self.front, n_q)  # noqa: E731
         k = lambda t, axis, value=0.0: self._fold(t, axis, 0, n_k, value)  # noqa: E731
@@ -149,7 +152,7 @@ class _many:
         )  # fmt: skip
 
     def _fold(self, t: Tensor, axis: int, front: int, n: int, value: float = 0.0) -> Tensor:
-        """[B or 1, …, T, …] → [B·s, …, n, …]; a view where B is 1 and nothing is filled in."""
+        """[B or 1, …, T, …] → [B·s, …, n, …]; a view if B is 1 and there is no padding."""
         behind = n * self.stride - front - t.shape[axis]
         if front or behind:
             t = pad(t, (0, 0) * (t.ndim - 1 - axis) + (front, behind), value=value)
@@ -163,7 +166,7 @@ class _many:
 
 
 class _few:
-    """Fewer queries than classes, as in decoding: each query with the keys of its class alone."""
+    """Fewer queries than classes, as in decoding: each query attends to the keys of its class."""
 
     def __init__(self, call: Call, stride: int, offset: int) -> None:
         (_, _, tq, _), tk, at = call.q.shape, call.k.shape[2], call.q.device
@@ -201,7 +204,7 @@ class _few:
 
 
 def _shorter(rule: Rule, stride: int, queries: Callable, keys: Callable) -> Rule:
-    """The rule over distances d / stride."""
+    """The rule for distances d / stride."""
     span = rule.span
     if span is not None:
         span = _shorter_span(queries(span, 2) if rule.dynamic else span, rule.ramp, stride)
@@ -219,8 +222,8 @@ def _shorter(rule: Rule, stride: int, queries: Callable, keys: Callable) -> Rule
 
 
 def _shorter_span(z: Tensor, ramp: float, stride: int) -> Tensor:
-    """z / stride, in no less than 32 bits. Where a ramp ends at a distance n that is there, m = 0 exactly, and the span
-    has no gradient. Thirds would be rounded to a small m above 0: such spans are shorter by what cannot be rounded."""
+    """z / stride, in at least 32 bits. Where a ramp ends at an existing distance n, m = 0 exactly, and the span
+    has no gradient. Thirds would round to a small m above 0, so such spans are shortened by the rounding error."""
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     short = z / stride
     if not stride & (stride - 1) or ramp % stride == 0:  # exact

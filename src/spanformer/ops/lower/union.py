@@ -1,4 +1,4 @@
-"""A Union: a call for each of its rules, merged by lse. Every pair is in one rule alone, so the sums add up."""
+"""A Union: a call for each of its rules, merged by lse. Only one rule shows each pair, so the sums are correct."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from spanformer.ops.lower.sink_tokens import hide
 
 
 def split_union(call: Call) -> tuple[Call, ...]:
-    """A call for each rule; none but the first sees sink tokens."""
+    """A call for each rule; only the first sees sink tokens."""
     own = replace(call, others=())
     if not call.rule.sink_tokens:
         return own, *call.others
