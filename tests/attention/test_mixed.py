@@ -199,7 +199,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="parts is empty"):
         Mixed([])
     q = rand(B, 4, T, D)
-    with pytest.raises(ValueError, match="expected 6 heads in q, as the rule has"):
+    with pytest.raises(ValueError, match="expected 6 heads in q, as in the rule"):
         attend(q, q, q, join([Rule(2), Rule(4, sink_tokens=1)]))
 
 

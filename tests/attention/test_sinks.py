@@ -101,5 +101,5 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="the paper's code has no Sinks"):
         Sinks(Window(2, 5, paper_compat=True))
     lm = model(lambda: Mixed([Sinks(Window(2, 9), sink_tokens=3), Window(2, 5)]))
-    with pytest.raises(ValueError, match="the rule keeps 0 first tokens and the cache 3; expected one number"):
+    with pytest.raises(ValueError, match="sink_tokens is 0 in the rule and 3 in the KV cache; expected one number"):
         lm.decode(text(2, 9), lm.cache(2))

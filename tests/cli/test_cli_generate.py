@@ -168,7 +168,7 @@ BAD = [
     (("--prompt", "a", "--max-tokens", "0"), "max_tokens is 0; expected 1 or more"),
     (("--file", "no/such.txt"), "no/such.txt cannot be read: No such file or directory"),
     (("--file", "."), ". is a folder; expected a file, or - for standard input"),
-    (("--prompt", "a", "--load-cache", "no.cache"), "no.cache cannot be read as a saved cache"),
+    (("--prompt", "a", "--load-cache", "no.cache"), "no.cache cannot be read as a saved KV cache"),
 ]  # fmt: skip
 
 

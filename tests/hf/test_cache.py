@@ -213,7 +213,7 @@ def test_refusals() -> None:
     cache = hf.SpanCache(model)
     with torch.no_grad():
         model(tokens(1, 60), past_key_values=cache)
-    with pytest.raises(ValueError, match=r"cannot be cropped from 60 to 50 tokens.*more slack than 0"):
+    with pytest.raises(ValueError, match=r"cannot be cropped from 60 to 50 tokens.*a slack above 0"):
         cache.crop(-10)
     with pytest.raises(ValueError, match="crop was given 3; expected a negative number"):
         cache.crop(3)

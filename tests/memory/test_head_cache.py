@@ -174,17 +174,20 @@ def test_eight_bits_give_attention_to_rounded_keys_and_values(steps: list[int], 
 def test_bad_input_is_named() -> None:
     q, k, v = (t[:, :, :3] for t in qkv())
     cache = HeadCache(B, [50, 12], D, DV)
-    with pytest.raises(ValueError, match="head 2 sees 50 positions and the cache holds 12 for it"):
+    with pytest.raises(ValueError, match="head 2 sees 50 positions and the KV cache holds 12 for it"):
         cache.attend(q, k, v, Rule(H, reach=50))
     with pytest.raises(ValueError, match=r"v has shape \[2, 2, 3, 24\]; expected \[2, 2, 3, 40\]"):
         cache.attend(q, k, k, Rule(H, reach=5))
-    with pytest.raises(ValueError, match="the rule keeps 2 first tokens and the cache 0"):
+    with pytest.raises(ValueError, match="sink_tokens is 2 in the rule and 0 in the KV cache"):
         cache.attend(q, k, v, Rule(H, reach=5, sink_tokens=2))
-    with pytest.raises(ValueError, match="without blocks, key_bias, key_span, forget, documents"):
+    with pytest.raises(
+        ValueError,
+        match="expected a causal one without blocks, key_bias, key_span, forget, documents",
+    ):
         cache.attend(q, k, v, Rule(H, reach=5, key_bias=torch.zeros(1, 1, 3)))
     with pytest.raises(ValueError, match=r"reach is \[0, 4\]; expected at least 1 position"):
         HeadCache(B, [0, 4], D)
-    with pytest.raises(ValueError, match="reach names 1 key/value heads; expected 2"):
+    with pytest.raises(ValueError, match="reach has 1 numbers; expected one for each of 2 key/value heads"):
         cache.resize([4])
     with pytest.raises(ValueError, match=r"dtype is torch\.int8; expected a floating-point dtype"):
         HeadCache(B, [4], D, dtype=torch.int8)
@@ -192,7 +195,7 @@ def test_bad_input_is_named() -> None:
         with pytest.raises(ValueError, match=r"lengths is \[.*\]; expected 2 numbers of real tokens, 0 … 3"):
             cache.attend(q, k, v, Rule(H, reach=5), lengths=torch.tensor(lengths))
     for heads in (1, 3):
-        with pytest.raises(ValueError, match=rf"the rule {heads} heads and the cache 2; expected"):
+        with pytest.raises(ValueError, match=rf"the rule has {heads} heads and the KV cache 2; expected"):
             cache.attend(q[:, :heads], k, v, Rule(heads, reach=5))
     assert cache.seen.tolist() == [0, 0]
 

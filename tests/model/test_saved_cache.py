@@ -34,7 +34,7 @@ def test_saved_and_loaded(tmp_path, bits: int) -> None:
     with pytest.raises(ValueError, match=r"cache\.safetensors was saved by another model"):
         Cache.load(tmp_path / "cache.safetensors", make(SMALL))
     (tmp_path / "none").write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="none cannot be read as a saved cache"):
+    with pytest.raises(ValueError, match="none cannot be read as a saved KV cache"):
         Cache.load(tmp_path / "none", lm)
 
 
@@ -60,7 +60,10 @@ def test_it_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(module, "save_file", break_off)
-    with pytest.raises(OSError, match=r"cache could not be saved \(No space left on device\); what was there before"):
+    with pytest.raises(
+        OSError,
+        match=r"cache could not be saved \(No space left on device\); the file that was there before is unchanged",
+    ):
         lm.cache(2).save(path)
     assert path.read_bytes() == before and sorted(os.listdir(tmp_path)) == ["cache", "plain"]
 
@@ -120,6 +123,6 @@ def test_a_crafted_file_is_refused(tmp_path: Path, said: str) -> None:
     about["sha256"] = module._content(tensors)
     save_file(tensors, path, {"spanformer": json.dumps(about)})
     with pytest.raises(
-        ValueError, match=rf"cache does not hold what its model needs \(.*{said}.*\); the file is damaged"
+        ValueError, match=rf"cache does not have the tensors that its model needs \(.*{said}.*\); the file is damaged"
     ):
         Cache.load(path, lm)

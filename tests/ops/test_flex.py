@@ -329,9 +329,9 @@ def test_refuses_what_the_cuda_kernels_do_not_take():
     """Asked directly: there is no such device here."""
     q, v = torch.zeros(1, 2, 5, 8, dtype=F64), torch.zeros(1, 2, 5, 512, dtype=F64)
     assert flex._refuses_sizes(flatten(make_call(q, q, v, Rule(2)))) == [
-        "head size 8 of q and k; FlexAttention's CUDA kernels take 16 to 256",
-        "head size 512 of v; FlexAttention's CUDA kernels take 16 to 256",
-        "dtype torch.float64; FlexAttention's CUDA kernels sum in float32",
+        "the head size of q and k is 8; FlexAttention's CUDA kernels take 16 to 256",
+        "the head size of v is 512; FlexAttention's CUDA kernels take 16 to 256",
+        "q has dtype torch.float64; FlexAttention's CUDA kernels sum in float32",
     ]
     for dtype in (F32, torch.float16, BF16):
         q = torch.zeros(1, 2, 5, 96, dtype=dtype)

@@ -77,7 +77,9 @@ def test_isa_variable_names_none_of_the_choices(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("SPANFORMER_ISA", isa)
     if isa == "avx512" and kernel.library().isa == "avx512":
         pytest.skip("this processor has it")
-    with pytest.raises(ValueError, match=rf"SPANFORMER_ISA is '{isa}'; expected one that .* have: .*portable"):
+    with pytest.raises(
+        ValueError, match=rf"SPANFORMER_ISA is '{isa}'; expected an instruction set that .* have: .*portable"
+    ):
         library.load(LIBRARY)
 
 

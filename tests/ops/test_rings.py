@@ -149,7 +149,7 @@ def test_bad_rings_are_named() -> None:
     k, newest = torch.randn(1, 20, 8), torch.tensor([19])
     half = torch.tensor([8, 8])
     with pytest.raises(
-        ValueError, match=r"capacity is \[8, 8\] with 3 sink tokens beside each; expected at least 1 slot a head"
+        ValueError, match=r"capacity is \[8, 8\] with 3 sink tokens beside each; expected at least 1 slot per head"
     ):
         Rings(k, k, half, newest, sink_tokens=3)
     with pytest.raises(ValueError, match=r"oldest has shape \[1\].*expected int64 \[1, 2\] on the CPU"):
@@ -161,7 +161,7 @@ def test_bad_rings_are_named() -> None:
         Rings(k, k, half, newest, sink_tokens=2, scales=(k[..., 0], k[..., 0]))
     with pytest.raises(ValueError, match=r"scales has shape \[1, 19\].*expected contiguous float32 \[1, 20\]"):
         Rings(k.to(torch.int8), k.to(torch.int8), half, newest, sink_tokens=2, scales=(k[:, 1:, 0], k[:, 1:, 0]))
-    with pytest.raises(ValueError, match="the rule keeps 0 first tokens and the rings 2"):
+    with pytest.raises(ValueError, match="sink_tokens is 0 in the rule and 2 in the rings; expected one number"):
         attend_rings(torch.randn(1, 2, 1, 8), Rings(k, k, half, newest, sink_tokens=2), Rule(2, reach=5))
 
 

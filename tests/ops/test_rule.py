@@ -186,7 +186,7 @@ class TestBadRules:
             ({"reach": 2.5}, ["reach is 2.5", "expected a whole number"]),
             ({"blocks": torch.ones(4, 4)}, ["blocks is a Tensor", "expected a BlockIndex"]),
             ({"reach": torch.ones(4)}, ["reach has dtype torch.float32", "expected whole numbers"]),
-            ({"reach": [1, 2, -3, 4]}, ["reach holds -3", "0 or more"]),
+            ({"reach": [1, 2, -3, 4]}, ["reach holds -3", "at least 0"]),
             ({"ramp": 0.0}, ["ramp is 0.0", "expected a positive, finite"]),
             ({"ramp": -2.0}, ["ramp is -2.0", "expected a positive, finite"]),
             ({"ramp": math.inf}, ["ramp is inf", "expected a positive, finite"]),
@@ -194,9 +194,9 @@ class TestBadRules:
             ({"span": torch.ones(3)}, ["span has shape [3]", "expected [4] (static) or [B, 4, Tq] (dynamic)"]),
             ({"span": torch.ones(2, 3, 5)}, ["span has shape [2, 3, 5]", "[B, 4, Tq]"]),
             ({"span": torch.ones(4, dtype=torch.int64)}, ["span", "torch.int64", "expected a floating-point dtype"]),
-            ({"span": torch.tensor([1.0, -0.5, 2.0, 3.0])}, ["span of shape [4] holds -0.5", "0 or more"]),
-            ({"span": torch.tensor([1.0, math.nan, 2.0, 3.0])}, ["span of shape [4] holds nan", "0 or more"]),
-            ({"span": torch.full((1, 4, 2), -1.0)}, ["span of shape [1, 4, 2] holds -1.0", "0 or more"]),
+            ({"span": torch.tensor([1.0, -0.5, 2.0, 3.0])}, ["span of shape [4] holds -0.5", "at least 0"]),
+            ({"span": torch.tensor([1.0, math.nan, 2.0, 3.0])}, ["span of shape [4] holds nan", "at least 0"]),
+            ({"span": torch.full((1, 4, 2), -1.0)}, ["span of shape [1, 4, 2] holds -1.0", "at least 0"]),
             ({"distance_bias": torch.ones(3, 5)}, ["distance_bias has shape [3, 5]", "expected [4, L]"]),
             ({"distance_bias": torch.ones(4)}, ["distance_bias has shape [4]", "expected [4, L]"]),
             ({"distance_bias": torch.ones(4, 5).long()}, ["distance_bias", "torch.int64", "floating-point"]),
@@ -211,7 +211,10 @@ class TestBadRules:
             ({"documents": torch.ones(6)}, ["documents", "torch.float32", "expected integer ids"]),
             ({"documents": torch.ones(1, 2, 6).long()}, ["documents has shape [1, 2, 6]", "expected [T] or [B, T]"]),
             ({"reach": []}, ["reach has shape [0]", "expected [4]"]),
-            ({"reach": torch.ones(4, device="meta").long()}, ["reach is on meta", "holds no numbers"]),
+            (
+                {"reach": torch.ones(4, device="meta").long()},
+                ["reach is on the meta device", "expected a tensor on a real device"],
+            ),
             ({"span": 64.0}, ["span is a float", "expected a tensor"]),
             ({"distance_bias": torch.ones(4, 0)}, ["distance_bias has shape [4, 0]", "L at least 1"]),
             ({"distance_vec": torch.ones(1, 0, 8)}, ["distance_vec has shape [1, 0, 8]", "L at least 1"]),
@@ -219,7 +222,10 @@ class TestBadRules:
             ({"documents": [0, 0, 1]}, ["documents is a list", "or a pair of tensors"]),
             ({"documents": (torch.arange(6),) * 3}, ["documents is a tuple", "or a pair of tensors"]),
             ({"documents": (torch.arange(6), None)}, ["documents is a tuple", "or a pair of tensors"]),
-            ({"paper_compat": True, "causal": False}, ["paper_compat=True", "needs causal=True"]),
+            (
+                {"paper_compat": True, "causal": False},
+                ["paper_compat is True with causal=False", "so pass causal=True"],
+            ),
             (
                 {"blocks": BlockIndex.from_dense(torch.ones(3, 8, 8, dtype=torch.bool), 8)},
                 ["blocks.offsets has shape [3, 2]", "expected [1 or 4, rows + 1]"],
@@ -342,7 +348,7 @@ class TestBadCalls:
             attend(*qkv(), Rule(4, documents=torch.zeros(6, dtype=torch.int64, device="meta")), backend="reference")
 
     def test_documents_of_fewer_keys_than_queries(self):
-        with refused("documents names 3 keys for 6 queries", "pass a pair"):
+        with refused("documents has ids for 3 keys, and there are 6 queries", "pass a pair"):
             attend(*qkv(tk=3), Rule(4, causal=False, documents=torch.zeros(3).long()), backend="reference")
 
     def test_positions_before_the_first_do_not_wrap_around_a_block_pattern(self):

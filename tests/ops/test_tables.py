@@ -222,26 +222,43 @@ def test_tables_hold_for_both_parts_of_a_union(causal: bool) -> None:
     ("make", "message"),
     [
         (lambda: Rule(2, max_future=-1), "max_future is -1; expected a whole number of distances, 0 or more"),
-        (lambda: Rule(2, max_future=3), "max_future is 3 with causal=True, which never sees the future"),
+        (
+            lambda: Rule(2, max_future=3),
+            "max_future is 3 with causal=True, which never sees the future. Tables of a causal rule begin at "
+            "distance 0: pass max_future=0",
+        ),
         (
             lambda: Rule(2, causal=False, max_future=3, distance_bias=torch.zeros(2, 3)),
-            r"distance_bias has shape \[2, 3\] and max_future is 3; expected an entry for distance 0, so at least 4",
+            r"distance_bias has shape \[2, 3\] and max_future is 3; expected an entry for distance 0, so at least "
+            "4 entries",
         ),
         (
             lambda: Rule(2, causal=False, max_future=3, distance_value=torch.zeros(1, 4, 2)),
-            r"distance_value has shape \[1, 4, 2\] and max_future is 3; expected an odd number of entries",
+            r"distance_value has shape \[1, 4, 2\] and max_future is 3; expected an odd number of entries, with "
+            "distance 0 "
+            "in the middle",
         ),
         (
             lambda: (
                 Rule(1, causal=False, max_future=1, distance_bias=torch.zeros(1, 3))
                 + Rule(1, causal=False, distance_bias=torch.zeros(1, 1))
             ),
-            "a table of one entry, for distance 0 alone, cannot be added to a rule that sees the future",
+            "a table of one entry, for distance 0, cannot be added to a rule that sees the future; make it longer",
         ),
-        (lambda: Rule(2, distance_scale=torch.zeros(1, 3)), r"distance_scale has shape \[1, 3\].*expected \[2, L\]"),
-        (lambda: Rule(2, distance_value=torch.zeros(2, 3)), r"distance_value has shape .*expected \[1 or 2, L, Dv\]"),
+        (
+            lambda: Rule(2, distance_scale=torch.zeros(1, 3)),
+            r"distance_scale has shape \[1, 3\].*expected \[2, L\], L at least 1",
+        ),
+        (
+            lambda: Rule(2, distance_value=torch.zeros(2, 3)),
+            r"distance_value has shape .*expected \[1 or 2, L, Dv\], L at least 1",
+        ),
         (lambda: Rule(2, distance_value=[1]), "distance_value is a list; expected a tensor"),
-        (lambda: Rule(2, sink_tokens=1, distance_scale=torch.zeros(2, 3)), "sink_tokens is 1 beside distance_scale"),
+        (
+            lambda: Rule(2, sink_tokens=1, distance_scale=torch.zeros(2, 3)),
+            "sink_tokens is 1 beside distance_scale, which limits distances or positions; a sink token may be at any "
+            "distance, so drop one of them",
+        ),
         (
             lambda: Rule(1, distance_value=torch.zeros(1, 3, 4)) + Rule(1, distance_value=torch.zeros(1, 3, 5)),
             "distance_value of shapes .* cannot be added; expected one head size",
@@ -249,7 +266,7 @@ def test_tables_hold_for_both_parts_of_a_union(causal: bool) -> None:
     ],
 )
 def test_rules_that_are_refused(make, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
         make()
 
 
@@ -258,19 +275,28 @@ def test_rules_that_are_refused(make, message: str) -> None:
     [
         (
             Rule(1, causal=False, max_future=2, distance_bias=torch.zeros(1, 8)),
-            r"distance_bias has shape .*, distances -2 … 5; heads here reach 4 tokens of the future",
+            r"distance_bias has shape \[1, 8\], distances -2 … 5; heads here reach 4 tokens of the future, so "
+            "max_future "
+            "must be at least 4",
         ),
         (
             Rule(1, causal=False, max_future=4, distance_vec=torch.zeros(1, 8, 3)),
-            r"distance_vec has shape .*, distances -4 … 3; heads here reach 5 distances, so it needs at least 5",
+            r"distance_vec has shape \[1, 8, 3\], distances -4 … 3; heads here reach 5 distances, so it needs at "
+            "least 5",
         ),
-        (Rule(1, distance_scale=torch.zeros(1, 4)), "distance_scale has shape .* needs at least 5"),
-        (Rule(1, distance_value=torch.zeros(1, 4, 2)), "distance_value has shape .*; expected head size 3"),
+        (
+            Rule(1, distance_scale=torch.zeros(1, 4)),
+            r"distance_scale has shape \[1, 4\], distances 0 … 3; heads here reach 5 distances, so it needs at least 5",
+        ),
+        (
+            Rule(1, distance_value=torch.zeros(1, 4, 2)),
+            r"distance_value has shape \[1, 4, 2\]; expected head size 3 as its last axis",
+        ),
     ],
 )
 def test_calls_that_are_refused(rule: Rule, message: str) -> None:
     q, k, v = (torch.randn(1, 1, 5, 3) for _ in range(3))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
         attend(q, k, v, rule)
 
 

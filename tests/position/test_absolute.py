@@ -61,7 +61,7 @@ def test_a_table_ends() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Sinusoidal(0), "dim is 0 and base 10000.0; expected at least 1, and a positive number"),
+        (lambda: Sinusoidal(0), "dim is 0 and base 10000.0; expected a dim of at least 1 and a positive base"),
         (lambda: Learned(4, 0), "dim is 4 and length 0; expected at least 1 each"),
     ],
 )

@@ -163,9 +163,13 @@ def test_a_head_that_prefers_what_is_near_does_not_overflow_far_away() -> None:
             "heads is 2, buckets 3 and max_distance 128; expected at least 1 head, 2 or more buckets, an even number, "
             "and a distance beyond the first 1",
         ),
-        (lambda: T5(2, 8, 2, causal=False), "heads is 2, buckets 8 and max_distance 2; expected at least 1 head, 4 or"),
+        (
+            lambda: T5(2, 8, 2, causal=False),
+            "heads is 2, buckets 8 and max_distance 2; expected at least 1 head, 4 or more buckets, an even number, "
+            "and a distance beyond the first 2",
+        ),
     ],
 )
 def test_refusals(make, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make()

@@ -112,10 +112,12 @@ def test_half_precision_is_rounded_once():
 
 def test_refusals():
     for size in (7, 0, -2):
-        message = f"head_dim is {size}; rotary positions rotate pairs of components, so it must be even"
+        message = f"head_dim is {size}; expected an even number, because rotary positions rotate pairs of components"
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
             Rotary(size)
     with pytest.raises(ValueError, match=r"^base is 0; expected a positive number$"):
         Rotary(8, base=0)
-    with pytest.raises(ValueError, match=r"^heads have size 8; these rotary positions are made for 6$"):
+    with pytest.raises(
+        ValueError, match=r"^the head size is 8; expected 6, for which these rotary positions were made$"
+    ):
         Rotary(6).encode(*qk(2, 2, 8), View())

@@ -73,14 +73,29 @@ def test_yarn_sharpens_scores_by_the_square_of_its_length() -> None:
     ("options", "message"),
     [
         ({"scaling": "log"}, "scaling is 'log'; expected one of none, linear, ntk, yarn"),
-        ({"factor": 2.0}, "factor is 2.0 with scaling 'none'; expected 1 or more, and 1 without scaling"),
-        ({"scaling": "linear", "factor": 0.5}, "factor is 0.5 with scaling 'linear'; expected 1 or more"),
-        ({"scaling": "yarn", "factor": 2.0}, "trained is 0 with scaling 'yarn'; give the length of training"),
-        ({"trained": 9}, "trained is 9 with scaling 'none'; give the length of training for yarn only"),
-        ({"scaling": "yarn", "trained": 9, "base": 1.0}, "base is 1.0; yarn needs one beyond 1"),
-        ({"scaling": "ntk", "factor": 2.0, "head_dim": 2}, "head_dim is 2; ntk scaling needs at least 4"),
+        ({"factor": 2.0}, "factor is 2.0 with scaling 'none'; expected at least 1, and exactly 1 without scaling"),
+        (
+            {"scaling": "linear", "factor": 0.5},
+            "factor is 0.5 with scaling 'linear'; expected at least 1, and exactly 1 without scaling",
+        ),
+        (
+            {"scaling": "yarn", "factor": 2.0},
+            "trained is 0 with scaling 'yarn'; expected the training length with scaling 'yarn', and none otherwise",
+        ),
+        (
+            {"trained": 9},
+            "trained is 9 with scaling 'none'; expected the training length with scaling 'yarn', and none otherwise",
+        ),
+        (
+            {"scaling": "yarn", "trained": 9, "base": 1.0},
+            "base is 1.0; yarn needs a base above 1, so that some pairs rotate slower than others",
+        ),
+        (
+            {"scaling": "ntk", "factor": 2.0, "head_dim": 2},
+            "head_dim is 2; ntk scaling needs at least 4: a fast pair and a slow one",
+        ),
     ],
 )
 def test_refusals(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Rotary(**{"head_dim": 8, **options})

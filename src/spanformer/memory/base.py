@@ -1,10 +1,10 @@
 """The memory of a layer: one protocol for training and decoding.
 
-    HiddenStates    training: hidden states of earlier segments, projected anew so that gradients reach the projections
+    HiddenStates    training: hidden states of earlier segments, projected again so that gradients reach the projections
     RingMemory      decoding: keys and values in rings, one ring for each key/value head
     ByHead          several memories in one layer, each for some of its heads
 
-A mechanism with another memory, such as a recurrent state, makes it itself (`Attention.new_memory`); the same class
+A mechanism with another memory, such as a recurrent state, returns it from `Attention.new_memory`; the same class
 then serves training and decoding.
 Shapes: B batch, T new tokens, M remembered ones, H heads, Hkv key/value heads, D head size.
 """
@@ -28,7 +28,7 @@ M = TypeVar("M", bound="LayerMemory")
 
 @dataclass(frozen=True, eq=False)
 class LayerCall:
-    """One layer's attention over new tokens: what a memory is given."""
+    """The arguments of one layer's attention over new tokens."""
 
     mechanism: Any
     """the layer's `Attention`"""
@@ -51,7 +51,7 @@ class LayerCall:
         return self.q.shape[1] // self.k.shape[1]
 
     def for_heads(self, first: int, mechanism: Any) -> LayerCall:
-        """The call of some query heads alone, those from `first` on that this mechanism has."""
+        """The call for some query heads only: those from `first` on, as many as this mechanism has."""
         heads = mechanism.heads
         some = slice(first // self.shared, (first + heads) // self.shared)
         every = list(range(some.start, some.stop))
@@ -71,10 +71,10 @@ class MemoryShape:
 
     batch: int
     kv_heads: int
-    """of its heads alone, where other heads of the layer have another memory"""
+    """of this mechanism's heads only, if other heads of the layer have another memory"""
     head_dim: int
     slack: int = 0
-    """how many tokens `crop` must be able to take back"""
+    """how many tokens `crop` must be able to remove"""
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
 
@@ -85,11 +85,11 @@ class LayerMemory(Protocol):
 
     @property
     def tokens(self) -> int:
-        """How many earlier tokens it needs documents and padding of."""
+        """The number of earlier tokens whose documents and padding it needs."""
         ...
 
     def attend(self, call: LayerCall) -> tuple[Attended, Tensor | None]:
-        """Attention of the new tokens over what is remembered and over themselves, and what to add to the loss."""
+        """Attention of the new tokens over the memory and over themselves, and a term to add to the loss."""
         ...
 
     def keep(self, states: Tensor) -> Self:
@@ -105,20 +105,20 @@ class LayerMemory(Protocol):
         ...
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> Self:
-        """A memory like this one that holds these, as `tensors` named them; the number of rows may be another."""
+        """A memory like this one with these tensors, named as in `tensors`; the number of rows may differ."""
         ...
 
 
 class OwnMemory(LayerMemory, Protocol):
-    """A memory that a mechanism makes itself, for training and for decoding."""
+    """A mechanism's own memory, for training and for decoding."""
 
     def crop(self, back: Tensor) -> Self:
-        """The memory before each row's last back [B] tokens; at most `slack` of them can be taken back."""
+        """The memory before each row's last back [B] tokens; `slack` is the most that can be removed."""
         ...
 
 
 def rows_of(memory: M, index: Tensor | slice) -> M:
-    """A memory whose row b is this one's row index[b]."""
+    """A memory whose row b is a copy of row index[b]."""
     return memory.with_tensors({name: t[index] for name, t in memory.tensors().items()})
 
 
@@ -132,7 +132,7 @@ class HeadPart(NamedTuple):
 
 
 class ByHead:
-    """The memory of a layer whose heads have different memories, one part after the other."""
+    """The memory of a layer whose heads have different memories, in parts by head."""
 
     def __init__(self, parts: Sequence[HeadPart]) -> None:
         self.parts = list(parts)
@@ -154,7 +154,7 @@ class ByHead:
         return self.change(lambda memory: memory.keep(states))
 
     def change(self, how: Callable[[Any], Any]) -> ByHead:
-        """With another memory in place of each."""
+        """The same parts with other memories."""
         return ByHead([HeadPart(mechanism, how(memory)) for mechanism, memory in self.parts])
 
     def bytes(self) -> int:
@@ -169,6 +169,6 @@ class ByHead:
 
 
 def pick(tensors: Mapping[str, Tensor], n: int) -> dict[str, Tensor]:
-    """The tensors whose name begins with "n.", without that."""
+    """The tensors whose name begins with "n.", without this prefix."""
     found = ((name.partition("."), t) for name, t in tensors.items())
     return {name: t for (number, _, name), t in found if number == str(n)}

@@ -1,7 +1,7 @@
 """The KV cache of a model that decodes token by token.
 
-Each layer holds keys and values in rings (`HeadCache`), or its mechanism's own memory (`OwnMemory`), or both, where
-heads differ (`ByHead`). Shapes: B batch.
+Each layer has keys and values in rings (`HeadCache`), or its mechanism's own memory (`OwnMemory`), or both, if
+its heads differ (`ByHead`). slots.py defines what one slot of a ring holds. Shapes: B batch.
 """
 
 from __future__ import annotations
@@ -31,49 +31,49 @@ MOST = 1 << 48  # a position beyond any real text, including the zeros before it
 
 
 class CacheSettings(NamedTuple):
-    """What all layers of a cache share."""
+    """Settings that all layers of a KV cache share."""
 
     zeros: int = 0
     """tokens of zeros before every text, as in the paper's code"""
     slack: int = 0
-    """how many tokens `Cache.crop` can always take back"""
+    """how many tokens `Cache.crop` can always remove"""
     bits: Literal[0, 8] = 0
-    """of each number in a ring; 0: as in the model"""
+    """bits of each number in a ring; 0: the model's dtype"""
     token_bytes: int = 0
-    """what full attention keeps for a token, in all layers"""
+    """bytes that full attention keeps per token, in all layers"""
 
 
 class Maker(Protocol):
-    """The model that a cache belongs to."""
+    """The model that a KV cache belongs to."""
 
     config: Any
-    """all that is not in its weights; compared by its `repr`"""
+    """its configuration, everything but weights; compared by `repr`"""
 
     def state_dict(self) -> dict[str, Tensor]: ...
 
 
 class CachedModel(Maker, Protocol):
-    """A model whose caches begin empty."""
+    """A model that makes empty KV caches."""
 
     def cache(self, batch: int, *, slack: int = 0, bits: Literal[0, 8] = 0) -> Cache: ...
 
 
 class Cache:
-    """Made by `LM.cache`, filled by `LM.decode`. Rows may be at different positions."""
+    """A KV cache. `LM.cache` makes it, `LM.decode` fills it. Rows may be at different positions."""
 
     def __init__(
         self, maker: Maker, layers: Sequence[CacheLayer], place: Tensor, settings: CacheSettings,
         sources: Sequence[Source] = (),
     ) -> None:  # fmt: skip
-        """place [B]: the position of each row's next token, which all rings share. sources: of a decoder, each layer's
-        keys and values of the source text."""
+        """place [B]: the position of each row's next token, shared by all rings. sources: in an encoder–decoder, each
+        layer's keys and values of the source text."""
         self.maker, self.layers, self.place, self.settings = maker, list(layers), place, settings
         self.sources = list(sources)
         assert all(ring.place is place for ring in self.rings())
 
     @property
     def seen(self) -> Tensor:
-        """[B] int64 on the CPU: how many tokens each row has read."""
+        """[B] int64 on the CPU: the number of tokens that each row has read."""
         return self.place - self.settings.zeros
 
     @property
@@ -89,19 +89,19 @@ class Cache:
         return self.settings.bits
 
     def parts(self) -> list[HeadCache | OwnMemory]:
-        """What its layers hold, one after the other; a layer whose heads differ holds several."""
+        """The layers' memories, in order; a layer whose heads differ has several."""
         return [part for layer in self.layers for part in _parts(layer)]
 
     def rings(self) -> list[HeadCache]:
-        """Those that hold keys and values."""
+        """The memories that are rings of keys and values."""
         return [part for part in self.parts() if isinstance(part, HeadCache)]
 
     def bytes(self) -> int:
-        """What is allocated for keys, values and states, exactly."""
+        """The exact number of bytes allocated for keys, values and states."""
         return sum(part.bytes() for part in self.parts())
 
     def full_bytes(self, context: int) -> int:
-        """What full attention would keep for this many tokens of each row, in the model's dtype."""
+        """The bytes that full attention would keep for this many tokens of each row, in the model's dtype."""
         return self.batch * context * self.settings.token_bytes
 
     def advance(self, tokens: int, lengths: Tensor | None = None) -> None:
@@ -109,8 +109,8 @@ class Cache:
         self.place += tokens if lengths is None else lengths.to("cpu", torch.int64)
 
     def crop(self, lengths: Tensor) -> None:
-        """Back to lengths [B] tokens, as if the rest had not been read. Once a ring has wrapped, at most `slack` tokens
-        can be taken back; of a ring that grew, tokens that were read since."""
+        """Shorten each row to lengths [B] tokens, as if it had not read the rest. Once a ring has wrapped, at most
+        `slack` tokens can be removed; after a ring has grown, only tokens read since then."""
         lengths = lengths.to("cpu", torch.int64)
         for ring in self.rings():
             ring.check_crop(lengths)
@@ -122,12 +122,12 @@ class Cache:
         self.place.copy_(lengths + self.settings.zeros)
 
     def reorder(self, rows: Tensor) -> None:
-        """Row b becomes what row rows[b] was, rows [B']; B' may be another number."""
+        """Row b becomes a copy of row rows[b], rows [B']; B' may differ from B."""
         self.place, self.layers = self._rows(rows)
         self.sources = [source.rows(rows) for source in self.sources]
 
     def fork(self, copies: int) -> Cache:
-        """Another cache with every row this many times, one after the other; the two share no memory."""
+        """A new KV cache with `copies` consecutive copies of every row; the two share no memory."""
         if copies < 1:
             raise ValueError(f"copies is {copies}; expected at least 1")
         rows = torch.arange(self.batch).repeat_interleave(copies)
@@ -140,7 +140,7 @@ class Cache:
         rows = rows.to("cpu", torch.int64)
         if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < self.batch):
             raise ValueError(f"rows holds {rows.tolist()}; expected numbers 0 … {self.batch - 1}")
-        with torch.inference_mode(False):  # to be written to in or out of it
+        with torch.inference_mode(False):  # so that both modes can write to it
             place = self.place[rows]
 
         def pick_rows(part: HeadCache | OwnMemory) -> HeadCache | OwnMemory:
@@ -149,8 +149,8 @@ class Cache:
         return place, [_each(layer, pick_rows) for layer in self.layers]
 
     def save(self, path: str | Path) -> None:
-        """One safetensors file with all that decoding needs to continue, and a digest of the model. Written whole or
-        not at all: to a temporary file first, which then replaces `path`."""
+        """One safetensors file with all that decoding needs to continue, and a digest of the model. Written completely
+        or not at all: to a temporary file first, which then replaces `path`."""
         if self.sources:
             raise ValueError("the KV cache of an encoder–decoder cannot be saved; call start again instead")
         tensors = {"place": self.place}
@@ -158,28 +158,32 @@ class Cache:
             tensors |= {f"{n}.{name}": t for name, t in layer.tensors().items()}
         about = {"kind": KIND, "format": FORMAT, "maker": digest(self.maker), "slack": self.slack, "bits": self.bits}
         about["sha256"] = _content(tensors)
-        # a file's tensors may not share memory, and these do
+        # these tensors share memory, which safetensors refuses
         _write(Path(path), {name: t.clone() for name, t in tensors.items()}, {"spanformer": json.dumps(about)})
 
     @staticmethod
     def load(path: str | Path, model: CachedModel) -> Cache:
-        """Read a cache that `save` wrote, for the same model; a cache of another model is refused."""
+        """Read a KV cache that `save` wrote for the same model; refuse that of another model."""
         try:
             with safe_open(path, "pt") as file:
                 about = json.loads((file.metadata() or {}).get("spanformer", "{}"))
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
         except (SafetensorError, OSError, ValueError) as error:
-            raise ValueError(f"{path} cannot be read as a saved cache ({error})") from error
+            raise ValueError(f"{path} cannot be read as a saved KV cache ({error})") from error
         if not isinstance(about, dict) or about.get("kind") != KIND or about.get("format") != FORMAT:
-            raise ValueError(f"{path} is not a cache saved by this version of spanformer")
+            raise ValueError(f"{path} is not a KV cache that this version of spanformer saved; decode the text again")
         if about.get("maker") != digest(model):
-            raise ValueError(f"{path} was saved by another model, or before this one was trained; decode it again")
+            raise ValueError(
+                f"{path} was saved by another model, or before this one was trained further; decode the text again"
+            )
         if about.get("sha256") != _content(tensors):
             raise ValueError(f"{path} is damaged: its checksum does not match; decode the text again")
         try:
             return _fill(model, about, tensors)
         except (KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} does not hold what its model needs ({error}); the file is damaged") from error
+            raise ValueError(
+                f"{path} does not have the tensors that its model needs ({error}); the file is damaged"
+            ) from error
 
 
 def _parts(layer: CacheLayer) -> list[HeadCache | OwnMemory]:
@@ -196,19 +200,19 @@ def _crop(part: HeadCache | OwnMemory, back: Tensor) -> HeadCache | OwnMemory:
 
 def _write(path: Path, tensors: dict[str, Tensor], header: dict[str, str]) -> None:
     try:
-        path.parent.stat()  # a folder that is not there is a mistake, and is not made
+        path.parent.stat()  # a missing folder is a mistake: do not create it
         with replace_file(path) as new:
             save_file(tensors, new, header)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise OSError(f"{path} could not be saved ({why}); what was there before is untouched") from error
+        raise OSError(f"{path} could not be saved ({why}); the file that was there before is unchanged") from error
 
 
 def _fill(model: CachedModel, about: dict, tensors: dict[str, Tensor]) -> Cache:
     slack, bits, place = about["slack"], about["bits"], tensors["place"]
     if type(slack) is not int or type(bits) is not int:
         raise ValueError(f"slack is {slack!r} and bits {bits!r}; expected whole numbers")
-    # First one of no rows, which takes no memory: whatever the file says, it is held against what the file has.
+    # First an empty KV cache, which takes no memory: check the file's tensors before allocating what the file asks for.
     _check(model.cache(0, slack=slack, bits=bits), tensors)  # pyright: ignore[reportArgumentType]
     cache = model.cache(len(place), slack=slack, bits=bits)  # pyright: ignore[reportArgumentType]
     cache.layers = [_loaded(layer, pick(tensors, n)) for n, layer in enumerate(cache.layers)]
@@ -227,7 +231,7 @@ def _loaded(layer: CacheLayer, tensors: dict[str, Tensor]) -> CacheLayer:
 
 
 def _check(empty: Cache, tensors: dict[str, Tensor]) -> None:
-    """Whether the tensors are those of such a cache with some rows."""
+    """Check that the tensors fit such a KV cache with any number of rows."""
     rows, zeros = len(tensors["place"]), empty.settings.zeros
     _check_numbers("place", tensors["place"], (rows,), zeros)
     for n, layer in enumerate(empty.layers):
@@ -266,7 +270,7 @@ def _check_numbers(name: str, t: Tensor, shape: tuple[int, ...], least: int) -> 
 
 
 def digest(model: Maker) -> str:
-    """Of a model's configuration, and of all its names and weights."""
+    """The digest of a model's configuration and of the names and values of its weights."""
     return _digest(f"{model.config!r}\n", model.state_dict())
 
 

@@ -32,8 +32,8 @@ def check_lengths(lengths: Tensor | None, batch: int, new: int) -> Tensor | None
 
 
 def check_in_sight(lost: Tensor, lengths: Tensor, seen: Tensor, why: str) -> None:
-    """lost [B, Hkv] bool: whether a row that is cropped from seen [B] to lengths [B] tokens would see tokens its ring
-    does not hold."""
+    """lost [B, Hkv] bool: whether a row that is cropped from seen [B] to lengths [B] tokens would see tokens that its
+    ring no longer holds."""
     if bool(lost.any()):
         row = int(lost.nonzero()[0, 0])
         raise ValueError(f"row {row} cannot be cropped from {int(seen[row])} to {int(lengths[row])} tokens: {why}")
@@ -49,11 +49,12 @@ def check_call(
     dims: tuple[int, int],
     sink_tokens: int,
 ) -> None:
-    """q [B, H, T, D], k [B, Hkv, T, D] and v [B, Hkv, T, Dv] for a cache with these reaches [Hkv] and dims (D, Dv)."""
+    """q [B, H, T, D], k [B, Hkv, T, D] and v [B, Hkv, T, Dv] for a KV cache with these reaches [Hkv] and dims (D,
+    Dv)."""
     if q.ndim != 4 or q.shape[1] != rule.heads or rule.heads % len(reach):
         raise ValueError(
-            f"q has shape {list(q.shape)}, the rule {rule.heads} heads and the cache {len(reach)}; expected "
-            "[B, H, T, D] with the rule's heads, and a number that divides them in the cache"
+            f"q has shape {list(q.shape)}, the rule has {rule.heads} heads and the KV cache {len(reach)}; expected "
+            "[B, H, T, D] with the rule's number of heads, and a number in the KV cache that divides it"
         )
     for name, t, size in (("k", k, dims[0]), ("v", v, dims[1])):
         if t.shape != (batch, len(reach), q.shape[2], size):
@@ -62,29 +63,32 @@ def check_call(
             raise ValueError(f"{name} has dtype {t.dtype} on {t.device}; expected {q.dtype} on {q.device}, as q has")
     for _, part in rule.parts():
         if not isinstance(part, Rule):
-            raise ValueError(f"a cache takes one Rule for all pairs of a head, not a {type(part).__name__}")
+            raise ValueError(f"rule holds a {type(part).__name__}; a KV cache takes one Rule per head")
         if part.sink_tokens != sink_tokens:
             raise ValueError(
-                f"the rule keeps {part.sink_tokens} first tokens and the cache {sink_tokens}; expected one number"
+                f"sink_tokens is {part.sink_tokens} in the rule and {sink_tokens} in the KV cache; expected one number"
             )
         unknown = ("blocks", "key_bias", "key_span", "forget", "documents")
         if any(getattr(part, name) is not None for name in unknown) or not part.causal:
-            raise ValueError(f"a cache takes causal rules without {', '.join(unknown)}")
+            raise ValueError(f"rule does not suit a KV cache; expected a causal one without {', '.join(unknown)}")
         if part.stride != 1 or part.skip != 0:
-            raise ValueError("a cache takes rules without stride and skip")
+            raise ValueError("rule has a stride or skip; a KV cache takes rules without them")
     shared, shift = rule.heads // len(reach), 1 if rule.paper_compat else 0
     for head, limit in enumerate(rule.limits()):
         if limit + shift > reach[head // shared] and limit:
             raise ValueError(
-                f"head {head} sees {limit + shift} positions and the cache holds {reach[head // shared]} for "
-                "it; make it with this reach, or resize it"
+                f"head {head} sees {limit + shift} positions and the KV cache holds {reach[head // shared]} for "
+                "it; make the cache with this reach, or resize it"
             )
 
 
 def check_lengths_back(lengths: Tensor, seen: Tensor) -> None:
-    """Whether rows that have read seen [B] tokens can go back to lengths [B]."""
+    """Check that rows that have read seen [B] tokens can be cropped to lengths [B]."""
     if lengths.shape != seen.shape or lengths.is_floating_point():
         raise ValueError(f"lengths has shape {list(lengths.shape)}; expected whole numbers [{len(seen)}]")
     for row, (length, read) in enumerate(zip(lengths.tolist(), seen.tolist(), strict=True)):
         if not 0 <= length <= read:
-            raise ValueError(f"row {row} has read {read} tokens; it cannot be cropped to {length}")
+            raise ValueError(
+                f"row {row} has read {read} tokens; it cannot be cropped to {length}. Give a length within what it has "
+                "read"
+            )

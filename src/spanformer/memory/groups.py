@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-GRAIN = 8  # tokens; what a group gets is rounded up to this
-SLACK = 64  # tokens; heads that differ by less are served together
+GRAIN = 8  # tokens; a group's number of tokens is rounded up to a multiple of this
+SLACK = 64  # tokens; heads that differ by less share a group
 
 
 def group_heads(context: list[int], past: int, device: torch.device) -> list[tuple[list[int], int]]:
-    """Heads to be served together, with how many remembered tokens they get: [(heads, need)], the longest first.
+    """Groups of heads, with the number of remembered tokens that each gets: [(heads, need)], the longest first.
 
-    A head joins a group if it needs at least three quarters of what the group's longest head does, or lacks no more
-    than a few tokens of it: less than that is saved by a call of its own. On CUDA all heads are one group: a call's
-    block lists make short heads cheap, and each group's sizes would be compiled for.
+    A head joins a group if it needs at least three quarters of the tokens of the group's longest head, or at most
+    SLACK fewer: a separate call would save less than it costs. On CUDA all heads are one group: a call's
+    block lists make short heads cheap, and each group's sizes would need a compilation.
     """
     needs = [min(-(-n // GRAIN) * GRAIN, past) for n in context]
     if device.type == "cuda":

@@ -1,8 +1,9 @@
-"""The keys and values that one layer's heads still see: a ring for each key/value head, as long as its own reach.
+"""The keys and values that one layer's heads still see: a ring for each key/value head, as long as its reach.
 
-A new token overwrites the oldest one, which the head no longer sees, so memory does not grow with the text. Keys are
-stored with their positions encoded (rotary keys rotated), and a slot determines its position; distances count back from
-each row's newest token, so nothing moves when a ring wraps around.
+One slot of a ring holds one key and one value (slots.py, `Store`). A new token overwrites the oldest one, which the
+head no longer sees, so memory does not grow with the text. Keys are stored with their positions encoded (rotary keys
+rotated). Position p is always in slot p mod capacity, and distances count back from each row's newest token, so nothing
+moves when a ring wraps around.
 Shapes: B batch, H query heads, Hkv key/value heads, T new tokens, D and Dv head sizes, N slots of a row.
 """
 
@@ -44,17 +45,17 @@ class HeadCache:
         place: Tensor | None = None,
         notes: int = 0,
     ) -> None:
-        """reach [Hkv]: how many positions each key/value head sees, its newest included; for grouped heads the longest
-        of the group. value_dim: Dv, 0 for head_dim. sink_tokens: this many first tokens stay beside each ring. slack:
-        how many tokens `crop` can take back after a ring has wrapped. bits: 8 stores keys and values in 8 bits, 0 in
-        dtype. zeros: this many tokens of zero keys and values come before the first, and are seen. place [B]: shared
-        by several layers, which then advance together. notes: 1 for each query head of a key/value head if rules
-        are made of the keys (`read_placed`), else 0."""
+        """reach [Hkv]: how many positions each key/value head sees, the newest included; for grouped heads the longest
+        of the group. value_dim: Dv; 0: head_dim. sink_tokens: each head keeps this many first tokens beside its ring.
+        slack: how many tokens `crop` can remove after a ring has wrapped. bits: 8 stores keys and values in 8 bits, 0
+        in dtype. zeros: this many tokens of zero keys and values come before the first token and are visible. place
+        [B]: shared by several layers, which then advance together. notes: query heads per key/value head if rules
+        depend on the keys (`read_placed`), else 0."""
         if bits not in (0, 8):
-            raise ValueError(f"bits is {bits}; expected 0, for the model's own dtype, or 8")
+            raise ValueError(f"bits is {bits}; expected 0, for the model's dtype, or 8")
         for name, number in (("batch", batch), ("slack", slack), ("sink_tokens", sink_tokens), ("zeros", zeros)):
             if number < 0:
-                raise ValueError(f"{name} is {number}; expected 0 or more")
+                raise ValueError(f"{name} is {number}; expected at least 0")
         if not dtype.is_floating_point:
             raise ValueError(f"dtype is {dtype}; expected a floating-point dtype")
         self.sink_tokens, self.slack, self.zeros, self.notes = sink_tokens, slack, zeros, notes
@@ -62,16 +63,16 @@ class HeadCache:
         self.dtype, self.device = dtype, torch.device(device)
         self.dims = (head_dim, value_dim or head_dim)
         self.reach = check_reach(reach)
-        with torch.inference_mode(False):  # to be written to in or out of it
+        with torch.inference_mode(False):  # so that both modes can write to it
             self.place = torch.full((batch,), zeros) if place is None else place
             """[B] the position of each row's next token, on the CPU"""
             self.written = self.place.clone()
-            """[B] one beyond the highest position ever written: lower than place unless rows were cropped"""
+            """[B] one beyond the highest position ever written; below place unless rows were cropped"""
         self.lost: Lost | None = None
-        """what rings had overwritten when they were resized"""
+        """positions that the rings had overwritten when they were resized"""
         self.store = self._allocate(batch)
         self._decoder: tuple[Rule, tuple, Decoder] | None = None
-        """made for this rule and calls like this"""
+        """prepared for this rule and calls of this form"""
 
     @property
     def batch(self) -> int:
@@ -79,11 +80,11 @@ class HeadCache:
 
     @property
     def seen(self) -> Tensor:
-        """[B] how many tokens each row has read."""
+        """[B] the number of tokens that each row has read."""
         return self.place - self.zeros
 
     def bytes(self) -> int:
-        """What is allocated for keys and values, exactly."""
+        """The exact number of bytes allocated for keys and values."""
         return self.store.memory.numel()
 
     def attend(
@@ -97,15 +98,15 @@ class HeadCache:
         backend: str = "auto",
         scale: float | None = None,
     ) -> Attended:
-        """q [B, H, T, D], k [B, Hkv, T, D] and v [B, Hkv, T, Dv] of the next T tokens of each row → what each of them
-        sees, out [B, H, T, Dv] and lse [B, H, T]. lengths [B]: only this many of a row's T tokens are real, the others
-        padding behind them, whose outputs mean nothing. Without gradients."""
+        """q [B, H, T, D], k [B, Hkv, T, D] and v [B, Hkv, T, Dv] of the next T tokens of each row → their
+        attention, out [B, H, T, Dv] and lse [B, H, T]. lengths [B]: only this many of a row's T tokens are real; the
+        others are padding after them, whose outputs are undefined. Without gradients."""
         found = self.read(q, k, v, rule, lengths=lengths, backend=backend, scale=scale)
         self.advance(q.shape[2], lengths)
         return found
 
     def advance(self, tokens: int, lengths: Tensor | None = None) -> None:
-        """Move every row on, by `tokens` or by lengths [B]."""
+        """Advance every row by `tokens`, or by lengths [B]."""
         self.place += tokens if lengths is None else lengths.to("cpu", torch.int64)
 
     @torch.no_grad()
@@ -127,10 +128,10 @@ class HeadCache:
         self, q: Tensor, k: Tensor, v: Tensor, rule_for: RuleFor, *, lengths: Tensor | None = None,
         backend: str = "auto", scale: float | None = None,
     ) -> Attended:  # fmt: skip
-        """`read` under a rule that depends on which keys there are. rule_for(rows, start, length) gives it for some
-        rows [n] of the batch whose keys are at positions start … start + length − 1, new tokens last; its key_span and
-        forget belong to the new tokens, and are stored. Rows at different positions run one position after the
-        other."""
+        """`read` with a rule that depends on the positions of the keys. rule_for(rows, start, length) returns it for
+        some rows [n] of the batch whose keys are at positions start … start + length − 1, new tokens last; its key_span
+        and forget belong to the new tokens, and are stored. Rows at different positions run in turn, one position after
+        the other."""
         lengths = check_lengths(lengths, self.batch, q.shape[2])
         parts, order, notes = [], [], []
         for place in sorted(set(self.place.tolist())):
@@ -148,14 +149,14 @@ class HeadCache:
 
     @torch.no_grad()
     def append(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> None:
-        """Keep k [B, Hkv, T, D] and v [B, Hkv, T, Dv] without attending to anything."""
+        """Store k [B, Hkv, T, D] and v [B, Hkv, T, Dv] without attention."""
         self._write(k, v, check_lengths(lengths, self.batch, k.shape[2]))
         self.advance(k.shape[2], lengths)
 
     # ---- one token
 
     def rings(self) -> Rings:
-        """Its own keys and values, with `place` as the newest position: where the next token is written and stands."""
+        """The stored keys and values as `Rings` whose newest position is `place`, that of the next token."""
         return self.store.rings(self.place, self.sink_tokens, self.oldest())
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, backend: str, scale: float | None) -> Attended:
@@ -169,7 +170,7 @@ class HeadCache:
         return prepared[2].attend(q, (k, v))
 
     def oldest(self) -> Tensor | None:
-        """[B, Hkv] positions below are not seen. Where a text begins with zeros, lost positions are zeros and seen."""
+        """[B, Hkv] positions below it are hidden. If a text begins with zeros, lost positions are zeros and visible."""
         return None if self.lost is None or self.zeros else self.lost.oldest
 
     def _write(self, k: Tensor, v: Tensor, lengths: Tensor | None, notes: Tensor | None = None) -> None:
@@ -179,20 +180,22 @@ class HeadCache:
 
     @torch.inference_mode(False)
     def resize(self, reach: Sequence[int], slack: int | None = None) -> None:
-        """Rings for other reaches, because spans have changed, or for another slack: what still fits is kept.
+        """Rings for other reaches, because spans have changed, or for another slack; tokens that still fit are kept.
 
-        What a ring has overwritten does not come back when it grows: it is not seen, or is zeros again if the text
-        began with zeros. Tokens that are read afterwards can be cropped as before. A crop to before the resize is
-        refused if a lost token would be in sight: without the tokens that are taken back, the ring would still have
-        held it."""
+        A ring that grows does not restore the tokens it has overwritten: they are hidden, or zeros again if the text
+        began with zeros. Tokens read afterwards can be cropped as before. A crop to before the resize is
+        refused if a lost token would be visible: without the removed tokens, the ring would still
+        hold it."""
         slack = self.slack if slack is None else slack
         if (new := check_reach(reach)) == self.reach and slack == self.slack:
             return
         if len(new) != len(self.reach):
-            raise ValueError(f"reach names {len(new)} key/value heads; expected {len(self.reach)}")
+            raise ValueError(
+                f"reach has {len(new)} numbers; expected one for each of {len(self.reach)} key/value heads"
+            )
         old, capacity = self.store, self.store.capacities
         lost = torch.maximum(self.written, self.place)[:, None] - torch.tensor(capacity)
-        lost = torch.minimum(lost, self.place[:, None])  # what a cropped row has yet to read again is not lost
+        lost = torch.minimum(lost, self.place[:, None])  # tokens that a cropped row will read again are not lost
         self.reach, self.slack, self.written = new, slack, self.place.clone()
         self.store = self._allocate(self.batch)
         move(old, self.store, self.place, lost)
@@ -200,28 +203,28 @@ class HeadCache:
         self._decoder = None
 
     def check_crop(self, lengths: Tensor) -> None:
-        """Refuse what `crop` could not take back."""
+        """Raise a ValueError if `crop` could not remove so much."""
         check_lengths_back(lengths, self.seen)
         place, back = lengths + self.zeros, (lengths < self.seen)[:, None]
-        # the first position that a next token could see, of those that only a ring holds
+        # the first position in a ring that the next token could see
         first = (place[:, None] - torch.tensor(self.reach) + 1).clamp(min=self.sink_tokens)
         held = torch.maximum(self.written, self.place)[:, None] - torch.tensor(self.store.capacities)
-        why = f"its rings have overwritten tokens it would see; make the KV cache with more slack than {self.slack}"
+        why = f"its rings have overwritten tokens that it would see. Make the KV cache with a slack above {self.slack}"
         check_in_sight(back & (held > first), lengths, self.seen, why)
         if self.lost is not None:
-            why = "when its rings were resized, they had overwritten tokens it would see; decode the text again"
+            why = "when its rings were resized, they had overwritten tokens that it would see. Decode the text again"
             check_in_sight(back & (self.lost.since(place) > first), lengths, self.seen, why)
 
     def crop(self, lengths: Tensor) -> None:
-        """Back to lengths [B] tokens: at most `slack` fewer, once a ring has wrapped."""
+        """Shorten rows to lengths [B] tokens: at most `slack` fewer, once a ring has wrapped."""
         lengths = lengths.to("cpu", torch.int64)
         self.check_crop(lengths)
         self.note_crop(lengths)
         self.place.copy_(lengths + self.zeros)
 
     def note_crop(self, lengths: Tensor) -> None:
-        """Remember how far rows have been written, before they are moved back to lengths [B]. What they read from there
-        on is not lost, though a ring had dropped it: with sink tokens a row can go back further than its rings."""
+        """Remember how far rows have been written, before they are cropped to lengths [B]. Tokens that they read after
+        that are not lost, though a ring had dropped them: with sink tokens a row can be cropped to before its rings."""
         torch.maximum(self.written, self.place, out=self.written)
         if self.lost is not None:
             before, self.lost = self.lost, self.lost.crop(lengths + self.zeros)
@@ -230,7 +233,7 @@ class HeadCache:
 
     @torch.inference_mode(False)
     def rows(self, index: Tensor, place: Tensor | None = None) -> HeadCache:
-        """A cache of its own: row b is this one's row index[b]. place: as for a new cache."""
+        """A new cache whose row b is a copy of row index[b]. place: as for a new cache."""
         index = index.to("cpu", torch.int64)
         other = object.__new__(HeadCache)
         other.__dict__.update(self.__dict__)
@@ -242,12 +245,12 @@ class HeadCache:
         return other
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that it takes to go on from here, but `place`, which layers share."""
+        """All tensors needed to continue, except `place`, which layers share."""
         lost = {} if self.lost is None else dict(zip(LOST, self.lost, strict=True))
         return self.store.tensors() | {"reach": torch.tensor(self.reach), "written": self.written} | lost
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """Take over what `tensors` gave, of a cache with as many rows."""
+        """Copy the result of `tensors` from a cache with the same number of rows."""
         self.resize(tensors["reach"].tolist())
         for name, held in self.store.tensors().items():
             held.copy_(tensors[name])
@@ -263,5 +266,5 @@ class HeadCache:
 
 
 def _of_rings(backend: str) -> str:
-    """What serves one token where `backend` serves many."""
+    """The decoding backend that goes with `backend`."""
     return backend if backend in ("native", "banded") else "auto"

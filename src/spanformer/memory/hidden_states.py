@@ -1,6 +1,6 @@
-"""A layer's memory in training: hidden states of earlier segments (see segment.py for how they are kept).
+"""A layer's memory in training: hidden states of earlier segments (segment.py stores them).
 
-States are projected anew in every segment, so that gradients reach the projections. Heads run in groups of similar
+States are projected again in every segment, so that gradients reach the projections. Heads run in groups of similar
 context length, and each group projects only the states it sees, so that short heads do not pay for long ones.
 Shapes: B batch, T new tokens, M remembered ones, H heads, Hkv key/value heads, D head size.
 """
@@ -20,11 +20,12 @@ from spanformer.memory.segment import Tape, remember
 from spanformer.ops import AnyRule, Attended, Rule
 
 RuleFor = Callable[[int], tuple[AnyRule, AnyRule]]
-"""for the last `need` remembered tokens and the new ones: the mechanism's own rule, and with the position encoding's"""
+"""need → for the last `need` remembered tokens and the new ones: the mechanism's rule, and its sum with the positions'
+rule"""
 
 
 class HiddenStates:
-    """states [B, M, dim], detached; length: how many are kept after the new tokens; layer: its number, from 0."""
+    """states [B, M, dim], detached; length: how many to keep after the new tokens; layer: its index, from 0."""
 
     def __init__(self, states: Tensor, tape: Tape | None = None, *, length: int = 0, layer: int = 0) -> None:
         self.states, self.tape, self.length, self.layer = states, tape, length, layer
@@ -54,7 +55,7 @@ class HiddenStates:
         rule = None if mechanism.rule_needs() != "nothing" else mechanism.rule(call.view)
         context = mechanism.context_length() if rule is None else _context_lengths(mechanism, rule)
         groups = group_heads(_by_kv_head(context, call.shared), past, call.q.device)
-        if sink_tokens := mechanism.sink_tokens:  # the first tokens must be there, at their own places
+        if sink_tokens := mechanism.sink_tokens:  # the first tokens must be in memory, at their positions
             if call.view.start - past > 0:
                 raise ValueError(
                     f"sink_tokens is {sink_tokens}, and the segment memory has dropped the first tokens of the "
@@ -69,7 +70,7 @@ class HiddenStates:
         return self._by_groups(call, rule_for, groups)
 
     def _rules(self, call: LayerCall, rule: AnyRule | None, context: list[int]) -> RuleFor:
-        """The mechanism's rule with the position encoding's. rule: None if it depends on which keys there are."""
+        """The mechanism's rule plus the position encoding's. rule: None if it depends on the positions of the keys."""
         past, new, mechanism = self.states.shape[1], call.q.shape[2], call.mechanism
         far = max(context)
         at_once = rule if rule is not None or past else mechanism.rule(self._stretch(call, 0))
@@ -83,7 +84,7 @@ class HiddenStates:
             own = mechanism.rule(self._stretch(call, need)) if at_once is None else at_once
             if added is None or not own.causal:
                 return own, own if added is None else own + added
-            # a pattern need not say how far it reaches, and tables go no further than that
+            # a pattern may have no reach, and tables end at a distance
             return own, own + Rule(call.q.shape[1], causal=False, reach=[n + 1 for n in context]) + added
 
         return rule_for
@@ -100,7 +101,7 @@ class HiddenStates:
                 v=call.v.index_select(1, kv_index),
             )  # fmt: skip
             own, rule = rule_for(need)
-            if not parts:  # every group's rule holds for all heads
+            if not parts:  # every group's rule is for all heads
                 penalty = call.mechanism.penalty(own, call.view)
             encode = call.position.encode_for(heads)
             parts.append(self._group(some, rule.for_heads(heads, kv_heads), encode, need, kv_heads))
@@ -137,12 +138,12 @@ class HiddenStates:
 
 
 def _context_lengths(mechanism: Any, rule: AnyRule) -> list[int]:
-    """[H] how many earlier tokens each head looks back at in this segment."""
+    """[H] how many earlier tokens each head sees in this segment."""
     context = mechanism.context_length()
     for heads, part in rule.parts():
         if any(leaf.dynamic and leaf.span is not None and leaf.span.device.type == "cpu" for leaf in part.leaves()):
             for head, limit in zip(heads, part.limits(), strict=True):
-                context[head] = max(limit - 1, 0)  # elsewhere, reading them would make the host wait
+                context[head] = max(limit - 1, 0)  # on the CPU only: elsewhere reading spans makes the host wait
     return context
 
 

@@ -1,7 +1,7 @@
 """Positions that a layer's rings had overwritten when they were resized, and each row's position at that time.
 
-A ring that grows has room for positions that it no longer holds. A row that is cropped to before the resize must behave
-as if it had never continued, and its ring would then have held more.
+A ring that grows has room for positions that it no longer holds. A row that is cropped to before the resize must decode
+as if it had never continued, in which case its ring would have held more.
 Shapes: B batch, Hkv key/value heads.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 class Lost(NamedTuple):
     oldest: Tensor
-    """[B, Hkv] positions below are lost, though the ring has room for them"""
+    """[B, Hkv] positions below it are lost, though the ring has room for them"""
     place: Tensor
     """[B, Hkv] the position of the row's next token when the last of them were lost"""
 
@@ -25,15 +25,15 @@ class Lost(NamedTuple):
         return Lost(torch.where(more, oldest, self.oldest), torch.where(more, place[:, None], self.place))
 
     def rows(self, index: Tensor) -> Lost:
-        """Row b is this one's row index[b]."""
+        """The same for rows index: row b is a copy of row index[b]."""
         return Lost(self.oldest[index], self.place[index])
 
     def crop(self, place: Tensor) -> Lost:
-        """For rows that go back to place [B]: what they read from there on is not lost."""
+        """For rows that are cropped to place [B]: tokens that they read after that are not lost."""
         return Lost(*(torch.minimum(t, place[:, None]) for t in self))
 
     def since(self, place: Tensor) -> Tensor:
-        """[B, Hkv] positions below were lost after the rows had been at place [B]; 0 where none were."""
+        """[B, Hkv] positions below it were lost after the rows had passed place [B]; 0 where none were."""
         return torch.where(place[:, None] < self.place, self.oldest, 0)
 
 
@@ -47,4 +47,4 @@ def add_lost(lost: Lost | None, oldest: Tensor, place: Tensor, zeros: int) -> Lo
 
 
 LOST = tuple(f"lost.{name}" for name in Lost._fields)
-"""what its tensors are called in a file"""
+"""the names of its tensors in a file"""

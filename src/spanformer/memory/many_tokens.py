@@ -27,7 +27,7 @@ RuleFor = Callable[[Tensor, int, int], AnyRule]
 def attend_many(
     cache: HeadCache, q: Tensor, k: Tensor, v: Tensor, rule: AnyRule, backend: str, scale: float | None
 ) -> Attended:
-    """Attention of new tokens over what the rings hold and over themselves, in groups of similar reach."""
+    """Attention of new tokens over the keys in the rings and over themselves, in groups of similar reach."""
     shared, shift = rule.heads // len(cache.reach), 1 if rule.paper_compat else 0
     back = [max(n - 1 + shift, 0) for n in rule.limits()]
     need = [min(max(back[g * shared : (g + 1) * shared]), cache.reach[g]) for g in range(len(cache.reach))]
@@ -50,8 +50,8 @@ def _attend_group(
     cache: HeadCache, q: Tensor, k: Tensor, v: Tensor, rule: AnyRule, kv_heads: list[int], past: int, backend: str,
     scale: float | None, notes: Tensor | None = None,
 ) -> Attended:  # fmt: skip
-    """Heads that get `past` earlier tokens each. Their rules depend only on distances, so rows at different
-    positions run together, each row's newest tokens last. notes [B, heads, T]: of the new tokens, if any are taken."""
+    """Attention of heads that get `past` earlier tokens each. Rules depend only on distances, so rows at different
+    positions run together, each row's newest tokens last. notes [B, heads, T]: those of the new tokens, if any."""
     t = k.shape[2]
     if notes is not None:
         held = [read_notes(cache.store, None, kv_heads, cache.sink_tokens)] if cache.sink_tokens else []
@@ -69,7 +69,7 @@ def _attend_group(
 
 
 def _hidden(cache: HeadCache, kv_heads: list[int], past: int, new: int) -> Tensor | None:
-    """[B, heads, past + new] −inf for positions that a row has not read yet, or a ring no longer holds."""
+    """[B, heads, past + new] −inf for positions that a row has not read yet or that a ring no longer holds."""
     oldest = cache.oldest()
     oldest = torch.zeros(cache.batch, len(kv_heads), dtype=torch.int64) if oldest is None else oldest[:, kv_heads]
     missing = past - (cache.place[:, None] - oldest)  # [B, heads]
@@ -90,7 +90,7 @@ def _with_sink_tokens(
     k, v = (torch.cat([old.to(new.dtype), new], 2) for old, new in zip(early, (k, v), strict=True))
     first = torch.arange(cache.sink_tokens, device=q.device).expand(b, -1)
     others = places + t - k.shape[2] + cache.sink_tokens + torch.arange(k.shape[2] - cache.sink_tokens, device=q.device)
-    # a first token is either held (read before) or among the new ones, and never both; in a ring it does not count
+    # a sink token is either stored or new, never both; its copy in a ring is hidden
     absent = torch.cat([first >= places, (others < cache.sink_tokens) & (others < places)], 1)  # [B, Tk]
     bias = torch.zeros(b, len(kv_heads), k.shape[2], device=q.device)
     if hidden is not None:
@@ -114,7 +114,7 @@ def attend_many_placed(
     last = read_notes(mine.store, mine.place, every, min(place, 1)).sum(-1) if cache.notes else None
     for kv_heads, past in groups:
         heads = [g * shared + n for g in kv_heads for n in range(shared)]
-        held = [n for n in cache.reach for _ in range(shared)]  # of a shorter ring, older slots hold other tokens
+        held = [n for n in cache.reach for _ in range(shared)]  # older slots of a shorter ring hold other tokens
         rule = rule_for(rows, place - past, past + t) + Rule(q.shape[1], causal=False, reach=held)
         if last is not None and noted is None:
             noted = take_notes(rule, len(rows), t, last)

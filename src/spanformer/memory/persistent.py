@@ -3,8 +3,8 @@ https://arxiv.org/abs/1907.01470
 
     a ∝ exp([q·k_context, q·(√D·m_key)] / √D)        out = a · [v_context, √N·m_value]
 
-N learned key/value vectors for each head, seen by every token beside the text; they have no distance, so they are
-attended to by themselves and merged by lse. With enough of them a layer needs no feed-forward ("all-attention").
+N learned key/value vectors for each head, visible to every token beside the text. They have no distance, so a separate
+call attends to them, and its result is merged by lse. With enough of them a layer needs no feed-forward part.
 Shapes: B batch, H heads, T queries, D head size, N vectors.
 """
 
@@ -22,17 +22,17 @@ class Persistent(nn.Module):
     def __init__(self, heads: int, head_dim: int, vectors: int) -> None:
         super().__init__()
         self.key = nn.Parameter(torch.randn(heads, vectors, head_dim) / math.sqrt(head_dim))
-        """[H, N, D], multiplied by √D in use: one learning rate then serves it and the projections"""
+        """[H, N, D], multiplied by √D in use, so that one learning rate suits it and the projections"""
         self.value = nn.Parameter(torch.randn(heads, vectors, head_dim) / math.sqrt(vectors))
         """[H, N, D], multiplied by √N in use"""
 
     def forward(self, q: Tensor, *, backend: str = "auto", dropout: float = 0.0) -> Attended:
-        """q [B, H, T, D] → what every query gets from the vectors alone, to be merged with what the text gives it."""
+        """q [B, H, T, D] → attention over the vectors only, to be merged with attention over the text."""
         b, h, t, d = q.shape
-        # no distances, so the batch is one long row of queries, and no gradient of the vectors is kept per row
+        # no distances, so the batch can be one long row of queries: no per-row gradient of the vectors
         row = q.transpose(0, 1).reshape(1, h, b * t, d)
-        # The factors go where nothing as large as the vectors is multiplied: √D and 1/√D are a scale of 1, and what
-        # comes out takes √N.
+        # Apply the factors without multiplying the vectors: √D and 1/√D give a scale of 1, and
+        # the output is multiplied by √N.
         rule = Rule(h, causal=False)
         found = attend(row, self.key[None], self.value[None], rule, backend=backend, dropout=dropout, scale=1.0)
         out = found.out * math.sqrt(self.value.shape[1])

@@ -4,7 +4,7 @@ Transformer-XL (Dai et al., 2019), https://arxiv.org/abs/1901.02860
 
     k, v = projections of [stop_gradient(memory), x]        memory ← the last M of [memory, x]
 
-M follows what the layer's heads can see, rounded up to blocks, so it shrinks and grows with their spans.
+M is the context length of the layer's heads, rounded up to blocks, so it shrinks and grows with their spans.
 Shapes: B batch, M remembered tokens, T new tokens, dim of hidden states.
 """
 
@@ -13,21 +13,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = 64  # memory lengths are multiples of this: fewer shapes, and spare room for spans that grow
-ALIGNED = 64  # bytes; products may round otherwise on rows that lie otherwise, and a resumed run must not
+BLOCK = 64  # memory lengths are multiples of this: fewer shapes, and room for spans that grow
+ALIGNED = 64  # bytes; alignment can change the rounding of products, which a resumed run must repeat
 
-SEGMENTS = 4  # room on a tape, at most half of what it remembers: so often is it copied to a new one
+SEGMENTS = 4  # segments of room on a tape, at most half its memory: a copy to a new tape every 4 segments
 
 
 class Tape:
-    """Room behind what a layer remembers: new states are written after the old, which stay where they are.
+    """A buffer with room after a layer's states: new states are written after the old ones, which are not moved.
 
-    So a long memory is neither copied in every segment nor held twice, once for the backward pass and once for the
-    next segment. Only unused room is written: a state that is continued a second time gets a tape of its own.
+    So a long memory is neither copied in every segment nor stored twice, once for the backward pass and once for the
+    next segment. Only unused room is written: a state that is continued a second time gets a new tape.
     """
 
     def __init__(self, past: Tensor, x: Tensor, more: int) -> None:
-        """more: room for this many further states."""
+        """more: the number of further states to make room for."""
         b, old, dim = past.shape
         room = old + x.shape[1] + more
         self.states = torch.empty(b, room, dim, dtype=x.dtype, device=x.device)
@@ -50,16 +50,16 @@ class Tape:
         self.end += x.shape[1]
 
     def last(self, length: int) -> Tensor:
-        """[B, length, dim], not to be written to."""
+        """[B, length, dim], read-only."""
         return self._view(self.end - length)
 
     def _view(self, start: int) -> Tensor:
-        # .data: autograd takes a tensor it has saved as changed when anything on the tape is written
+        # .data: otherwise any write to the tape would mark tensors that autograd saved as changed
         return self.states.data[:, start : self.end]
 
 
 def memory_length(context: list[int]) -> int:
-    """How many states a layer keeps for heads of these context lengths: whole blocks, and one to spare for spans that
+    """How many states a layer keeps for heads of these context lengths: whole blocks, and one more for spans that
     grow."""
     longest = max(context)
     return (longest // BLOCK + 2) * BLOCK if longest else 0
@@ -69,10 +69,10 @@ def memory_length(context: list[int]) -> int:
 def remember(
     past: Tensor, x: Tensor, length: int, tape: Tape | None = None, layer: int = 0
 ) -> tuple[Tensor, Tape | None]:
-    """The last `length` of past [B, M, dim] and x [B, T, dim], detached, and the tape they lie on; `tape`: past's.
+    """The last `length` of past [B, M, dim] and x [B, T, dim], detached, and their tape; `tape`: that of past.
 
-    A full tape is copied to a new one, and the backward pass holds the old one meanwhile. So first tapes have room for
-    a different number of segments from layer to layer: never are all layers' memories there twice.
+    A full tape is copied to a new one, while the backward pass still holds the old one. So first tapes have room for
+    a different number of segments in each layer, and the layers' memories are never all stored twice at a time.
     """
     new = x.shape[1]
     if length <= new:

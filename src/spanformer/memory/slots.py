@@ -1,7 +1,8 @@
-"""The memory behind a layer's rings: one allocation, and moving rows of keys and values in and out of it.
+"""The slots of a layer's KV cache: one allocation, and how keys and values are written to it and read from it.
 
-Head g of a row has `sink_tokens` slots, then capacity[g] slots of its ring; position p lies in slot first[g] + p mod
-capacity[g]. Shapes: B batch, Hkv key/value heads, T tokens, N slots of a row, D and Dv head sizes.
+One slot holds one key and one value of one head. Head g of a row has `sink_tokens` slots, then the capacity[g] slots of
+its ring; position p is in slot first[g] + p mod capacity[g].
+Shapes: B batch, Hkv key/value heads, T tokens, N slots of a row, D and Dv head sizes.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from spanformer.ops.decode.banded import quantise
 
 
 class Store:
-    """Views into `memory`, all of it: keys [B, N, D], values [B, N, Dv], with 8 bits their scales [B, N], and what is
-    noted of each key, [B, N, notes] in float64 (it may be a sum over the whole text)."""
+    """Views of `memory`: keys [B, N, D], values [B, N, Dv], their scales [B, N] if they have 8 bits, and the notes
+    of each key, [B, N, notes] in float64 (a note may be a sum over the whole text; see notes.py)."""
 
     def __init__(
         self,
@@ -37,10 +38,11 @@ class Store:
         slots = sum(self.capacities) + sink_tokens * len(self.capacities)
         kind = torch.int8 if bits else dtype
         shapes = [((batch, slots, dims[0]), kind), ((batch, slots, dims[1]), kind)]
-        shapes = [((batch, slots), torch.float32)] * 2 + shapes if bits else shapes  # the wider first: aligned
+        # the wider dtype first, for alignment
+        shapes = [((batch, slots), torch.float32)] * 2 + shapes if bits else shapes
         shapes = [((batch, slots, notes), torch.float64), *shapes]
         sizes = [torch.Size(shape).numel() * each.itemsize for shape, each in shapes]
-        with torch.inference_mode(False):  # to be written to in or out of it
+        with torch.inference_mode(False):  # so that both modes can write to it
             self.memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
             self.notes, *scales, self.keys, self.values = (
                 part.view(each).view(shape)
@@ -62,7 +64,7 @@ class Store:
         return other
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that it holds, by name; each has a row for each slot."""
+        """Its tensors by name; each has a row for each slot."""
         named: dict[str, Tensor] = {"keys": self.keys, "values": self.values}
         named |= {"notes": self.notes} if self.notes.shape[2] else {}
         return named | ({"key_scales": self.scales[0], "value_scales": self.scales[1]} if self.scales else {})
@@ -83,7 +85,7 @@ def read_slots(
 
 
 def read_notes(store: Store, place: Tensor | None, kv_heads: list[int], count: int) -> Tensor:
-    """[B, query heads, count] what was noted of the same keys, for each query head of these key/value heads."""
+    """[B, query heads, count] the notes of the same keys, for each query head of these key/value heads."""
     found = [_pick(store.notes, None, _pieces(store, g, place, count), torch.float64) for g in kv_heads]
     return torch.cat([each.transpose(1, 2) for each in found], 1)
 
@@ -95,7 +97,7 @@ def _pieces(store: Store, g: int, place: Tensor | None, count: int) -> list[tupl
 
 
 def _stretches(store: Store, g: int, start: Tensor, count: int) -> list[tuple[int, int]] | Tensor:
-    """Where positions start [B] … start + count − 1 of head g lie: as (first slot, how many) if all rows agree, else as
+    """The slots of positions start [B] … start + count − 1 of head g: (first slot, count) if all rows agree, else
     slots [B, count]."""
     capacity, first = store.capacities[g], store.first[g]
     if count <= capacity and len(start) and bool((start == start[0]).all()):
@@ -121,7 +123,7 @@ def _pick(
 def write_slots(
     store: Store, place: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, notes: Tensor | None = None
 ) -> None:
-    """k [B, Hkv, T, D] and v at positions place [B] and on, notes [B, H, T] beside them; of row b only the first
+    """Write k [B, Hkv, T, D], v and notes [B, H, T] at positions place [B] and after; of row b only the first
     lengths[b]."""
     t = k.shape[2]
     new: dict[str, Tensor] = {"keys": k, "values": v}
@@ -150,7 +152,7 @@ def write_slots(
 
 
 def _write_together(store: Store, held: dict[str, Tensor], new: dict[str, Tensor], g: int, place: int, t: int) -> None:
-    """All rows at one place: slices."""
+    """All rows are at one position: write slices."""
     capacity, first = store.capacities[g], store.first[g]
     pieces = []
     early = max(0, min(store.sink_tokens - place, t))
@@ -168,8 +170,8 @@ def _write_together(store: Store, held: dict[str, Tensor], new: dict[str, Tensor
 
 
 def move(old: Store, new: Store, place: Tensor, lost: Tensor) -> None:
-    """What both have room for, from one store to another with other capacities. lost [B, Hkv]: positions below have
-    been overwritten, though rows that were taken back would have room for them; they are zeros in the new one."""
+    """Copy the tokens that fit from one store to another with other capacities. lost [B, Hkv]: positions below it were
+    overwritten, though cropped rows have room for them; they are zeros in the new store."""
     early = torch.arange(-old.sink_tokens, 0).expand(len(place), -1)
     for g, (was, now) in enumerate(zip(old.capacities, new.capacities, strict=True)):
         position = place[:, None] - 1 - torch.arange(min(was, now))

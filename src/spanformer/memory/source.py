@@ -16,9 +16,9 @@ class Source(NamedTuple):
     v: Tensor
     """[B, Hkv, S, D]"""
     padding: Tensor | None
-    """[B, S] bool, True where there is no token"""
+    """[B, S] bool, True for padding"""
 
     def rows(self, index: Tensor) -> Source:
-        """Row b is this one's row index[b]."""
+        """The same for rows index: row b is a copy of row index[b]."""
         index = index.to(self.k.device)
         return Source(self.k[index], self.v[index], None if self.padding is None else self.padding[index])

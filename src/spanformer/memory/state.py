@@ -15,31 +15,31 @@ from spanformer.memory.base import LayerMemory, pick, rows_of
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Layers may remember different lengths."""
+    """The state of a model between segments. Layers may have memories of different lengths."""
 
     layers: tuple[LayerMemory, ...]
     seen: int = 0
-    """tokens so far, remembered or not"""
+    """number of tokens so far, in memory or not"""
     documents: Tensor | None = None
-    """[B, longest M] ids, if the text is packed documents"""
+    """[B, longest M] ids, if the text consists of packed documents"""
     padding: Tensor | None = None
     """[B, longest M] bool, True where a token is padding"""
 
     def tokens(self) -> list[int]:
-        """[layers] how many earlier tokens each layer holds states of."""
+        """[layers] the number of earlier tokens in each layer's memory."""
         return [layer.tokens for layer in self.layers]
 
     def tensors(self) -> dict[str, Tensor]:
-        """What each layer holds, by names such as 0.hidden; all have the batch as their first axis."""
+        """Each layer's tensors, by names such as 0.hidden; all have the batch as their first axis."""
         return {f"{n}.{name}": t for n, layer in enumerate(self.layers) for name, t in layer.tensors().items()}
 
     def with_tensors(self, tensors: dict[str, Tensor], seen: int) -> State:
-        """Like this one, with what each layer holds as `tensors` named it."""
+        """A state like this one with these tensors, named as in `tensors`."""
         layers = (layer.with_tensors(pick(tensors, n)) for n, layer in enumerate(self.layers))
         return replace(self, layers=tuple(layers), seen=seen)
 
     def rows(self, rows: slice) -> State:
-        """Some rows of the batch alone."""
+        """The state of some rows of the batch."""
         batch = len(next(iter(self.tensors().values())))
         if len(range(*rows.indices(batch))) == batch:
             return self
@@ -52,7 +52,7 @@ class State:
 
     @staticmethod
     def stack(states: list[State]) -> State:
-        """The rows of several states, one below the other."""
+        """One state from the rows of several."""
         first = states[0]
         if len(states) == 1:
             return first
@@ -66,5 +66,5 @@ class State:
 
 def _there(t: Tensor | None) -> Tensor:
     if t is None:
-        raise ValueError("some of the states carry documents or padding and others do not; expected all or none")
+        raise ValueError("some of the states have documents or padding and others do not; expected all or none")
     return t

@@ -43,14 +43,12 @@ def check_max_future(rule: Rule) -> None:
         if (table := getattr(rule, name)) is not None and table.shape[1] <= rule.max_future:
             raise ValueError(
                 f"{name} has shape {list(table.shape)} and max_future is {rule.max_future}; expected an entry for "
-                "distance 0, so "
-                f"at least {rule.max_future + 1}"
+                f"distance 0, so at least {rule.max_future + 1} entries"
             )
     if rule.max_future and rule.distance_value is not None and rule.distance_value.shape[1] % 2 == 0:
         raise ValueError(
             f"distance_value has shape {list(rule.distance_value.shape)} and max_future is {rule.max_future}; expected "
-            "an odd "
-            "number of entries, with distance 0 in their middle"
+            "an odd number of entries, with distance 0 in the middle"
         )
 
 
@@ -63,8 +61,7 @@ def shared_max_future(a: Rule, b: Rule) -> int:
     known = [rule.max_future or table.shape[1] - 1 for rule, table in tables if table is not None]
     if not min(known, default=1):
         raise ValueError(
-            "a table of one entry, for distance 0 alone, cannot be added to a rule that sees the future; add entries "
-            "to it"
+            "a table of one entry, for distance 0, cannot be added to a rule that sees the future; make it longer"
         )
     return min(known) if known else max(signed)
 

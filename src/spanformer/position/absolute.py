@@ -1,10 +1,10 @@
-"""Positions that are added to the hidden states.
+"""Absolute positions, added to the hidden states.
 
 Sinusoidal: Attention Is All You Need (Vaswani et al., 2017), §3.5. https://arxiv.org/abs/1706.03762
-Before every layer, and with the layer's number: Universal Transformers (Dehghani et al., 2018), §2.1.
+Before every layer, with the layer's number: Universal Transformers (Dehghani et al., 2018), §2.1.
 https://arxiv.org/abs/1807.03819
 Learned: Convolutional Sequence to Sequence Learning (Gehring et al., 2017), §3.1. https://arxiv.org/abs/1705.03122
-Before every layer, each with a table of its own: Character-Level Language Modeling with Deeper Self-Attention (Al-Rfou
+Before every layer, each with its own table: Character-Level Language Modeling with Deeper Self-Attention (Al-Rfou
 et al., 2018), §3. https://arxiv.org/abs/1808.04444
 
     Sinusoidal           x_t + p_t          p_t[2c] = sin(t · base^(−2c / dim)), p_t[2c + 1] = cos(t · base^(−2c / dim))
@@ -29,7 +29,7 @@ class Sinusoidal(Position):
     def __init__(self, dim: int, base: float = 10000.0) -> None:
         super().__init__()
         if dim < 1 or not base > 0:
-            raise ValueError(f"dim is {dim} and base {base}; expected at least 1, and a positive number")
+            raise ValueError(f"dim is {dim} and base {base}; expected a dim of at least 1 and a positive base")
         self.dim, self.base = dim, base
 
     @classmethod
@@ -49,7 +49,7 @@ class SinusoidalPerLayer(Sinusoidal):
     def __init__(self, dim: int, layer: int, base: float = 10000.0) -> None:
         super().__init__(dim, base)
         if layer < 1:
-            raise ValueError(f"layer is {layer}; expected a number from 1 on")
+            raise ValueError(f"layer is {layer}; expected at least 1")
         self.layer = layer
 
     @classmethod
@@ -80,7 +80,7 @@ class Learned(Position):
 
     def embed(self, x: Tensor, start: int | Tensor) -> Tensor:
         at, length = places(x, start), len(self.weight)
-        ends = None  # the first and the last position, where the host knows them
+        ends = None  # the first and last position, if the host knows them
         if isinstance(start, int):
             ends = (start, start + x.shape[1] - 1)
         elif at.device.type == "cpu" and at.numel():
@@ -104,7 +104,8 @@ def places(x: Tensor, start: int | Tensor) -> Tensor:
 
 
 def sinusoids(at: Tensor, dim: int, base: float = 10000.0) -> Tensor:
-    """at [...] → [..., dim] in float64: in float32 the angles of position 10 million are off by up to half a radian."""
+    """at [...] → [..., dim] in float64: in float32 the error of the angle at position 10 million is up to half a
+    radian."""
     component = torch.arange(0, dim, 2, device=at.device, dtype=torch.float64)
     angle = at[..., None] * base ** (-component / dim)
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)[..., :dim]

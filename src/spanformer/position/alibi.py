@@ -25,7 +25,8 @@ class Alibi(Position):
         if heads < 1:
             raise ValueError(f"heads is {heads}; expected at least 1")
         self.heads = heads
-        # Empty: it follows the module to its device and dtype. Slopes themselves would be rounded on that way.
+        # An empty buffer follows the module's device and dtype. Slopes in a buffer would be rounded by a change of
+        # dtype.
         self.register_buffer("_like", torch.zeros(0), persistent=False)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What a position encoding is: it may add to hidden states, encode queries and keys, or give a Rule.
+"""The base class of position encodings: they add to hidden states, encode queries and keys, or return a Rule.
 
 Shapes: B batch, H query heads, Hkv key/value heads, Tq queries, Tk keys, D head size.
 """
@@ -32,7 +32,7 @@ class Places(Protocol):
 
 
 class Position(nn.Module):
-    """The base of every encoding, and itself the encoding without positions. Override what is needed, `encode`
+    """The base of every encoding; its methods do nothing. Override those that are needed, `encode`
     and `encode_at` together."""
 
     @property
@@ -50,35 +50,35 @@ class Position(nn.Module):
         return q, k
 
     def encode_for(self, heads: list[int]) -> Callable[[Tensor, Tensor, Places], tuple[Tensor, Tensor]]:
-        """`encode` for queries of these heads alone; the same for all, unless heads differ."""
+        """`encode` for queries of these heads only; override it if heads differ."""
         return self.encode
 
     def encode_at(
         self, positions: Callable[[], Tensor], dtype: torch.dtype, heads: list[int] | None = None
     ) -> Encode | None:
-        """`encode` for queries and keys [B, H, T, D] of the same tokens, at positions [T] or [B, T], to be used by many
-        layers; a KV cache keeps keys that are encoded. None: it does nothing. heads: as in `encode_for`. The positions
-        are asked for only if they are needed."""
+        """`encode` for queries and keys [B, H, T, D] of the same tokens, at positions [T] or [B, T], for use by many
+        layers; a KV cache stores encoded keys. None: no encoding. heads: as in `encode_for`. The positions
+        are computed only if they are needed."""
         return None
 
     def for_heads(self, first: int, heads: int) -> Position:
-        """The encoding of some heads of a layer alone, `first` and those after it."""
+        """The encoding for some heads of a layer: `first` and those after it."""
         return SomeHeads(self, list(range(first, first + heads)))
 
     def rule(self, view: Places, length: int) -> Rule | None:
-        """What to add to the attention's rule, for distances 0 … length − 1.
+        """The rule to add to the attention's rule, for distances 0 … length − 1.
 
-        The rule is not causal: a sum of rules is causal if one of them is.
+        It is not causal: a sum of rules is causal if one of them is.
         """
         return None
 
 
 class SomeHeads(Position):
-    """What an encoding does for some heads of a layer, whose others have memories of another kind."""
+    """An encoding restricted to some heads of a layer whose other heads have another kind of memory."""
 
     def __init__(self, whole: Position, heads: list[int]) -> None:
         super().__init__()
-        self._whole, self._heads = (whole,), heads  # in a tuple: its parameters belong to the model already
+        self._whole, self._heads = (whole,), heads  # in a tuple, so that its parameters are not registered twice
 
     @property
     def rotates(self) -> bool:

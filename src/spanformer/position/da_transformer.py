@@ -3,7 +3,7 @@
     s_ij = relu(q_i·k_j) · f_h(|i − j|) / sqrt(D)        f_h(d) = (1 + e^v) / (1 + e^(v − w·d))
 
 f is 1 at distance 0. A head with w > 0 prefers far keys, up to 1 + e^v times; one with w < 0 prefers near keys.
-A score of 0 is not small: it is the weight that irrelevant tokens share, whatever their distance.
+relu gives irrelevant keys a score of 0, whatever their distance; exp(0) still has weight.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DATransformer(Position):
     def rule(self, view: Places, length: int) -> Rule:
         w, v = self.w[:, None], self.v[:, None]
         distance = torch.arange(max(length, 1), device=w.device)
-        # (1 + e^v) · σ(w·d − v), which does not overflow far away
+        # (1 + e^v) · σ(w·d − v), which does not overflow at large distances
         return Rule(len(self.w), causal=False, distance_scale=F.softplus(v).exp() * (w * distance - v).sigmoid())
 
     def extra_repr(self) -> str:

@@ -15,7 +15,7 @@ from spanformer.position.base import Places, Position
 
 
 class DistanceBias(Position):
-    """Starts at 0: no distance is preferred. Distances beyond the table have its last entry."""
+    """Starts at 0: no distance is preferred. Distances beyond the table read its last entry."""
 
     def __init__(self, heads: int, length: int) -> None:
         super().__init__()

@@ -4,7 +4,7 @@ https://arxiv.org/abs/1803.02155
     s_ij  = q_i·(k_j + a[c]) / sqrt(D)        c = clip(i − j, −C, C)
     out_i = Σ_j softmax(s)_ij · (v_j + b[c])
 
-Shapes: L distances with vectors of their own (C + 1 if causal, else 2C + 1), D head size.
+Shapes: L distances with separate vectors (C + 1 if causal, else 2C + 1), D head size.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from spanformer.position.base import Places, Position
 
 
 class Shaw(Position):
-    """Two vectors for each distance up to `clip`, shared by the heads of a layer (§3.4): one joins the keys, one the
-    values. Farther tokens have those of distance `clip`. They start from N(0, 1/D), as long as a key."""
+    """Two vectors for each distance up to `clip`, shared by the heads of a layer (§3.4): one is added to keys, one to
+    values. Farther tokens use the vectors of distance `clip`. They start from N(0, 1/D), the norm of a key."""
 
     def __init__(self, heads: int, head_dim: int, clip: int = 16, *, causal: bool = True) -> None:
         super().__init__()

@@ -5,8 +5,8 @@ https://arxiv.org/abs/1910.10683
     bucket(d) = d                                                              for d < N / 2
               = N/2 + ⌊N/2 · log(d / (N/2)) / log(M / (N/2))⌋, at most N − 1   beyond
 
-for N buckets up to distance M. Without causality, half of the buckets are for future keys. T5 itself does not divide
-scores by sqrt(D); set that by the attention's scale, not by its positions.
+for N buckets up to distance M. Without causality, half of the buckets are for future keys. T5 does not divide
+scores by sqrt(D); set the attention's `scale` for that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from spanformer.position.base import Places, Position
 
 
 class T5(Position):
-    """A learned number for each head and bucket, shared by all layers that are given the same object, as in T5. Starts
+    """A learned number for each head and bucket, shared by all layers that have the same object, as in T5. Starts
     at 0: no distance is preferred."""
 
     def __init__(self, heads: int, buckets: int = 32, max_distance: int = 128, *, causal: bool = True) -> None:
@@ -42,13 +42,13 @@ class T5(Position):
         return cls(spec.heads, causal=spec.causal)
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """The bucket of each distance i − j; a causal encoding has none for those below 0."""
+        """The bucket of each distance i − j; a causal encoding has no bucket for distances below 0."""
         count, first = self.buckets, 0
         if not self.causal:
             count //= 2
             first = (distance < 0) * count
         far, exact = distance.abs(), count // 2
-        # In float32, as T5's own code: a distance on the edge of a bucket would fall to the other side in float64.
+        # In float32, as in T5's code: in float64 a distance at the edge of a bucket would fall into the other one.
         share = torch.log(far.clamp(min=exact).float() / exact) / math.log(self.max_distance / exact)
         beyond = exact + (share * (count - exact)).long()
         return first + torch.where(far < exact, far, beyond.clamp(max=count - 1))

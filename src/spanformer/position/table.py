@@ -1,7 +1,7 @@
 """The positions of Adaptive Attention Span in Transformers (Sukhbaatar et al., 2019), https://arxiv.org/abs/1905.07799,
 after Self-Attention with Relative Position Representations (Shaw et al., 2018), https://arxiv.org/abs/1803.02155.
 
-    s_ij = (q_i·k_j + q_i·r[d]) / sqrt(D)        d = i − j, or i − j − 1 under a rule with `paper_compat`
+    s_ij = (q_i·k_j + q_i·r[d]) / sqrt(D)        d = i − j, or i − j − 1 with `paper_compat`
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from spanformer.position.base import Places, Position
 
 
 class Table(Position):
-    """One vector for each distance, shared by all heads, and by all layers that are given the same object.
+    """One vector for each distance, shared by all heads, and by all layers that have the same object.
 
-    `attend` refuses attention that reaches farther than `length`. The table starts from N(0, 1), as the paper's.
+    `attend` raises an error for distances from `length` on. The table starts from N(0, 1), as in the paper's code.
     """
 
     def __init__(self, heads: int, head_dim: int, length: int) -> None:

@@ -4,8 +4,8 @@ https://arxiv.org/abs/1901.02860
     s_ij = (q_i·k_j + q_i·r[d] + u·k_j + v·r[d]) / sqrt(D)        r[d] = W R_d,  d = i − j,  R_d a sinusoid
 
 Written with q + u for the query, this is (q + u)·k + (q + u)·r[d] + (v − u)·r[d]: an encoded query, a vector and a bias
-for each distance. W and r are a head's own, and so are u and v. The paper has one W for each layer, and one u and v for
-all; here, as in its code with untied biases, each layer that is given an encoding of its own has its own u and v.
+for each distance. Each head has its own W, r, u and v. The paper has one W for each layer, and one u and v for
+all layers; here, as in its code with untied biases, each layer with its own encoding has its own u and v.
 
 Shapes: H heads, D head size, dim of hidden states, L distances.
 """
@@ -25,8 +25,8 @@ from spanformer.position.base import Encode, Places, Position
 
 
 class TransformerXL(Position):
-    """R is known for every distance, so that attention may reach any number of them. Costs a product of L × dim and
-    dim × dim in each call."""
+    """R is defined for every distance, so attention may have any reach. Each call costs a product of L × dim and
+    dim × dim."""
 
     def __init__(self, dim: int, heads: int, head_dim: int, *, causal: bool = True) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class TransformerXL(Position):
             raise ValueError(f"dim is {dim}, heads {heads} and head_dim {head_dim}; expected at least 1 each")
         self.dim, self.heads, self.causal = dim, heads, causal
         self.weight = nn.Parameter(torch.randn(heads, head_dim, dim) * dim**-0.5)
-        """[H, D, dim]: W, which makes R_d as long as a key"""
+        """[H, D, dim]: W, which projects R_d to the head size"""
         self.u, self.v = (nn.Parameter(torch.randn(heads, head_dim) * 0.02) for _ in range(2))
         """[H, D] each"""
 
