@@ -69,7 +69,7 @@ def test_refusals() -> None:
         Chunked(Window(2, 5), queries=0)
     with pytest.raises(
         ValueError,
-        match="Chunked computes its output by its own `forward` or memory; Chunked needs a mechanism that only has",
+        match="Chunked has its own `forward` or memory; Chunked needs a mechanism that only has a rule",
     ):
         Chunked(Chunked(Window(2, 5)))
     with pytest.raises(ValueError, match="the paper's code has no Chunked"):

@@ -151,7 +151,7 @@ def test_dropout_drops_weights_of_all_parts_while_training():
     [
         ((0, 4, 2), {}, "heads is 0 and head_dim 4; expected at least 1 each"),
         ((2, 4, -1), {}, "radius is -1 and clip 12; expected numbers of tokens, 0 …"),
-        ((2, 4, 2), {"segment": 0}, "segment is 0; expected at least 1 token for each global one"),
+        ((2, 4, 2), {"segment": 0}, "segment is 0; expected at least 1 token per global token"),
     ],
 )
 def test_bad_options_are_refused(arguments, options, message):
@@ -167,7 +167,7 @@ def test_bad_options_are_refused(arguments, options, message):
         (Structure(torch.full((1, 6), -2)), r"segments holds -2; expected −1 … 1"),
         (
             Structure(torch.zeros(1, 6).long(), global_padding=torch.zeros(1, 3, dtype=torch.bool)),
-            r"global_padding has shape \[1, 3\] and dtype torch.bool; expected \[1, 2\] of torch.bool, True where",
+            r"global_padding has shape \[1, 3\] and dtype torch.bool; expected \[1, 2\] of torch.bool, True for",
         ),
         (
             Structure(torch.zeros(1, 6).long(), long_padding=torch.zeros(1, 6)),
@@ -195,7 +195,11 @@ def test_a_layer_that_cannot_serve_it_is_told():
         (sinks, view, "sink_logits"),
         (module.rule(), replace(view, documents=documents), "documents"),
     ):
-        with pytest.raises(ValueError, match=f"{name} was given; ETC encodes distances by its own labels"):
+        with pytest.raises(
+            ValueError, match=f"{name} was given; ETC encodes distances by its labels and hides only padding"
+        ):
             module(q, q, q, rule, given)
-    with pytest.raises(ValueError, match="k has 1 heads; ETC adds labels to the keys of every head, expected 2"):
+    with pytest.raises(
+        ValueError, match="k has 1 heads; expected 2, because ETC adds labels to the keys of every head"
+    ):
         module(q, q[:, :1], q[:, :1], module.rule(), view)

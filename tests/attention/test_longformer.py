@@ -352,13 +352,17 @@ def test_windows_grow_with_depth():
     [
         ((16, 3, 4), {}, "dim is 16; expected a multiple of heads, 3"),
         ((16, 2, 0), {}, "window is 0; expected at least 1 token"),
-        ((16, 2, 5), {"causal": False}, "window is 5; expected at least 1 token, an even number: half of it lies to"),
-        ((16, 2, 4), {"positions": [1, 1]}, r"positions is \[1, 1\]; expected different positions, from 0 on"),
+        ((16, 2, 5), {"causal": False}, "window is 5; expected at least 1 token, an even number: half of it on"),
+        ((16, 2, 4), {"positions": [1, 1]}, r"positions is \[1, 1\]; expected different positions of at least 0"),
         ((16, 2, 4), {"positions": [-1]}, r"positions is \[-1\]; expected different"),
-        ((16, 2, 4), {"most": -1}, "most is -1; expected how many global tokens an example may choose"),
+        (
+            (16, 2, 4),
+            {"most": -1},
+            "most is -1; expected the largest number of global tokens in an example, at least 0",
+        ),
         ((16, 2, 4), {"farthest": 3}, "farthest is 3; expected more than the window's 3 tokens"),
-        ((16, 2, 4), {"dilation": 0}, "dilation is 0; expected at least 1 token, one for each of 2 heads"),
-        ((16, 2, 4), {"dilation": [1]}, r"dilation is \[1\]; expected at least 1 token, one for each"),
+        ((16, 2, 4), {"dilation": 0}, "dilation is 0; expected at least 1, for all heads or for each of 2"),
+        ((16, 2, 4), {"dilation": [1]}, r"dilation is \[1\]; expected at least 1, for all heads or for each of 2"),
         ((16, 2, 4), {"kv_heads": 3}, "kv_heads is 3; expected a divisor of heads, 2"),
     ],
 )

@@ -180,7 +180,9 @@ def test_causality() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="the heads of one layer have causal = True and False; expected one for all"):
+    with pytest.raises(
+        ValueError, match="the heads of one layer have causal = True and False; expected one value for all"
+    ):
         join([Rule(2), Rule(2, causal=False)])
     with pytest.raises(ValueError, match="groups is empty; expected the rule of at least one group"):
         HeadGroups([])

@@ -190,25 +190,25 @@ class TestText:
         assert str((Window(2) | Full()) & Every(3)) == "(Window(2) | Full()) & Every(3)"
 
     @pytest.mark.parametrize(("text", "words"), [
-        ("__import__('os').system('true')", "is no pattern; expected one of Full, Window"),
-        ("Window(", "'Window(' is no pattern; expected one such as 'Window(256) | Global([0])'"),
-        ("Windows(3)", "'Windows(3)' in 'Windows(3)' is no pattern"),
-        ("Window(3) + Full()", "put together by | and &"),
-        ("Window('a')", "'a' in \"Window('a')\" is no whole number"),
-        ("Window(3.5)", "3.5 in 'Window(3.5)' is no whole number"),
+        ("__import__('os').system('true')", "is not a pattern; expected one of Full, Window"),
+        ("Window(", "'Window(' is not a pattern; expected one such as 'Window(256) | Global([0])'"),
+        ("Windows(3)", "'Windows(3)' in 'Windows(3)' is not a pattern"),
+        ("Window(3) + Full()", "combined by | and &"),
+        ("Window('a')", "'a' in \"Window('a')\" is neither a whole number nor a list of them"),
+        ("Window(3.5)", "3.5 in 'Window(3.5)' is neither a whole number nor a list of them"),
         ("Window(wide=3)", "got an unexpected keyword argument 'wide'"),
         ("Window()", "missing 1 required positional argument: 'width'"),
-        ("Window(*[3])", "is no whole number"),
-        ("Window(**{})", "is no pattern"),
-        ("Window(0)", "width is 0; expected a whole number from 1 on"),
+        ("Window(*[3])", "is neither a whole number nor a list of them"),
+        ("Window(**{})", "is not a pattern"),
+        ("Window(0)", "width is 0; expected a whole number from 1 to 2,147,483,648"),
         ("Window(True)", "width is True; expected a whole number"),
         ("Fixed(4, 5)", "last is 5; expected at most the block's size, 4"),
         ("Blockwise([0, 0])", "permutation is [0, 0]; expected each of 0 … 1 once"),
-        ("Global([-1])", "tokens is -1; expected a whole number from 0 on"),
+        ("Global([-1])", "tokens is -1; expected a whole number from 0 to 2,147,483,648"),
         ("Blockwise(3)", "permutation is 3; expected a list of blocks, such as [1, 0]"),
         ("Blockwise([])", "permutation is (); expected a list of blocks"),
         ("Global(None)", "tokens is None; expected a number of first tokens, or a list of positions"),
-        ("Every(99999999999999999999)", "to 2,147,483,648 at most"),
+        ("Every(99999999999999999999)", "to 2,147,483,648"),
         ("Grid(10, 2, 4)", "width is 10; expected a multiple of the blocks' 4 columns"),
     ])  # fmt: skip
     def test_refuses_the_rest(self, text: str, words: str) -> None:
@@ -254,7 +254,9 @@ class TestPatterned:
         assert module.rule(view) is module.rule(view)
 
     def test_what_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="2 patterns for 3 heads; expected one, or one for each head"):
+        with pytest.raises(
+            ValueError, match="pattern is a list of 2 for 3 heads; expected one pattern, or one for each head"
+        ):
             Patterned(3, [Full(), Full()])
         with pytest.raises(ValueError, match=re.escape("Fixed(8, 2) depends on the positions of keys; pass a view")):
             Patterned(1, Fixed(8, 2)).rule()

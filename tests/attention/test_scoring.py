@@ -127,9 +127,11 @@ def test_refusals() -> None:
     q = rand(B, H, T, D)
     additive = scorings(Window(H, 9))["additive"]
     for name, table in (("distance_vec", rand(1, T, D)), ("distance_scale", rand(H, T))):
-        with pytest.raises(ValueError, match=f"{name} is a term of the product of query and key"):
+        with pytest.raises(
+            ValueError, match=f"{name} changes the dot product of query and key, which additive scores do not have"
+        ):
             additive(q, q, q, Rule(H, **{name: table}), View())
-    with pytest.raises(ValueError, match="heads have size 6; this scoring is made for 8"):
+    with pytest.raises(ValueError, match="the head size is 6; expected 8, for which this scoring was made"):
         General(Window(H, 9), 8).map_queries(q)
     lm = make(SMALL)
     lm.blocks[0].attention.mechanism = Additive(Window(4, 9), 8).double()

@@ -18,20 +18,20 @@ HUGE = 10**30
 REFUSED = {
     "AdaptiveSpan": (
         lambda: AdaptiveSpan(2, HUGE),
-        f"max_span is {HUGE}; expected at least 1 token, and 2,147,483,648",
+        f"max_span is {HUGE}; expected 1 … 2,147,483,648 tokens",
     ),
     "Window, huge": (
         lambda: Window(2, HUGE),
-        f"window is {HUGE}; expected a whole number from 1 on, to 2,147,483,648 a",
+        f"window is {HUGE}; expected a whole number from 1 to 2,147,483,648",
     ),
-    "Window, a half": (lambda: Window(2, 1.5), "window is 1.5; expected a whole number from 1 on"),  # pyright: ignore
+    "Window, a half": (lambda: Window(2, 1.5), "window is 1.5; expected a whole number from 1 to 2,147,483,648"),  # pyright: ignore
     "Sinks, a half": (
         lambda: Sinks(Window(2, 4), sink_tokens=1.5),
-        "sink_tokens is 1.5; expected a whole number from 0 on",
+        "sink_tokens is 1.5; expected a whole number from 0 to 2,147,483,648",
     ),  # pyright: ignore
     "Sinks, huge": (
         lambda: Sinks(Window(2, 4), sink_tokens=HUGE),
-        f"sink_tokens is {HUGE}; expected a whole number from 0 on",
+        f"sink_tokens is {HUGE}; expected a whole number from 0 to 2,147,483,648",
     ),
 }
 

@@ -154,11 +154,14 @@ def test_the_order_of_an_image() -> None:
 def test_what_is_refused() -> None:
     for words, make in (
         ("use is 'both'; expected one of merged, heads, layers", lambda: StridedSparse(2, 8, use="both")),
-        ("use is 'heads' and there is 1; expected at least 2", lambda: FixedSparse(1, 8, 2, use="heads")),
+        (
+            "heads is 1 with use 'heads'; expected at least 2, one for each factor",
+            lambda: FixedSparse(1, 8, 2, use="heads"),
+        ),
         ("window is 2; expected an odd number of blocks", lambda: BigBird(2, window=2)),
         ("blocks is 0; expected 1 … 4,096", lambda: Blockwise(2, 0)),
-        ("3 patterns for 2 heads", lambda: DilatedWindow(2, 4, [1, 2, 3])),
-        ("the image is 5 × 4; expected multiples of the block, 2 × 2", lambda: order(4, 5, (2, 2))),
+        ("pattern is a list of 3 for 2 heads", lambda: DilatedWindow(2, 4, [1, 2, 3])),
+        ("height is 5 and width 4; expected multiples of the block, 2 × 2", lambda: order(4, 5, (2, 2))),
     ):
         with pytest.raises(ValueError, match=words):
             make()

@@ -71,7 +71,7 @@ def test_published_figures_stand_beside_ours(capsys):
             "etc(radius=32, segment=16, clip=12, hard=false) cannot share a layer with other kinds",
         ),
         (("--kinds", "6 longformer(8, 4) + 6 window"), "cannot share a layer with other kinds"),
-        (("--kinds", "Wndow(3)"), "is no pattern; expected one of"),
+        (("--kinds", "Wndow(3)"), "is not a pattern; expected one of"),
         (("--kinds", "Every(8)", "--length", "1000000"), "expected at most 131,072 for Every(8), whose pairs are"),
     ],
 )

@@ -176,7 +176,7 @@ class TestEncoder:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"kind": "lm"}, "etc reads a text whole, in both directions; expected model.kind 'encoder'"),
+            ({"kind": "lm"}, "etc reads a whole text in both directions; expected model.kind 'encoder'"),
             (
                 {"heads": 4, "kv_heads": 2},
                 "model.kv_heads is set, and etc adds labels to the keys of every head; expected kv_heads 0",
@@ -189,7 +189,10 @@ class TestEncoder:
                 {"attention": AttentionConfig(kind="etc_projected"), "persistent": 3},
                 "model.persistent is set, and global",
             ),
-            ({"attention": AttentionConfig(kind="longformer(8, 2)"), "persistent": 3}, "of longformer have queries"),
+            (
+                {"attention": AttentionConfig(kind="longformer(8, 2)"), "persistent": 3},
+                "of longformer have separate queries; set persistent to 0",
+            ),
         ],
     )
     def test_what_does_not_go_together_is_refused(self, changes, message):

@@ -38,7 +38,7 @@ def test_segments_and_cache_equal_the_whole(layer: str) -> None:
 
 
 def test_a_bad_pattern_is_named() -> None:
-    with pytest.raises(ValueError, match=r"'Windows\(3\)'.* is no pattern; expected one of Full, Window"):
+    with pytest.raises(ValueError, match=r"'Windows\(3\)'.* is not a pattern; expected one of Full, Window"):
         model("Windows(3)")
 
 

@@ -35,7 +35,7 @@ ABSURD: dict[str, tuple[dict[str, Any], str]] = {
     "threads": ({"train.threads": 10**9}, "train.threads is 1000000000; expected at most 1,024"),
     "random blocks": ({"model.attention.kind": "Random(100000000)"}, "count is 100000000; expected a whole number"),
     "long pattern": ({"model.attention.kind": " | ".join(["Full()"] * 2000)}, "characters; expected at most 10,000"),
-    "deep pattern": ({"model.attention.kind": "|".join(["Full()"] * 1400)}, "has too many parts; put fewer together"),
+    "deep pattern": ({"model.attention.kind": "|".join(["Full()"] * 1400)}, "has too many parts; combine fewer by"),
 }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ https://arxiv.org/abs/1905.07799
     m_z(d) = clip((R + z − d) / R, 0, 1)        a_ij ∝ m_z(i − j) · exp(s_ij)        loss += λ · S · mean_h(z_h / S)
 
 Each head h learns its span z_h ∈ [0, S], stored as the ratio z_h / S: its gradient then has a factor S, so that
-one learning rate serves spans of thousands of tokens. Only the ramp, the R tokens beyond z, has a gradient, so a head
+one learning rate suits spans of thousands of tokens. Only the ramp, the R tokens beyond z, has a gradient, so a head
 learns only about distances that already have some weight.
 """
 
@@ -29,7 +29,7 @@ class AdaptiveSpan(Attention):
     Tied spans (`kv_heads`) let a grouped KV cache drop keys that no query head of the group still sees.
     `causal=False` sees as far into the future as back: d is then |i − j|.
     `paper_compat=True` keeps the conventions of the paper's code: a token does not see itself, d counts from the
-    previous token, nothing beyond S is seen even on the ramp, and a whole span has a gradient at its edges.
+    previous token, no head sees beyond S, not even on the ramp, and a whole-number span has a gradient at its edges.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class AdaptiveSpan(Attention):
     def context_length(self) -> list[int]:
         """[heads] how many earlier tokens each head can see now."""
         read_spans([self])
-        if self.paper_compat:  # and one more at a whole span, whose gradient takes part (see span_edge_gradient.py)
+        if self.paper_compat:  # and one more at a whole-number span, for its gradient (see span_edge_gradient.py)
             each = [min(math.floor(z + self.ramp) + 1, self.max_span) for z in self._read[1]]
         else:
             each = [math.ceil(z + self.ramp) - 1 for z in self._read[1]]
@@ -110,11 +110,12 @@ class AdaptiveSpan(Attention):
 
     def _tokens(self) -> Tensor:
         """[heads], or [kv_heads] when tied."""
-        ratio = self.ratio.float() if self.ratio.dtype.itemsize < 4 else self.ratio  # bfloat16 has 8 bits for S tokens
+        # bfloat16 has only 8 bits for up to S tokens
+        ratio = self.ratio.float() if self.ratio.dtype.itemsize < 4 else self.ratio
         return ratio * self.max_span
 
     def _change(self) -> tuple[int, int]:
-        """Differs whenever the ratios were written in place or replaced."""
+        """A key that changes whenever the ratios are written in place or replaced."""
         return id(self.ratio), self.ratio._version
 
     def extra_repr(self) -> str:
@@ -125,9 +126,9 @@ class AdaptiveSpan(Attention):
 
 
 def read_spans(mechanisms: Sequence[AdaptiveSpan]) -> None:
-    """Read the ratios that changed since they were last read, with one device sync for all modules.
+    """Read the ratios that changed since the last read, with one device sync for all modules.
 
-    Changed means in place, as optimisers and `load_state_dict` do; a write through `.data` goes unnoticed.
+    Changed means in place, as optimisers and `load_state_dict` do; a write through `.data` is not noticed.
     """
     stale = [m for m in mechanisms if m._read[0] != m._change()]
     if not stale:
@@ -144,8 +145,8 @@ def check_options(heads: int, kv_heads: int | None, max_span: int, ramp: float, 
     if kv_heads is not None and (kv_heads < 1 or heads % kv_heads):
         raise ValueError(f"kv_heads is {kv_heads}; expected a number that divides heads, {heads}")
     if not 1 <= max_span <= MOST:
-        raise ValueError(f"max_span is {max_span}; expected at least 1 token, and {MOST:,} at most")
+        raise ValueError(f"max_span is {max_span}; expected 1 … {MOST:,} tokens")
     if not 0 < ramp < math.inf:
         raise ValueError(f"ramp is {ramp}; expected a positive, finite number of tokens")
     if not 0 <= penalty < math.inf:
-        raise ValueError(f"penalty is {penalty}; expected 0 or more (a negative one would reward long spans)")
+        raise ValueError(f"penalty is {penalty}; expected at least 0 (a negative penalty would reward long spans)")

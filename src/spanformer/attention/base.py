@@ -21,34 +21,34 @@ from spanformer.ops import AnyRule, Attended, Rule, attend
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """What a mechanism may read besides queries, keys and values. Every field is optional."""
+    """Inputs that a mechanism may read besides queries, keys and values. Every field is optional."""
 
     x: Tensor | None = None
-    """[B, Tq, dim] the hidden states that the queries were made of."""
+    """[B, Tq, dim] the hidden states from which the queries were projected."""
     q_positions: Tensor | None = None
-    """[Tq] or [B, Tq] integers; given with k_positions. They travel with the keys, so trimming never shifts them."""
+    """[Tq] or [B, Tq] integers; given with k_positions. A slice of the keys keeps their positions."""
     k_positions: Tensor | None = None
     """[Tk] or [B, Tk] integers. Without positions, queries are the last Tq of the keys."""
     documents: Tensor | tuple[Tensor, Tensor] | None = None
     """Integer ids as in `Rule.documents`: of the keys, or a pair (of the queries, of the keys)."""
     padding: Tensor | None = None
-    """[B, Tk] bool, True where a key is padding: nothing sees it."""
+    """[B, Tk] bool, True where a key is padding: no query sees it."""
     start: int = 0
-    """The position of the first key in the text: memory is trimmed, and a pattern may depend on positions."""
+    """The position of the first key in the text: patterns may depend on positions, and memory drops old keys."""
     length: int | None = None
-    """Tk, how many keys there are; None: as many as queries."""
+    """Tk, the number of keys; None: as many as queries."""
     keys: Tensor | None = None
-    """[B, Tk, dim] the hidden states that the keys were made of, for a mechanism whose rule needs them."""
+    """[B, Tk, dim] the hidden states from which the keys were projected, for a mechanism whose rule needs them."""
     global_attention_mask: Tensor | None = None
     """[B, Tk] bool, True for the tokens of each example that see all others and are seen by them (Longformer)."""
     segments: Tensor | None = None
-    """[B, n] integers, of a text behind m global tokens (ETC): which of those each of the last n keys belongs to; −1:
+    """[B, n] integers, for a text after m global tokens (ETC): the global token of each of the last n keys; −1:
     none. Tk is m + n."""
     encode: Callable[[Tensor, Tensor, View], tuple[Tensor, Tensor]] | None = None
-    """What the layer's position encoding does to q and k, for a mechanism that makes queries and keys of its own."""
+    """The layer's encoding of q and k, for a mechanism that has its own projections."""
 
     def rule(self, heads: int, *, causal: bool = True) -> Rule:
-        """What the view itself hides: other documents and padded keys."""
+        """The rule that hides other documents and padded keys."""
         bias = None
         if self.padding is not None:
             if self.padding.dtype != torch.bool or self.padding.ndim != 2:
@@ -65,23 +65,24 @@ RuleNeeds = Literal["nothing", "positions", "states"]
 
 
 class Attention(nn.Module):
-    """The base of every mechanism. Most override only `rule`; those that are no masked softmax override `forward`."""
+    """The base of every mechanism. Most override only `rule`; those that are not a masked softmax override
+    `forward`."""
 
     heads: int
 
     def __init__(self) -> None:
         super().__init__()
         self.backend = "auto"
-        """which backend `forward` runs on, see `spanformer.attend`"""
+        """the backend that `forward` runs on, see `spanformer.attend`"""
         self.dropout = 0.0
-        """of attention weights, while training"""
+        """dropout of attention weights, in training"""
         self.sink_tokens = 0
-        """how many first tokens of the text all heads go on seeing"""
+        """how many first tokens of the text all heads always see"""
 
     def supports(
         self, *, position: object | None = None, cache: bool = False, mixed: bool = False, persistent: bool = False
     ) -> list[str]:
-        """Why it does not go with these, a sentence each; [] if it does.
+        """Why it cannot be combined with these, one sentence for each reason; [] if it can.
 
         position: an encoding; cache: decoding from a KV cache; mixed: heads of other kinds in the same layer;
         persistent: learned key/value vectors beside the text.
@@ -89,25 +90,25 @@ class Attention(nn.Module):
         return []
 
     def rule_needs(self) -> RuleNeeds:
-        """What `rule` depends on beside the queries: "nothing"; "positions" of the keys (view.start, view.length); or
-        "states", the hidden states that keys are made of (view.keys). A rule that depends on the keys is computed for
-        each stretch of keys, and holds for that one only."""
+        """What `rule` depends on besides the queries: "nothing"; "positions" of the keys (view.start, view.length); or
+        "states", the hidden states of the keys (view.keys). A rule that depends on the keys is computed for
+        each range of keys, and is valid for that range only."""
         return "nothing"
 
     def rule(self, view: View) -> AnyRule:
-        """What each head may see. A layer adds its position encoding's rule to this one before `forward`."""
+        """The rule: what each head may see. A layer adds its position encoding's rule to this one before `forward`."""
         raise NotImplementedError(f"{type(self).__name__} has no rule; override rule or forward")
 
     def penalty(self, rule: AnyRule, view: View) -> Tensor | None:
-        """A scalar to add to the loss, or None. rule: what `rule` gave for these queries; view: theirs."""
+        """A scalar to add to the loss, or None. rule: the result of `rule` for these queries; view: their view."""
         return None
 
     def context_length(self) -> list[int]:
-        """[heads] how many earlier tokens each head can see now: what a layer must remember for it."""
+        """[heads] how many earlier tokens each head can see now, which a layer must remember."""
         raise NotImplementedError(f"{type(self).__name__} has no context length; override context_length")
 
     def spans(self) -> list[float | None]:
-        """[heads] the span in tokens that each head has learned; None for one that learns none."""
+        """[heads] the span in tokens that each head has learned; None for a head that learns none."""
         return [None] * self.heads
 
     def mean_context(self) -> list[int]:
@@ -123,7 +124,7 @@ class Attention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: AnyRule, view: View) -> Attended:
         """q [B, H, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] → out [B, H, Tq, Dv] and lse [B, H, Tq].
 
-        The view's documents and padding hold whether or not `rule` already carries them.
+        The view's documents and padding apply whether or not `rule` already has them.
         """
         return attend(
             q,
@@ -142,14 +143,14 @@ class Attention(nn.Module):
         return None
 
     def start_from(self, query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
-        """Called by a layer with its initial projections: a mechanism with projections of its own may copy them."""
+        """A layer calls this with its initial projections; a mechanism with its own projections may copy them."""
 
     def after_step(self) -> None:
-        """Called after every optimiser step, e.g. to put parameters back into their range."""
+        """Called after every optimiser step, for example to clamp parameters."""
 
 
 def remembers_itself(mechanism: Attention) -> bool:
-    """Whether a mechanism makes its own memory."""
+    """Whether a mechanism has its own memory."""
     return mechanism.new_memory(MemoryShape(batch=0, kv_heads=mechanism.heads, head_dim=1)) is not None
 
 
@@ -159,8 +160,8 @@ def rotates(position: object) -> bool:
 
 
 def own_output(mechanism: Attention, *, cache: bool, mixed: bool) -> list[str]:
-    """Why a mechanism whose output is no masked softmax under its rule has no KV cache and shares no layer."""
-    name, why = type(mechanism).__name__, "its heads do not see keys by a rule alone"
+    """Why a mechanism whose output is not a masked softmax by its rule has no KV cache and shares no layer."""
+    name, why = type(mechanism).__name__, "its output does not follow from a rule alone"
     no_cache = f"{name} has no KV cache: {why}. Score the text by segments instead (lm(x, state))"
     not_mixed = f"{name} cannot share a layer with other kinds: {why}. Give it all heads of a layer"
     return [*([no_cache] if cache else []), *([not_mixed] if mixed else [])]
@@ -169,12 +170,12 @@ def own_output(mechanism: Attention, *, cache: bool, mixed: bool) -> list[str]:
 def one_rule(rule: AnyRule, name: str) -> Rule:
     """The rule of a mechanism that needs one rule for all its heads and pairs."""
     if not isinstance(rule, Rule):
-        raise ValueError(f"{name} takes one Rule for all heads and pairs, not a {type(rule).__name__}")
+        raise ValueError(f"{name} got a {type(rule).__name__}; expected one Rule for all heads and pairs")
     return rule
 
 
 def given_terms(rule: AnyRule, view: View, beside: Collection[str]) -> list[str]:
-    """The names of the terms that are set in a rule, and a view's documents, except the terms `beside`."""
+    """The names of the terms that a rule and a view's documents set, except the terms `beside`."""
     if not isinstance(rule, Rule):
         return [type(rule).__name__]
     found = [f.name for f in fields(rule) if f.name not in beside and _given(getattr(rule, f.name), f.default)]
@@ -186,17 +187,17 @@ def _given(value: object, default: object) -> bool:
 
 
 def key_states(view: View, dim: int) -> Tensor:
-    """[B, Tk, dim], for a mechanism that reads its keys' hidden states; by themselves, queries are the keys."""
+    """[B, Tk, dim], for a mechanism that reads the hidden states of its keys; without memory, the queries' states."""
     keys = view.x if view.keys is None else view.keys
     if keys is None:
-        raise ValueError("view.keys is missing; expected the hidden states [B, Tk, dim] that the keys were made of")
+        raise ValueError("view.keys is missing; expected the hidden states [B, Tk, dim] of the keys")
     if keys.ndim != 3 or keys.shape[2] != dim:
         raise ValueError(f"view.keys has shape {list(keys.shape)}; expected [B, Tk, {dim}]")
     return keys
 
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """F.linear in float32 or wider, autocast or not: numbers of tokens and sums over tokens need the precision."""
+    """F.linear in float32 or wider, even in autocast: counts of tokens and sums over tokens need the precision."""
     wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
     at = x.device.type
     with torch.autocast(at, enabled=False) if torch.amp.is_autocast_available(at) else nullcontext():

@@ -5,8 +5,8 @@ Big Bird: Transformers for Longer Sequences (Zaheer et al., 2020), https://arxiv
     a_ij ∝ exp(s_ij)   where block(j) is one of the w around block(i), one of the g first, one of r drawn for block(i),
                        or block(i) itself is one of the g first                          O(n·(w + g + r)·size) pairs
 
-Random blocks are never blocks of the window or global ones. Causal samples come from earlier blocks and depend on the
-block's number alone, so that they stay the same as the text grows; see pattern.Random.
+Random blocks never repeat blocks of the window or global ones. Causal samples come from earlier blocks and depend on
+the block's number only, so they stay the same as the text grows; see pattern.Random.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from spanformer.kinds import HeadSpec
 
 
 class BigBird(Patterned):
-    """block: tokens of one. window, tokens and random count blocks; the window is odd, its middle the token's own.
-    Every head has its own random blocks."""
+    """block: tokens per block. window, tokens and random count blocks; window is odd, with the token's block in the
+    middle. Every head has its own random blocks. Run files take their defaults from kinds/big_bird.py."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class BigBird(Patterned):
     ) -> None:
         if window < 1 or window % 2 == 0:
             raise ValueError(
-                f"window is {window}; expected an odd number of blocks, with the token's own in the middle"
+                f"window is {window}; expected an odd number of blocks, with the token's block in the middle"
             )
         side = window // 2
         near = Block(block, side * block, side * block) | Global(tokens * block)

@@ -1,11 +1,11 @@
-"""Blockwise attention: each block of queries sees one block of keys, which a permutation of the head's own names.
+"""Blockwise attention: each block of queries sees one block of keys, chosen by the head's permutation.
 
 Blockwise Self-Attention for Long Document Understanding (BlockBERT; Qiu et al., 2019), https://arxiv.org/abs/1911.02972
 
     a_ij ∝ exp(s_ij)   for π_h(⌊i·n/N⌋) = ⌊j·n/N⌋                                        O(N²/n) pairs
 
-The paper's permutations are shifts: the identity sees near keys, the others far ones. By default half of the
-heads are the identity and the others the shifts by one, two, … blocks in turn.
+The paper's permutations are shifts: a head with the identity sees near keys, the others far ones. By default half the
+heads have the identity and the others shifts by one, two, … blocks in turn.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ MOST_BLOCKS = 4096
 
 
 class Blockwise(Patterned):
-    """blocks: n, how many the text is cut into. permutations: π of each head. size: tokens of a block instead, where
-    the length of the text is not known beforehand; the permutation is then applied to every n blocks.
+    """blocks: n, the number of blocks in the text. permutations: π of each head. size: tokens per block instead, if
+    the length of the text is not known beforehand; the permutation then applies to every n blocks.
 
     A causal head sees nothing in a block whose permutation points to the future; its rows there are zero."""
 
@@ -48,5 +48,5 @@ class Blockwise(Patterned):
 
 
 def shifted(blocks: int, by: int) -> list[int]:
-    """The permutation that sends block b to b − by, around the end."""
+    """The permutation that sends block b to b − by, modulo the number of blocks."""
     return [(b - by) % blocks for b in range(blocks)]

@@ -1,10 +1,10 @@
 """Self-attention Does Not Need O(n²) Memory (Rabe, Staats, 2021). https://arxiv.org/abs/2112.05682
 
-    for each chunk of queries, over chunks c of keys:   out_c, lse_c = softmax attention over c alone
+    for each chunk of queries, over chunks c of keys:   out_c, lse_c = softmax attention over c only
     out = Σ_c exp(lse_c − lse) · out_c        lse = log Σ_c exp(lse_c)
 
-Only one chunk of scores is in memory at a time, also in the backward pass, which recomputes them. It serves any rule,
-and skips chunks of keys that no query of a chunk reaches. Use it to read the method, and for scores that are not dot
+Only one chunk of scores is in memory at a time, also in the backward pass, which recomputes them. It takes any rule,
+and skips chunks of keys that no query of a chunk reaches. It shows the method, and serves scores that are not dot
 products; the backends do the same faster. Shapes: B batch, H heads, Tq queries, Tk keys, D head size.
 """
 
@@ -32,12 +32,12 @@ Content = Callable[[Tensor, Tensor], Tensor]
 
 
 class Chunked(Wrapper):
-    """What `inner`'s heads see, `queries` × `keys` pairs at a time."""
+    """Attention by `inner`'s rule, `queries` × `keys` pairs at a time."""
 
     def __init__(self, inner: Attention, *, queries: int = 256, keys: int = 1024) -> None:
         super().__init__(inner)
         if queries < 1 or keys < 1:
-            raise ValueError(f"queries is {queries} and keys {keys}; expected chunks of at least 1")
+            raise ValueError(f"queries is {queries} and keys {keys}; expected chunks of at least 1 token each")
         self.queries, self.keys = queries, keys
 
     @classmethod
@@ -69,7 +69,7 @@ class Chunked(Wrapper):
         return Attended(*(torch.cat(each, 1) for each in zip(*found, strict=True)))
 
     def _run(self, call: Lowered, content: Content) -> Attended:
-        q_positions, k_positions = call.positions()  # once: each chunk would keep the whole text's
+        q_positions, k_positions = call.positions()  # once for all chunks: otherwise each would keep a copy
         call = replace(call, q_positions=q_positions, k_positions=k_positions)
         chunks = [self._queries(call, start, content) for start in range(0, max(call.q.shape[2], 1), self.queries)]
         return Attended(*(torch.cat(each, 2) for each in zip(*chunks, strict=True)))
@@ -82,7 +82,7 @@ class Chunked(Wrapper):
             if found is not None:
                 if not _near(part):
                     continue
-                part = replace(part, sink_logits=None)  # one of the chunks has the learned sink
+                part = replace(part, sink_logits=None)  # only one chunk counts the sink logit
             # no random state to preserve: dropout has a seed
             more = checkpoint(attend_reference, part, content, use_reentrant=False, preserve_rng_state=False)
             assert isinstance(more, Attended)

@@ -1,7 +1,7 @@
 """Attention of a decoder's queries over an encoder's states (Attention Is All You Need, Vaswani et al., 2017, §3.2.3).
 https://arxiv.org/abs/1706.03762
 
-    a_ij = softmax_j(q_i·k_j / √D) over the encoder's tokens that are no padding
+    a_ij = softmax_j(q_i·k_j / √D) over the encoder's tokens that are not padding
 
 The two texts have no common positions, so there is no distance: every query sees every key.
 """
@@ -13,7 +13,8 @@ from torch import Tensor
 from spanformer.attention.base import Attention, View, given_terms
 from spanformer.ops import AnyRule, Attended, Rule
 
-TERMS = ("heads", "causal", "ramp", "key_bias", "sink_logits")  # that need no distance, and the ramp of none
+# terms without distances; the ramp is unused without a span
+TERMS = ("heads", "causal", "ramp", "key_bias", "sink_logits")
 
 
 class Cross(Attention):

@@ -19,11 +19,11 @@ from spanformer.kinds import HeadSpec
 from spanformer.ops import AnyRule, Rule
 
 LEAST = 0.018
-"""of max_span: a dynamic span is a sigmoid, and one that started at zero would never move"""
+"""share of max_span: a dynamic span is a sigmoid, which has no gradient at zero"""
 
 
 def first_bias(share: float) -> float:
-    """The bias of a sigmoid that starts at this share of the longest span."""
+    """The bias with which the sigmoid starts at this share of the longest span."""
     share = min(max(share, LEAST), 1 - LEAST)
     return math.log(share / (1 - share))
 
@@ -32,7 +32,7 @@ class DynamicSpan(Attention):
     """A span for every token and head (or key/value head, tied), computed from the token's hidden state.
 
     `init` is the bias b, the same for every head: −4 starts at σ(−4) ≈ 1.8 % of max_span. v starts at zero,
-    so all tokens start alike; unlike a hidden layer's, its gradient is not zero there.
+    so all tokens start with the same span; the gradient of v is not zero there.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DynamicSpan(Attention):
         return self.penalty_weight * span.mean()
 
     def context_length(self) -> list[int]:
-        """[heads] the longest span any token may choose; the chosen ones are known only from hidden states."""
+        """[heads] the longest span that a token may choose; the actual spans depend on hidden states."""
         return [math.ceil(self.max_span + self.ramp) - 1] * self.heads
 
     def spans(self) -> list[float | None]:

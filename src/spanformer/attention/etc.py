@@ -3,12 +3,12 @@
     e_ij = q_i·(k_j + P[label_ij]) / √D − ∞·(1 − M_ij)        z_i = Σ_j softmax_j(e_ij)·v_j
 
 Two inputs: a long one, and a few global tokens, for instance one for each sentence. Each token's softmax runs over long
-and global tokens together; what it takes from either is one of four parts:
+and global tokens together, in four parts:
 
     l2l   |i − j| ≤ radius, labelled by the distance i − j, clipped to ±clip
-    l2g   every global token, labelled by whether it is the one of i's own segment
+    l2g   every global token, labelled by whether it belongs to i's segment
     g2g   every global token, labelled by the clipped distance
-    g2l   every long token (with hard_g2l only those of its segment), labelled by whether it is of its segment
+    g2l   every long token (with hard_g2l only those of its segment), labelled by whether it belongs to i's segment
 
 Shapes: B batch, H heads, n long tokens, m global ones, D head size, N labels.
 """
@@ -28,15 +28,16 @@ from spanformer.ops import AnyRule, Attended, Rule, attend, merge
 
 PARTS = ("l2l", "l2g", "g2g", "g2l")
 TERMS = ("heads", "causal", "reach", "max_future", "ramp")
-"""of the rule"""
-FARTHEST = 1 << 20  # tokens: every distance up to it has a row of its own
+"""the terms of a rule that ETC takes"""
+FARTHEST = 1 << 20  # tokens: every distance up to it has a separate row
 
 
 class GlobalLocal(Attention):
-    """ETC's attention. In a layer a text's global tokens come first, and `View.segments` says whose each of the others
-    is. Labels' vectors start at zero: at first all pairs are alike. `segment`: there is a global token for this many
-    long ones. `own_projections`: global tokens have queries of their own, and the parts beside l2l keys and values,
-    which start as the layer's; otherwise all use the layer's, as in the paper's models that start from BERT's."""
+    """ETC's attention. In a layer a text's global tokens come first, and `View.segments` gives the global token of each
+    of the others. Label vectors start at zero: at first labels have no effect. `segment`: one global token for this
+    many long ones. `own_projections`: separate projections for global queries and for the keys and values of l2g, g2g
+    and g2l, which start as copies of the layer's; otherwise all use the layer's, as in the paper's models that start
+    from BERT."""
 
     def __init__(
         self, heads: int, head_dim: int, radius: int, *, segment: int = 16, clip: int = 12, hard_g2l: bool = False,
@@ -48,7 +49,7 @@ class GlobalLocal(Attention):
         if not (0 <= radius <= FARTHEST and 0 <= clip <= FARTHEST):
             raise ValueError(f"radius is {radius} and clip {clip}; expected numbers of tokens, 0 … {FARTHEST:,}")
         if segment < 1:
-            raise ValueError(f"segment is {segment}; expected at least 1 token for each global one")
+            raise ValueError(f"segment is {segment}; expected at least 1 token per global token")
         self.heads, self.radius, self.segment, self.clip, self.hard_g2l = heads, radius, segment, clip, hard_g2l
         self.causal = False
         self.l2l = nn.Parameter(torch.zeros(heads, 2 * clip + 1, head_dim))
@@ -65,7 +66,7 @@ class GlobalLocal(Attention):
     def build(cls, spec: HeadSpec, own_projections: bool = False) -> GlobalLocal:
         if spec.causal:
             raise ValueError(
-                f"{spec.kind} reads a text whole, in both directions; expected model.kind 'encoder' (for show: "
+                f"{spec.kind} reads a whole text in both directions; expected model.kind 'encoder' (for show: "
                 "--no-causal)"
             )
         if spec.kv_heads != spec.heads:
@@ -94,14 +95,16 @@ class GlobalLocal(Attention):
         if rotates(position):
             reasons.append(
                 f"{type(position).__name__} rotates queries and keys, and the vectors of ETC's labels would not be "
-                "rotated with them; use absolute positions, or none"
+                "rotated with them. Use absolute positions, or none"
             )
         if persistent and self.own:
-            reasons.append("model.persistent is set, and global tokens of etc_projected have queries of their own")
+            reasons.append(
+                "model.persistent is set, and global tokens of etc_projected have separate queries; set persistent to 0"
+            )
         return reasons
 
     def rule(self, view: View | None = None) -> Rule:
-        """What long tokens see of each other; `forward` adds the other parts."""
+        """The rule of l2l; `forward` adds the other parts."""
         return Rule(self.heads, causal=False, reach=self.radius + 1, max_future=self.radius)
 
     def context_length(self) -> list[int]:
@@ -116,12 +119,12 @@ class GlobalLocal(Attention):
             raise ValueError("view.segments is missing; expected the number [B, n] of each long token's global token")
         if others := given_terms(rule, view, TERMS):
             raise ValueError(
-                f"{', '.join(others)} was given; ETC encodes distances by its own labels, and hides only "
+                f"{', '.join(others)} was given; ETC encodes distances by its labels and hides only "
                 "padding; expected position kind none, sinusoidal or learned"
             )
         if k.shape[1] != self.heads:
             raise ValueError(
-                f"k has {k.shape[1]} heads; ETC adds labels to the keys of every head, expected {self.heads}"
+                f"k has {k.shape[1]} heads; expected {self.heads}, because ETC adds labels to the keys of every head"
             )
         m = k.shape[2] - view.segments.shape[1]
         (top_k, long_k), (top_v, long_v) = ((t[:, :, :m], t[:, :, m:]) for t in (k, v))
@@ -133,9 +136,9 @@ class GlobalLocal(Attention):
         return Attended(torch.cat([top.out, long.out], 2), torch.cat([top.lse, long.lse], 2))
 
     def _project_own(self, given: Projected, view: View) -> Projected:
-        """The same with projections of its own."""
+        """The same with separate projections."""
         x, m = key_states(view, self.heads * given.q_long.shape[3]), given.q_global.shape[2]
-        of = {"g": x[:, :m].contiguous(), "l": x[:, m:].contiguous()}  # one copy, not one for each product
+        of = {"g": x[:, :m].contiguous(), "l": x[:, m:].contiguous()}  # one copy for all products
 
         def made(name: str, stream: str) -> Tensor:
             t = self.own[name](of[stream])
@@ -145,10 +148,10 @@ class GlobalLocal(Attention):
         return given._replace(q_global=made("query", "g"), **parts)
 
     def two_streams(self, given: Projected, structure: Structure) -> tuple[Attended, Attended]:
-        """What the long tokens attend to, out [B, H, n, D] and lse [B, H, n], and the global ones, [B, H, m, ·]."""
+        """Attention of the long tokens, out [B, H, n, D] and lse [B, H, n], and of the global ones, [B, H, m, ·]."""
         check_inputs(given, structure)
         m = given.q_global.shape[2]
-        # A long token has the position of its segment's global token: pairs of one segment are at distance 0.
+        # A long token has the position of its segment's global token: pairs within a segment are at distance 0.
         at, places = structure.segments, torch.arange(m, device=structure.segments.device)
         no_token, no_global = hide(structure.long_padding), hide(structure.global_padding)
         long = merge(
@@ -178,7 +181,7 @@ class GlobalLocal(Attention):
         self, q: Tensor, kv: Two, table: Tensor, positions: Two, m: int, bias: Tensor | None,
         hard: bool = False,
     ) -> list[Attended]:  # fmt: skip
-        """l2g and g2l: the pairs of one segment, whose keys have one label, and all others, whose keys have the other.
+        """l2g and g2l: pairs within a segment, whose keys have one label, and all others, whose keys have the other.
         So no tensor of n × m pairs is made."""
         (k, v), vectors = kv, table.to(q.dtype)
         own = Rule(self.heads, causal=False, reach=1, key_bias=bias)

@@ -1,4 +1,4 @@
-"""The inputs of ETC's attention: a long input, a few global tokens, and which long token belongs to which global one.
+"""The inputs of ETC's attention: a long input, a few global tokens, and the global token of each long one.
 
 Shapes: B batch, H heads, n long tokens, m global ones, D head size.
 """
@@ -22,26 +22,26 @@ class Projected(NamedTuple):
     q_global: Tensor
     """[B, H, m, D]"""
     l2l: Two
-    """[B, H, n, D] each, as of g2l"""
+    """[B, H, n, D] each, like those of g2l"""
     l2g: Two
-    """[B, H, m, D] each, as of g2g"""
+    """[B, H, m, D] each, like those of g2g"""
     g2g: Two
     g2l: Two
 
 
 class Structure(NamedTuple):
-    """Which long token belongs to which global token, and padding."""
+    """The global token of each long token, and padding."""
 
     segments: Tensor
-    """[B, n] integers: which global token is the one of this token's segment; −1: none"""
+    """[B, n] integers: the index of each token's global token; −1: none"""
     long_padding: Tensor | None = None
-    """[B, n] bool, True where there is no token"""
+    """[B, n] bool, True for padding"""
     global_padding: Tensor | None = None
     """[B, m] bool"""
 
 
 def hide(padding: Tensor | None) -> Tensor | None:
-    """[B, 1, T], −inf where there is no token."""
+    """[B, 1, T], −inf for padding."""
     if padding is None:
         return None
     return torch.zeros(padding.shape, device=padding.device).masked_fill(padding, -math.inf)[:, None]
@@ -50,7 +50,7 @@ def hide(padding: Tensor | None) -> Tensor | None:
 def check_segments(ids: Tensor, b: int, n: int) -> None:
     if ids.shape != (b, n) or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(
-            f"segments has shape {list(ids.shape)} and dtype {ids.dtype}; expected [{b}, {n}] integers, the number of "
+            f"segments has shape {list(ids.shape)} and dtype {ids.dtype}; expected [{b}, {n}] integers, the index of "
             "each token's global token, −1 for none"
         )
 
@@ -66,7 +66,7 @@ def check_inputs(given: Projected, structure: Structure) -> None:
         if padding is not None and (padding.shape != (b, length) or padding.dtype != torch.bool):
             raise ValueError(
                 f"{name} has shape {list(padding.shape)} and dtype {padding.dtype}; expected [{b}, {length}] of "
-                "torch.bool, True where there is no token"
+                "torch.bool, True for padding"
             )
     if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
         lowest, highest = (int(i) for i in ids.aminmax())

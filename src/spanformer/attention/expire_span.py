@@ -2,11 +2,11 @@
 https://arxiv.org/abs/2105.06548
 
     e_j = L · σ(w·h_j + b)        m_ij = clip((R + e_j − d) / R, 0, 1)        a_ij ∝ m_ij · exp(s_ij)
-    loss += α · Σ_j e_j · n_j / (R · Tq)          n_j: how many queries see memory j on its ramp, 0 < m_ij < 1
+    loss += α · Σ_j e_j · n_j / (R · Tq)          n_j: the number of queries with j on the ramp, 0 < m_ij < 1
 
-Every memory has an expiration span e_j, the same for all heads. The loss charges a memory only while it expires: before
-that it may still be needed. `shorten` is the paper's regularisation: in training, no memory lasts longer than an l
-sampled from U(0, L) for each batch, so that the model does not rely on a fixed length.
+Every memory has an expiration span e_j, the same for all heads. The loss penalises a memory only while it expires:
+before that it may still be needed. `shorten` is the paper's regularisation: in training, no memory lasts longer than an
+l sampled from U(0, L) for each batch, so that the model does not rely on a fixed length.
 
 Shapes: B batch, Tq queries, Tk keys, dim of hidden states.
 """
@@ -26,7 +26,8 @@ from spanformer.ops import AnyRule, Rule
 
 
 class ExpireSpan(Attention):
-    """`init` is the bias b: −4 starts at σ(−4) ≈ 1.8 % of max_span. w starts at zero, so all memories start alike."""
+    """`init` is the bias b: −4 starts at σ(−4) ≈ 1.8 % of max_span. w starts at zero, so all memories start with the
+    same span."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class ExpireSpan(Attention):
         return self.penalty_weight * (span * on_ramp).sum() / (self.ramp * max(queries * len(span), 1))
 
     def _on_ramp(self, span: Tensor, queries: int) -> Tensor:
-        """[B, Tk] how many of the queries, which are the last of the keys, see a memory on its ramp."""
+        """[B, Tk] how many of the queries, which are the last keys, have each memory on its ramp."""
         first = span.shape[1] - queries - torch.arange(span.shape[1], device=span.device)  # distance of the first query
         near, far = span.floor() + 1, (span + self.ramp).ceil() - 1
         count = (torch.minimum(far, first + queries - 1) - torch.maximum(near, first) + 1).clamp(min=0)
@@ -90,7 +91,7 @@ class ExpireSpan(Attention):
         return count + (torch.minimum(-near, first + queries - 1) - torch.maximum(-far, first) + 1).clamp(min=0)
 
     def context_length(self) -> list[int]:
-        """[heads] the longest span any memory may have; the actual ones are known only from hidden states."""
+        """[heads] the longest span that a memory may have; the actual spans depend on hidden states."""
         return [math.ceil(self.max_span + self.ramp) - 1] * self.heads
 
     def spans(self) -> list[float | None]:
@@ -98,7 +99,7 @@ class ExpireSpan(Attention):
         return [None if self._recent is None else float(self._recent[0])] * self.heads
 
     def mean_context(self) -> list[int]:
-        """[heads] the average lifetime of a memory: in a long text, a token sees that many."""
+        """[heads] the average lifetime of a memory, which in a long text is how many a token sees."""
         return super().mean_context() if self._recent is None else [round(float(self._recent[2]))] * self.heads
 
     def alive(self) -> float | None:

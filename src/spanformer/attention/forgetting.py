@@ -18,8 +18,8 @@ from spanformer.ops import Rule
 
 
 class Forgetting(Attention):
-    """`max_span`: how many tokens a head sees at most, itself included (forgotten tokens cost as much as others).
-    `init` is the bias b_f: 0 starts with gates of about ½, as the paper; a larger one forgets less."""
+    """`max_span`: the most tokens a head sees, itself included (forgotten tokens cost as much as others).
+    `init` is the bias b_f: 0 starts with gates of about ½, as in the paper; a larger bias forgets less."""
 
     def __init__(self, dim: int, heads: int, max_span: int, *, init: float = 0.0) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Forgetting(Attention):
 
     def rule(self, view: View) -> Rule:
         gates = F.logsigmoid(wide_linear(key_states(view, self.dim), self.weight, self.bias))  # [B, Tk, H]
-        # in float64: c grows with the text, and only its differences mean anything
+        # in float64: c grows with the text, and only its differences are used
         return Rule(self.heads, reach=self.max_span, forget=gates.double().cumsum(1).transpose(1, 2))
 
     def context_length(self) -> list[int]:

@@ -2,7 +2,7 @@
 
 Attention Is All You Need (Vaswani et al., 2017), https://arxiv.org/abs/1706.03762
 
-    a_ij ∝ exp(q_i·k_j / √D)   for j ≤ i where causal, else for all j            O(n²) pairs
+    a_ij ∝ exp(q_i·k_j / √D)   for j ≤ i if causal, else for all j            O(n²) pairs
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from spanformer.kinds import HeadSpec
 
 
 class Full(Patterned):
-    """longest: how many tokens a head sees at most, itself included, where memory is bounded."""
+    """longest: the most tokens a head sees, itself included, if memory is bounded."""
 
     def __init__(self, heads: int, *, causal: bool = True, longest: int | None = None) -> None:
         super().__init__(heads, Everything(), causal=causal, longest=longest)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 class GlobalTokens(NamedTuple):
-    """Some tokens of each example, at most N."""
+    """The global tokens of each example, at most N."""
 
     index: Tensor
     """[1 or B, N], distinct in a row"""
     there: Tensor
-    """[1 or B, N] bool, False where a row has fewer than N: that entry is padding"""
+    """[1 or B, N] bool, False for padding, where a row has fewer than N"""
     last: int | None = None
     """the largest index, if the host knows it"""
 
@@ -32,7 +32,7 @@ class GlobalTokens(NamedTuple):
         return t.expand(rows, -1).gather(1, self.index.expand(rows, -1))
 
     def put(self, t: Tensor, new: Tensor) -> Tensor:
-        """t [B, H, T, D] with new [B, H, N, D] in the places of these tokens."""
+        """t [B, H, T, D] with these tokens replaced by new [B, H, N, D]."""
         new = torch.where(self.there[:, None, :, None], new, self.take(t))
         return t.scatter(2, self.index[:, None, :, None].expand_as(new), new)
 
@@ -54,7 +54,7 @@ def check_mask(mask: Tensor, most: int, k: Tensor) -> None:
             f"[{k.shape[0]}, {k.shape[2]}] of torch.bool, True for global tokens"
         )
     counts = mask.sum(1)
-    expected = f"expected at most {most} in each example; raise most to allow more"
+    expected = f"expected at most {most} in each example; increase most to allow more"
     if mask.device.type != "cpu" or torch.compiler.is_compiling():
         few = (counts <= most).all()
         torch.ops.aten._assert_async.msg(few, f"view.global_attention_mask holds too many global tokens; {expected}")

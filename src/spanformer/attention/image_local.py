@@ -5,8 +5,8 @@ Image Transformer (Parmar et al., 2018), https://arxiv.org/abs/1802.05751, secti
     1-D   query block b of l_q tokens sees itself and the l_m tokens before it             O(n·(l_q + l_m)) pairs
     2-D   query block of h × w pixels sees itself, h_m lines above and w_m columns beside   O(n·(h + h_m)·(w + 2·w_m))
 
-and of those only what was generated before (j ≤ i) where causal. In 2-D the image is generated block by block: `order`
-gives that order, and its inverse brings pixels back.
+and of those only earlier pixels (j ≤ i) if causal. In 2-D the image is generated block by block: `order`
+returns that order, and its inverse restores raster order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spanformer.kinds import HeadSpec
 
 
 class ImageLocal1D(Patterned):
-    """block: l_q tokens of a query block. memory: l_m tokens before it (and, both ways, as many after)."""
+    """block: l_q tokens of a query block. memory: l_m tokens before it (and as many after it if not causal)."""
 
     def __init__(self, heads: int, block: int, memory: int, *, causal: bool = True) -> None:
         super().__init__(heads, Block(block, memory, 0 if causal else memory), causal=causal)
@@ -31,7 +31,7 @@ class ImageLocal1D(Patterned):
 
 
 class ImageLocal2D(Patterned):
-    """width: pixels a line. block: (h, w) of a query block. memory: (h_m, w_m) beyond it. Tokens come in `order`."""
+    """width: pixels per line. block: (h, w) of a query block. memory: (h_m, w_m) beyond it. Tokens come in `order`."""
 
     def __init__(
         self, heads: int, width: int, block: tuple[int, int], memory: tuple[int, int], *, causal: bool = True
@@ -45,10 +45,10 @@ class ImageLocal2D(Patterned):
 
 
 def order(width: int, height: int, block: tuple[int, int]) -> Tensor:
-    """[width · height] the pixel (in raster order) that each token is: x[:, order(…)] puts an image's pixels in the
+    """[width · height] the pixel (in raster order) of each token: x[:, order(…)] puts an image's pixels in the
     order of its blocks."""
     high, wide = block
     if width % wide or height % high:
-        raise ValueError(f"the image is {height} × {width}; expected multiples of the block, {high} × {wide}")
+        raise ValueError(f"height is {height} and width {width}; expected multiples of the block, {high} × {wide}")
     pixels = torch.arange(width * height).view(height // high, high, width // wide, wide)
     return pixels.transpose(1, 2).flatten()

@@ -3,8 +3,8 @@
     i not global:   a_ij ∝ exp(q_i·k_j / √D)        for |i − j| ≤ w/2 (in steps of the head's dilation), and j global
     i global:       a_ij ∝ exp(q^g_i·k^g_j / √D)    for all j, mixing v^g
 
-q^g, k^g, v^g are projections of their own. With causal=True neither sees the future, and the window is the last w
-tokens, a token itself included. A global key inside the window counts once.
+q^g, k^g, v^g are separate projections. With causal=True neither sees the future, and the window is the last w
+tokens, itself included. A global key inside the window counts once.
 
 Shapes: B batch, H heads, Hkv key/value heads, Tq queries, Tk keys, N global tokens, D head size.
 """
@@ -26,14 +26,14 @@ from spanformer.ops import AnyRule, Attended, Rule, attend, merge
 from spanformer.ops.rule import UNLIMITED
 
 TABLES = ("distance_bias", "distance_vec", "distance_value", "distance_scale")
-"""terms of a rule that go by distance"""
+"""terms of a rule that depend on distance"""
 MOST_GLOBAL = 1 << 16
 
 
 class Longformer(Attention):
-    """`positions` are global in every example; or each example sets its own in `view.global_attention_mask`, at most
+    """`positions` are global in every example; or each example marks its own in `view.global_attention_mask`, at most
     `most` of them (a number the host knows, so that no device sync is needed). `farthest`: how many tokens
-    back, or to either side, global tokens see and are seen; all, unless given: a language model's memory has an end.
+    back, or to either side, global attention reaches; default: all. A language model needs a limit for its memory.
     `dilation`: one for all heads, or [heads]; a window of w then spans about w · dilation tokens."""
 
     def __init__(
@@ -56,17 +56,17 @@ class Longformer(Attention):
         if heads % kv_heads:
             raise ValueError(f"kv_heads is {kv_heads}; expected a divisor of heads, {heads}")
         if window < 1 or (window % 2 and not causal):
-            both = "" if causal else ", an even number: half of it lies to either side"
+            both = "" if causal else ", an even number: half of it on each side"
             raise ValueError(f"window is {window}; expected at least 1 token{both}")
         if len(positions) > MOST_GLOBAL:
             raise ValueError(f"positions has {len(positions):,} global tokens; expected at most {MOST_GLOBAL:,}")
         if len(set(positions)) < len(positions) or any(p < 0 for p in positions):
-            raise ValueError(f"positions is {list(positions)}; expected different positions, from 0 on")
+            raise ValueError(f"positions is {list(positions)}; expected different positions of at least 0")
         if most < 0:
-            raise ValueError(f"most is {most}; expected how many global tokens an example may choose, 0 or more")
+            raise ValueError(f"most is {most}; expected the largest number of global tokens in an example, at least 0")
         dilations = [dilation] * heads if isinstance(dilation, int) else list(dilation)
         if len(dilations) != heads or min(dilations) < 1:
-            raise ValueError(f"dilation is {dilation}; expected at least 1 token, one for each of {heads} heads")
+            raise ValueError(f"dilation is {dilation}; expected at least 1, for all heads or for each of {heads}")
         steps = window - 1 if causal else window // 2
         if farthest is not None and farthest <= steps * max(dilations):
             raise ValueError(f"farthest is {farthest}; expected more than the window's {steps * max(dilations)} tokens")
@@ -95,17 +95,19 @@ class Longformer(Attention):
             return []
         reasons = own_output(self, cache=cache, mixed=mixed)
         if persistent:
-            reasons.append("model.persistent is set, and global tokens of longformer have queries of their own")
+            reasons.append(
+                "model.persistent is set, and global tokens of longformer have separate queries; set persistent to 0"
+            )
         return reasons
 
     def rule_needs(self) -> RuleNeeds:
         if self.has_globals:
             return "states"
-        # a KV cache serves strides only with keys laid out in order
+        # a KV cache takes strides only with keys in order
         return "positions" if max(self.dilations) > 1 else "nothing"
 
     def rule(self, view: View | None = None) -> Rule:
-        """The window. Global tokens are added by `forward`."""
+        """The rule of the window; `forward` adds global tokens."""
         reach = [self.steps * dilation + 1 for dilation in self.dilations]
         return Rule(self.heads, causal=self.causal, reach=reach, stride=self.dilations)
 
@@ -115,7 +117,7 @@ class Longformer(Attention):
         return [self.steps * dilation for dilation in self.dilations]
 
     def start_from(self, query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
-        """Copies of a layer's own projections, as the paper's code starts the global ones; of their kind, too."""
+        """Start the global projections as copies of the layer's, as the paper's code does, and of the same class."""
         if self.has_globals:
             self.query, self.key, self.value = (copy.deepcopy(linear) for linear in (query, key, value))
 
@@ -134,14 +136,14 @@ class Longformer(Attention):
         )
 
     def _window(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View, keys: GlobalTokens) -> Attended:
-        """Over the window without the global keys."""
+        """Attention over the window without the global keys."""
         hidden = torch.zeros(len(keys.index), k.shape[2], device=k.device)
         hidden = hidden.scatter(1, keys.index, torch.where(keys.there, -math.inf, 0.0))
         rule = rule + Rule(rule.heads, causal=False, key_bias=hidden[:, None])
         return self._attend(q, k, v, rule, view.q_positions, view.k_positions)
 
     def _to_global(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, view: View, keys: GlobalTokens) -> Attended:
-        """[B, H, Tq, ·] over the global keys alone, however far away."""
+        """[B, H, Tq, ·] attention over the global keys only, at any distance."""
         q_positions, k_positions = _positions(view, q.shape[2], k.shape[2], k.device)
         bias = torch.where(keys.there, 0.0, -math.inf)[:, None]  # [1 or B, 1, N]
         if rule.key_bias is not None:
@@ -153,7 +155,7 @@ class Longformer(Attention):
             rule,
             reach=None if anywhere else self.farthest,
             stride=1,
-            sink_logits=None,  # the window has it
+            sink_logits=None,  # the window counts it
             key_bias=bias,
             documents=None if documents is None else (documents[0], keys.ids(documents[1])),
         )
@@ -161,16 +163,16 @@ class Longformer(Attention):
         return self._attend(q, keys.take(k), keys.take(v), few, *places)
 
     def _from_global(self, tq: int, k: Tensor, rule: Rule, view: View, queries: GlobalTokens) -> Attended:
-        """[B, H, N, ·] of the global queries over all keys, by their own projections."""
+        """[B, H, N, ·] attention of the global queries over all keys, with separate projections."""
         x, tk = key_states(view, self.dim), k.shape[2]
         if x.shape[1] != tk:
             raise ValueError(
-                f"view.keys has shape {list(x.shape)}; Longformer's global tokens have projections of their own, and "
+                f"view.keys has shape {list(x.shape)}; Longformer's global tokens have separate projections and "
                 f"need the hidden states [B, {tk}, {self.dim}] of all keys"
             )
         end = tk
         if rule.causal and queries.last is not None and view.k_positions is None:
-            end = queries.last + tk - tq + 1  # they see no later tokens, so those are not projected
+            end = queries.last + tk - tq + 1  # global queries see no later tokens, so do not project those
         at = queries.index + (tk - tq)
         tokens = x.gather(1, at[..., None].expand(len(x), -1, x.shape[2]))
         q, k, v = self._project(tokens, x[:, :end])
@@ -195,7 +197,8 @@ class Longformer(Attention):
         return within and not rule.causal and not any(getattr(rule, name) is not None for name in TABLES)
 
     def _project(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, H, N, D] of the global tokens [B, N, dim], k and v [B, Hkv, T, D] of what they look at, [B, T, dim]."""
+        """q [B, H, N, D] of the global tokens [B, N, dim], k and v [B, Hkv, T, D] of the states they attend to, [B, T,
+        dim]."""
         return (
             _split_heads(self.query(tokens), self.heads),
             _split_heads(self.key(x), self.kv_heads),
@@ -209,7 +212,7 @@ class Longformer(Attention):
         )  # fmt: skip
 
     def _global_tokens(self, view: View, tq: int, k: Tensor) -> tuple[GlobalTokens | None, GlobalTokens | None]:
-        """The global ones among the keys, and among the queries; None if there are none."""
+        """The global tokens among the keys, and among the queries; None if there are none."""
         tk = k.shape[2]
         if view.global_attention_mask is not None:
             check_mask(view.global_attention_mask, self.most, k)
@@ -229,8 +232,8 @@ class Longformer(Attention):
 
 
 def growing_windows(layers: int, lowest: int, highest: int) -> list[int]:
-    """[layers] even window sizes from `lowest` in the first layer to `highest` in the last, each about as many times
-    the one below. The paper: small windows for local detail below, larger ones above."""
+    """[layers] even window sizes from `lowest` in the first layer to `highest` in the last, growing by a constant
+    factor. As in the paper: small windows for local detail in low layers, larger ones above."""
     if layers < 1 or lowest < 2 or highest < lowest or lowest % 2 or highest % 2:
         raise ValueError(
             f"layers is {layers}, lowest {lowest} and highest {highest}; expected at least 1 layer and even windows, "

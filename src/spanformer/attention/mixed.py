@@ -1,6 +1,6 @@
 """Heads of several kinds in one layer: for instance six fixed windows and two adaptive spans.
 
-out = [out_1, …, out_H]        head h by the rule, and the scoring, of the part that it belongs to
+out = [out_1, …, out_H]        head h uses the rule and the scoring of its part
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from spanformer.attention.parts import Parts
 from spanformer.ops import AnyRule, BlockIndex, HeadGroups, Rule, Union
 from spanformer.ops.rule import HEAD_AXIS, soft
 
-NO_EDGE = float(1 << 24)  # the span of a head that has none: beyond any sequence, and exact in float32
+NO_EDGE = float(1 << 24)  # stands for no span: beyond any sequence, and exact in float32
 
 
 class Mixed(Parts):
-    """Each part gives the rule of its heads. One that overrides `forward` or makes its own memory cannot be a part;
-    `mix` puts the latter beside others."""
+    """Each part gives the rule of its heads. A mechanism that overrides `forward` or has its own memory cannot be a
+    part; `mix` combines those with their own memory."""
 
     def __init__(self, parts: Sequence[Attention]) -> None:
         super().__init__(parts)
         for part in parts:
             if remembers_itself(part):
-                raise ValueError(f"{type(part).__name__} makes its own memory and has no rule; combine it by `mix`")
+                raise ValueError(f"{type(part).__name__} has its own memory and no rule; combine it by `mix`")
 
     def rule_needs(self) -> RuleNeeds:
         needs = {part.rule_needs() for part in self.each()}
@@ -47,14 +47,14 @@ class Mixed(Parts):
 
 
 def join(rules: Sequence[AnyRule]) -> AnyRule:
-    """One rule for the heads of all, in this order.
+    """One rule for the heads of all these rules, in this order.
 
-    Neighbours that differ in numbers alone (reaches, spans, strides, tables, biases, sinks, patterns of one size)
-    become one; others become HeadGroups, and attend runs each by itself. All must have the same causal and
+    Neighbours that differ only in numbers (reaches, spans, strides, tables, biases, sinks, patterns of one size)
+    become one; others become HeadGroups, and attend runs each group separately. All must have the same causal and
     paper_compat."""
     for name in ("causal", "paper_compat"):
         if len({getattr(rule, name) for rule in rules}) > 1:
-            raise ValueError(f"the heads of one layer have {name} = True and False; expected one for all")
+            raise ValueError(f"the heads of one layer have {name} = True and False; expected one value for all")
     joined: list[list[Rule] | Union] = []
     for rule in (part for each in rules for _, part in each.parts()):
         last = joined[-1] if joined else None
@@ -69,8 +69,8 @@ def join(rules: Sequence[AnyRule]) -> AnyRule:
 
 
 def alike(a: Rule, b: Rule) -> bool:
-    """Whether the two differ only in what a rule holds for each head. A head without a span can have one without end;
-    any other term both must have, or neither."""
+    """Whether two rules differ only in terms per head. A head without a span can get an endless one;
+    any other term must be in both or in neither."""
     for field in fields(Rule):
         name, mine, theirs = field.name, getattr(a, field.name), getattr(b, field.name)
         if name in ("heads", "reach", "span", "stride", "skip"):
@@ -91,13 +91,13 @@ def alike(a: Rule, b: Rule) -> bool:
         elif isinstance(mine, int | float):
             if mine != theirs:
                 return False
-        elif mine is not theirs:  # documents, or a term that this file does not know: the very same, or another group
+        elif mine is not theirs:  # documents or any other term: the same object, or a separate group
             return False
     return True
 
 
 def _unite(rules: list[Rule]) -> Rule:
-    """Rules that are alike, as one."""
+    """One rule from compatible ones."""
     first = rules[0]
     if len(rules) == 1:
         return first
@@ -120,7 +120,7 @@ def _unite(rules: list[Rule]) -> Rule:
 
 
 def _side_by_side(rules: list[Rule], name: str, axis: int) -> Tensor | None:
-    """A term that all have or none, for the heads of all; what all share stays shared."""
+    """A term that all rules have or none has, for all heads; a shared one stays shared."""
     given = [getattr(rule, name) for rule in rules]
     if given[0] is None or (given[0].shape[axis] == 1 and all(t is given[0] for t in given)):
         return given[0]

@@ -1,6 +1,6 @@
 """Heads of one layer with different memories, such as keys and values for some, a recurrent state for others.
 
-out = [out_1, …, out_H]        head h by the mechanism and the memory of the part that it belongs to
+out = [out_1, …, out_H]        head h uses the mechanism and the memory of its part
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def mix(parts: Sequence[Attention]) -> Attention:
 
 
 def new_memory(mechanism: Attention, shape: MemoryShape, usual: Callable[[Attention, MemoryShape], M]) -> M | ByHead:
-    """An empty memory for a layer's mechanism. usual: makes the one of heads that bring none of their own."""
+    """An empty memory for a layer's mechanism. usual: makes the memory of mechanisms without their own."""
     if not isinstance(mechanism, MixedMemory):
         own = mechanism.new_memory(shape)
         return usual(mechanism, shape) if own is None else own  # pyright: ignore[reportReturnType]

@@ -1,4 +1,4 @@
-"""Heads of several kinds in one layer: what every such mechanism asks of its parts, one part after the other."""
+"""Heads of several kinds in one layer: what all such mechanisms have in common."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spanformer.attention.base import Attention
 
 
 class Parts(Attention):
-    """The heads of each part, one part after the other."""
+    """The base of mechanisms whose heads are those of its parts, in order."""
 
     def __init__(self, parts: Sequence[Attention]) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Parts(Attention):
         return [reason for reasons in every for reason in reasons]
 
     def map_queries(self, q: Tensor) -> Tensor:
-        """Each part maps the queries of its own heads."""
+        """Each part maps the queries of its heads."""
         pieces = q.split([part.heads for part in self.each()], 1)
         mapped = [part.map_queries(piece) for part, piece in zip(self.each(), pieces, strict=True)]
         return q if all(a is b for a, b in zip(mapped, pieces, strict=True)) else torch.cat(mapped, 1)

@@ -1,6 +1,6 @@
 """Attention along any pattern, one for all heads or one for each.
 
-    a_ij ∝ exp(s_ij)   for (i, j) in the head's pattern, and j ≤ i where causal
+    a_ij ∝ exp(s_ij)   for (i, j) in the head's pattern, and j ≤ i if causal
 
 Patterns are sets of pairs: see spanformer.attention.pattern.
 """
@@ -17,8 +17,9 @@ from spanformer.ops import Rule, Union
 
 
 class Patterned(Attention):
-    """pattern: one, or one for each head. longest: no head looks back further than this many tokens, itself included;
-    without it a pattern that sees everything remembers everything. size: positions per block, where blocks serve it."""
+    """pattern: one, or one for each head. longest: the most tokens back that a head sees, itself included;
+    without it, a pattern that sees everything needs unlimited memory. size: positions per block, if it runs by
+    blocks."""
 
     def __init__(
         self,
@@ -32,25 +33,27 @@ class Patterned(Attention):
         super().__init__()
         patterns = (pattern,) * heads if isinstance(pattern, Pattern) else tuple(pattern)
         if len(patterns) != heads or not all(isinstance(p, Pattern) for p in patterns):
-            raise ValueError(f"{len(patterns)} patterns for {heads} heads; expected one, or one for each head")
+            raise ValueError(
+                f"pattern is a list of {len(patterns)} for {heads} heads; expected one pattern, or one for each head"
+            )
         if longest is not None and longest < 1:
             raise ValueError(f"longest is {longest}; expected at least 1 token")
         check_size(size)
         self.heads, self.patterns, self.causal, self.longest, self.size = heads, patterns, causal, longest, size
         bands = [disjoint(p.bands(causal)) for p in patterns]
-        self.by_blocks = None in bands  # else distances suffice
+        self.by_blocks = None in bands  # otherwise distances describe it
         self.strided = any(band[:2] != (1, 0) for some in bands for band in some or ())
 
     @classmethod
     def parse(cls, spec: HeadSpec) -> Patterned:
-        """Heads whose pattern is written as an expression, spec.text."""
+        """Heads with the pattern of the expression spec.text."""
         return Patterned(spec.heads, parse(spec.text), causal=spec.causal, longest=spec.section.max_span)
 
     def rule_needs(self) -> RuleNeeds:
         return "positions" if self.by_blocks or self.strided else "nothing"
 
     def rule(self, view: View | None = None) -> Rule | Union:
-        """Of the keys that view.start and view.length name; a pattern of distances alone needs no view."""
+        """The rule for the keys of view.start and view.length; a pattern of distances needs no view."""
         length, start, device, queries = 0, 0, "cpu", None
         if self.by_blocks:
             if view is None or (view.length is None and view.x is None):

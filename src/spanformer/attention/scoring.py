@@ -4,7 +4,7 @@
                                      https://arxiv.org/abs/1508.04025
     General     q·W·k                Luong, Pham, Manning, 2015: multiplicative, "general"
                                      https://arxiv.org/abs/1508.04025
-    Bilinear    (q·W + w)·k          Dozat, Manning, 2017: biaffine, without the terms a softmax cancels
+    Bilinear    (q·W + w)·k          Dozat, Manning, 2017: biaffine, without the terms that cancel in the softmax
                                      https://arxiv.org/abs/1611.01734
     Additive    v·tanh(W·q + U·k)    Bahdanau, Cho, Bengio, 2015
                                      https://arxiv.org/abs/1409.0473
@@ -13,7 +13,7 @@ Scaled dot-product, q·k / √D (Vaswani et al., 2017), is the default of every 
 heads differ by their projections. The first three map the queries and leave the rest to `attend`, so they work with
 every rule, position, backend and KV cache; distance_vec is multiplied with the mapped queries. Additive scores are not
 dot products: they are computed by chunks, at the cost of all pairs that a chunk reaches times the inner size. They work
-with every rule but distance_vec and distance_scale, and neither with rotary positions, which need dot products, nor
+with every rule but distance_vec and distance_scale, but neither with rotary positions, which need dot products, nor
 with a KV cache.
 
 Shapes: B batch, H heads, T queries, Tk keys, D head size, A inner size.
@@ -44,7 +44,7 @@ class Dot(Wrapper):
         return cls(build_full(spec))
 
     def map_queries(self, q: Tensor) -> Tensor:
-        return self.inner.map_queries(q) * math.sqrt(q.shape[3])  # attend divides by it
+        return self.inner.map_queries(q) * math.sqrt(q.shape[3])  # attend divides by √D
 
 
 class General(Wrapper):
@@ -79,7 +79,7 @@ class Bilinear(General):
 
 
 class Additive(Chunked):
-    """Holds at most queries · keys · A numbers per batch row and head."""
+    """Stores at most queries · keys · A numbers per batch row and head."""
 
     def __init__(
         self, inner: Attention, head_dim: int, inner_dim: int = 0, *, queries: int = 64, keys: int = 256
@@ -106,7 +106,7 @@ class Additive(Chunked):
         if rotates(position):
             reasons.append(
                 f"Additive is incompatible with {type(position).__name__} positions: its scores are not dot products; "
-                "use other positions (docs/compatibility.md), or none"
+                "use other positions (docs/compatibility.md) or none"
             )
         return reasons
 
@@ -114,7 +114,8 @@ class Additive(Chunked):
         def scores(q: Tensor, k: Tensor) -> Tensor:
             w, u, v = (t.to(q.dtype) for t in (self.query, self.key, self.vector))
             inner = ((q @ w)[:, :, :, None] + (k @ u)[:, :, None]).tanh()
-            return (inner @ v[:, None]).squeeze(-1)  # a matrix of one column: PyTorch counts no products by vectors
+            # a matrix of one column: PyTorch's FLOP counter ignores products with vectors
+            return (inner @ v[:, None]).squeeze(-1)
 
         return scores, 1.0
 
@@ -123,7 +124,7 @@ class Additive(Chunked):
         for name in ("distance_vec", "distance_scale"):
             if any(getattr(leaf, name) is not None for leaf in rule.leaves()):
                 raise ValueError(
-                    f"{name} is a term of the product of query and key, and additive scores have none; use a "
+                    f"{name} changes the dot product of query and key, which additive scores do not have; use a "
                     "distance_bias, or another scoring"
                 )
         return super().forward(q, k, v, rule, view)
@@ -131,4 +132,4 @@ class Additive(Chunked):
 
 def _check_size(q: Tensor, weight: Tensor) -> None:
     if q.shape[3] != weight.shape[0]:
-        raise ValueError(f"heads have size {q.shape[3]}; this scoring is made for {weight.shape[0]}")
+        raise ValueError(f"the head size is {q.shape[3]}; expected {weight.shape[0]}, for which this scoring was made")

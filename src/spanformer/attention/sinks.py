@@ -1,4 +1,4 @@
-"""Attention sinks: a head can put weight it does not need on them, so that short windows stay stable.
+"""Attention sinks: a head can put unneeded weight on them, so that short windows stay stable.
 
 a_ij = exp(s_ij) / (exp(sink_h) + Σ_r exp(s_ir))       learned: gpt-oss (OpenAI, 2025), after Miller (2023)
                                                        https://arxiv.org/abs/2508.10925
@@ -23,9 +23,9 @@ from spanformer.ops import AnyRule, Rule
 class Sinks(Wrapper):
     """Sinks for the heads of another mechanism, for instance a window or learned spans.
 
-    learned: a score for each head, which starts at 0. sink_tokens: this many first tokens of the text stay in sight.
+    learned: a logit for each head, which starts at 0. sink_tokens: this many first tokens of the text stay visible.
     They keep their positions, so that the distance to them grows with the text (StreamingLLM counts positions within
-    its cache). A KV cache holds them beside its rings (`LM.decode`); segments work until the segment memory drops
+    its cache). A KV cache stores them beside its rings (`LM.decode`); segments work until the segment memory drops
     them.
     """
 
@@ -33,7 +33,7 @@ class Sinks(Wrapper):
         super().__init__(inner)
         at_least("sink_tokens", sink_tokens, 0)
         if not learned and not sink_tokens:
-            raise ValueError("learned is False and sink_tokens 0; expected a learned sink, sink_tokens tokens, or both")
+            raise ValueError("learned is False and sink_tokens 0; expected a learned sink, sink tokens, or both")
         self.sink_tokens = max(sink_tokens, inner.sink_tokens)
         self.sink_logits = nn.Parameter(torch.zeros(self.heads)) if learned else None
         """[H]"""

@@ -1,8 +1,8 @@
 """The gradient of a span at its two edges, as the code of Sukhbaatar et al. (2019) has it.
 
 A span of a whole number of tokens has m = 1 exactly at distance z and m = 0 exactly at z + R. The derivative of
-m = clip((R + z − d) / R, 0, 1) is not defined there; `attend` takes 0, their clamp 1 / R. Spans start at 0 and are
-clamped to 0, so this case is common: this gradient moves a span away from 0. For the two keys, added to ∂z:
+m = clip((R + z − d) / R, 0, 1) is not defined there; `attend` uses 0, their clamp 1 / R. Spans start at 0 and are
+clamped to 0, so this case is common: this gradient moves a span away from 0. The keys at both edges add to ∂z:
 
     Σ_t exp(s_t − lse_t) · (g_t·v − g_t·out_t + g_lse_t) / R
 
@@ -21,8 +21,8 @@ from spanformer.ops import Attended, Rule, kernel
 
 
 def with_span_edge_gradient(found: Attended, q: Tensor, k: Tensor, v: Tensor, rule: Rule) -> Attended:
-    """`found` unchanged, as attend gave it for queries that are the last T of the keys under a rule with `paper_compat`
-    and static spans; its backward pass also gives whole spans their gradient at the edges."""
+    """`found` unchanged: attend's result for queries that are the last T keys, by a rule with `paper_compat`
+    and static spans; its backward pass also gives whole-number spans their gradient at the edges."""
     assert rule.paper_compat and rule.span is not None and not rule.dynamic
     assert rule.distance_value is None and rule.distance_scale is None
     if not (torch.is_grad_enabled() and rule.span.requires_grad):
@@ -44,7 +44,7 @@ class _SpanEdgeGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, g_out, g_lse):
-        out, *saved = ctx.saved_tensors  # once: a recomputed activation is given out a single time
+        out, *saved = ctx.saved_tensors  # read once: a recomputed activation can be unpacked only once
         lse, span, q, k, v, bias, tables = saved
         given = torch.zeros_like(out) if g_out is None else g_out
         if q.device.type == "cpu" and q.dtype in kernel.DTYPES and kernel.problem() is None:
@@ -59,7 +59,7 @@ class _SpanEdgeGradient(torch.autograd.Function):
 
 
 def _native(q, k, v, out, lse, g_out, g_lse, span, bias, tables, cap: list[int], ramp: float) -> Tensor:
-    """[H] the same from the compiled kernel: several times as fast."""
+    """[H] the same by the compiled kernel, several times as fast."""
     q, k, v, out, g_out = (t if t.stride(3) == 1 else t.contiguous() for t in (q, k, v, out, g_out))
     g_lse = None if g_lse is None else g_lse.float().contiguous()
     reach = torch.tensor(cap)
@@ -82,7 +82,7 @@ def _at(saved: list, far: float, cap: list[int], g_out: Tensor, mass: Tensor) ->
     there = whole[:, None] & (place >= 0)
     head = (torch.arange(h, device=q.device) // shared)[:, None]
     alike = q.device.type == "cpu" and shared == 1 and bool((index == index[0]).all()) and int(place[0, 0]) >= 0
-    if alike:  # a slice instead of a gather: so it is when all spans are at 0
+    if alike:  # a slice instead of a gather: all spans are equal, for example 0
         first = int(place[0, 0])
         keys, values = k[:, :, first : first + t], v[:, :, first : first + t]
     else:

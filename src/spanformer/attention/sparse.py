@@ -5,8 +5,8 @@ Generating Long Sequences with Sparse Transformers (Child et al., 2019), https:/
     strided  A¹ = {j : 0 ≤ i − j ≤ l}          A² = {j : (i − j) mod l = 0}             O(n·(l + n/l)) pairs
     fixed    A¹ = {j : ⌊j/l⌋ = ⌊i/l⌋}          A² = {j : j mod l ≥ l − c}               O(n·(l + c·n/l)) pairs
 
-each with j ≤ i where causal. The paper's three uses: a layer after the other (interleaved), every head sees A¹ ∪ A²
-(merged), or half of the heads each (by head). Strides fold into classes of their own; A¹ ∪ A² is one softmax.
+each with j ≤ i if causal. The paper's three uses: layers alternate (interleaved), every head sees A¹ ∪ A²
+(merged), or half of the heads each (by head). Strided tokens fold into classes; A¹ ∪ A² is one softmax.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ USES = ("merged", "heads", "layers")
 
 
 class StridedSparse(Patterned):
-    """For text with a period, such as images and sound. use: "merged", "heads" (the first half of them A¹, the others
-    A²), or "layers" (A¹ in even layers, A² in odd ones; `layer` says which this is)."""
+    """For text with a period, such as images and sound. use: "merged", "heads" (the first half of the heads A¹, the
+    others A²), or "layers" (A¹ in even layers, A² in odd ones; `layer` says which this is)."""
 
     def __init__(
         self, heads: int, step: int, *, use: str = "merged", layer: int = 0, causal: bool = True,
@@ -39,8 +39,8 @@ class StridedSparse(Patterned):
 
 
 class FixedSparse(Patterned):
-    """For text without a period: the last c tokens of each block of l sum it up for all that follow. Heads may sum up
-    in different places, which the paper found to help: pass patterns of your own to Patterned for that."""
+    """For text without a period: the last c tokens of each block of l summarise it for all later tokens. Heads may
+    summarise in different places, which the paper found to help: pass your own patterns to Patterned for that."""
 
     def __init__(
         self, heads: int, size: int, last: int, *, use: str = "merged", layer: int = 0, causal: bool = True,
@@ -63,6 +63,6 @@ def _use(heads: int, merged: Pattern, factors: tuple[Pattern, Pattern], use: str
         raise ValueError(f"use is {use!r}; expected one of {', '.join(USES)}")
     if use == "heads":
         if heads < 2:
-            raise ValueError(f"use is 'heads' and there is {heads}; expected at least 2, one for each factor")
+            raise ValueError(f"heads is {heads} with use 'heads'; expected at least 2, one for each factor")
         return [factors[0]] * (heads - heads // 2) + [factors[1]] * (heads // 2)
     return [merged if use == "merged" else factors[layer % 2]] * heads

@@ -5,7 +5,7 @@ Local attention, as in Longformer (Beltagy et al., 2020), https://arxiv.org/abs/
     a_ij ∝ exp(s_ij)   for 0 ≤ i − j < w        (w = the longest memory: full causal attention)      O(n·w) pairs
                        for |i − j| < w          with causal=False
 
-Another number of tokens before than after: Patterned(heads, pattern.Window(before, after), causal=False).
+For different numbers of tokens before and after: Patterned(heads, pattern.Window(before, after), causal=False).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from spanformer.ops import Rule
 
 
 class Window(Attention):
-    """`paper_compat=True` counts as the adaptive-span paper's code does: the w tokens before a token, without
+    """`paper_compat=True` counts like the adaptive-span paper's code: the w tokens before a token, without
     itself."""
 
     def __init__(self, heads: int, window: int, *, paper_compat: bool = False, causal: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""A mechanism around another one, whose rule it uses."""
+"""The base of mechanisms that wrap another one and use its rule."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Wrapper(Attention):
         super().__init__()
         if inner.supports(mixed=True) or remembers_itself(inner):
             raise ValueError(
-                f"{type(inner).__name__} computes its output by its own `forward` or memory; {type(self).__name__} "
+                f"{type(inner).__name__} has its own `forward` or memory; {type(self).__name__} "
                 "needs a mechanism that only has a rule"
             )
         if getattr(inner, "paper_compat", False):

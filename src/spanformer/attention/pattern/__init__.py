@@ -1,4 +1,4 @@
-"""Patterns: which pairs of positions may see each other, as plain data that composes as sets.
+"""Patterns: which pairs of positions are visible, as plain data that composes like sets.
 
 Window(256) | Global([0]) | Random(3, seed=1)        Strided(64) & Window(1024)        parse("Fixed(128, 8)")
 """
@@ -16,7 +16,7 @@ PATTERNS = {
     kind.__name__: kind
     for kind in (Full, Window, Dilated, Every, Strided, Block, Summary, Fixed, Global, Random, Blockwise, Grid)
 }
-"""by the name an expression calls it"""
+"""patterns by their names in expressions"""
 
 
 def parse(text: str) -> Pattern:

@@ -1,9 +1,9 @@
-"""Patterns: which pairs of positions may see each other, as plain data that composes as sets.
+"""Patterns: which pairs of positions are visible, as plain data that composes like sets.
 
-Each pattern is one equation, `sees`, over a query's position i and a key's j, and says which stretches of keys hold all
-that a stretch of queries sees, `areas`, so that nothing of length × length is ever built. A causal pattern is what
-of it lies at j ≤ i; only a random draw and a permutation of the whole text look at more than the pair (see `Where`).
-Shapes: i and j are integer tensors that broadcast; R stretches of queries.
+Each pattern has an equation, `sees`, over a query's position i and a key's j, and `areas`, which lists ranges of keys
+that contain all that a range of queries sees, so that no length × length tensor is built. A causal pattern keeps the
+pairs with j ≤ i; only a random draw and a permutation of the whole text depend on more than the pair (see `Where`).
+Shapes: i and j are integer tensors that broadcast; R ranges of queries.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from spanformer.ops import BlockIndex, Rule, Union
 from spanformer.ops.rule import UNLIMITED
 
 Areas = list[tuple[Tensor, Tensor, Tensor]]
-"""(which stretch of queries [N], first key [N], key after the last [N]), as often as needed"""
-MOST = 1 << 31  # of any number: the product of two is then still one that tensors hold
+"""any number of (index of the range of queries [N], first key [N], key after the last [N])"""
+MOST = 1 << 31  # limit of any number, so that int64 holds the product of two
 MOST_BANDS = 4096
 Bands = list[tuple[int, int, int]]
 """(stride, least, limit): the distances d ≥ least that are multiples of the stride and below the limit"""
@@ -28,7 +28,7 @@ Bands = list[tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Where:
-    """Positions start … stop − 1 are looked at, of a text of `length` tokens (stop, unless more are known of)."""
+    """Positions start … stop − 1 of a text of `length` tokens (default: stop)."""
 
     causal: bool = True
     start: int = 0
@@ -41,38 +41,38 @@ class Pattern:
     """A set of pairs. `a | b` is either, `a & b` both."""
 
     def sees(self, i: Tensor, j: Tensor, where: Where) -> Tensor:
-        """The equation, causality aside."""
+        """The equation, without causality."""
         raise NotImplementedError(f"{type(self).__name__} has no equation; override sees")
 
     def areas(self, lo: Tensor, hi: Tensor, where: Where) -> Areas:
-        """Where the queries lo … hi − 1 ([R] each) can see anything; more is allowed, less is not."""
+        """Ranges of keys that the queries lo … hi − 1 ([R] each) can see; they may be too large, never too small."""
         raise NotImplementedError(f"{type(self).__name__} has no areas; override areas")
 
     def bands(self, causal: bool) -> Bands | None:
-        """As distances alone, |d| where not causal; None for what is no such set."""
+        """The pattern as bands of distances, |d| if not causal; None if it depends on more."""
         return None
 
     def context_length(self) -> int:
-        """How many tokens back it sees at most."""
+        """The most tokens back that it sees."""
         return UNLIMITED
 
     def lookahead(self) -> int:
-        """How many future tokens it sees at most, where it is not causal."""
+        """The most future tokens that it sees, if it is not causal."""
         return UNLIMITED
 
     def visible(self, i: Tensor, j: Tensor, *, causal: bool = True, length: int | None = None) -> Tensor:
-        """Whether the query at position i sees the key at j. length: of the text, where the pattern asks for it."""
+        """Whether the query at position i sees the key at j. length: of the text, for patterns that need it."""
         seen = self.sees(i, j, Where(causal, length=length))
         return seen & (j <= i) if causal else seen & torch.ones_like(i + j, dtype=torch.bool)
 
     def blocks(self, length: int, size: int = 64, *, start: int = 0, causal: bool = True) -> BlockIndex:
-        """As a block pattern over `length` positions, the first of which is `start` of the text."""
+        """The pattern as blocks over `length` positions from `start` on."""
         from spanformer.attention.pattern.rule import build_blocks
 
         return build_blocks(self, length, size, start, causal)
 
     def pairs(self, length: int, *, causal: bool = True) -> int:
-        """How many pairs of a text of this length it holds, counted by blocks."""
+        """The number of visible pairs in a text of this length, counted by blocks."""
         index = self.blocks(length, causal=causal)
         rows = torch.arange(index.rows).repeat_interleave(index.offsets[0].diff())
         sides = ((length - at * index.size).clamp(max=index.size) for at in (rows, index.columns))
@@ -81,8 +81,8 @@ class Pattern:
         return int(torch.where(index.mask_ids < 0, whole, partly[index.mask_ids] if len(partly) else 0).sum())
 
     def rule(self, heads: int, length: int, *, start: int = 0, causal: bool = True, size: int = 64) -> Rule | Union:
-        """As the cheapest rule for `length` keys from position `start` on: reaches and strides where they suffice,
-        else blocks."""
+        """The pattern as the cheapest rule for `length` keys from position `start` on: reaches and strides if they
+        suffice, else blocks."""
         from spanformer.attention.pattern.rule import make_rule
 
         return make_rule((self,) * heads, length, start, causal, size)
@@ -94,7 +94,7 @@ class Pattern:
         return Both((*_parts(self, Both), *_parts(other, Both)))
 
     def __str__(self) -> str:
-        """As `parse` reads it."""
+        """The expression that `parse` reads."""
         shown = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -148,14 +148,14 @@ class Both(Pattern):
         return seen
 
     def areas(self, lo, hi, where):
-        """Those of the part that looks at least."""
+        """The areas of the part with the fewest keys."""
         return min((part.areas(lo, hi, where) for part in self.parts), key=_extent)
 
     def bands(self, causal):
         from spanformer.attention.pattern.rule import intersect
 
         found = [bands for part in self.parts if (bands := part.bands(causal)) is not None]
-        # Of many unions there are too many intersections to list; blocks serve them.
+        # Many unions have too many intersections to list; those run by blocks.
         listed = len(found) == len(self.parts) and math.prod(map(len, found)) <= MOST_BANDS
         return intersect(found) if listed else None
 
@@ -179,4 +179,4 @@ def every_row(lo: Tensor) -> Tensor:
 
 def at_least(name: str, value: int, least: int, most: int = MOST) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ValueError(f"{name} is {value!r}; expected a whole number from {least} on, to {most:,} at most")
+        raise ValueError(f"{name} is {value!r}; expected a whole number from {least} to {most:,}")

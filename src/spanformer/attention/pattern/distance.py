@@ -1,4 +1,4 @@
-"""Patterns of the distance i − j alone: windows, dilated and strided ones."""
+"""Patterns that depend only on the distance i − j: windows, dilated and strided ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Full(Pattern):
 
 @dataclass(frozen=True)
 class Window(Pattern):
-    """Window(w): |i − j| < w, itself and w − 1 tokens on each side. Window(b, a): −a ≤ i − j ≤ b, that is b before and
+    """Window(w): |i − j| < w, itself and w − 1 tokens on each side. Window(b, a): −a ≤ i − j ≤ b, that is, b before and
     a after."""
 
     width: int

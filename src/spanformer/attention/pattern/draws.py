@@ -1,4 +1,4 @@
-"""Patterns of whole blocks: sampled at random, or given by a permutation.
+"""Patterns of whole blocks: random ones, or a permutation.
 
 Shapes: r [N] block rows.
 """
@@ -15,7 +15,7 @@ from spanformer.attention.pattern.base import Areas, Pattern, Where, at_least
 from spanformer.ops.dropout import mix
 from spanformer.ops.rule import UNLIMITED
 
-MOST_DRAWN = 1024  # blocks of a row: each is compared with those drawn before it
+MOST_DRAWN = 1024  # blocks per row: each draw is compared with the earlier ones
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Random(Pattern):
     """Queries in block r of `size` tokens see `count` key blocks drawn for r, all different, none closer than `near`
     blocks and none of the `first`.
 
-    A causal draw is from the blocks before r, by a hash of (seed, r) alone: what a token sees never changes as the text
+    A causal draw is from the blocks before r, by a hash of (seed, r): what a token sees does not change as the text
     grows, so streaming and training agree. A draw in both directions is from the blocks of the whole text, so it
     depends on the text's length."""
 
@@ -40,9 +40,10 @@ class Random(Pattern):
             at_least(name, getattr(self, name), 0)
 
     def _draw(self, r: Tensor, where: Where) -> list[Tensor]:
-        """For block rows r, the key blocks one after the other; −1 where there are not this many to draw from.
-        Floyd's way to draw without repeating: the n-th is uniform over one more than those before could be."""
-        low = torch.clamp(r - self.near, min=self.first)  # what is near is left out, if it is there at all
+        """The key blocks of block rows r, one draw after the other; −1 where there are too few to draw from.
+        Floyd's algorithm draws without repetition: the range of the n-th draw is one larger than that of the draw
+        before."""
+        low = torch.clamp(r - self.near, min=self.first)  # near blocks are excluded, if they exist
         if where.causal:
             pool, gap = low - self.first, torch.zeros_like(r)
         else:
@@ -56,7 +57,7 @@ class Random(Pattern):
             top = pool - self.count + k
             hashed = mix(mix(mix(torch.full_like(r, self.seed & 0xFFFFFFFF)) ^ (r & 0xFFFFFFFF)) ^ k)
             t = hashed % torch.clamp(top + 1, min=1)
-            t = torch.where((drawn[:k] == t).any(0), top, t)  # none of those before can be `top`
+            t = torch.where((drawn[:k] == t).any(0), top, t)  # no earlier draw can be `top`
             drawn[k] = torch.where(top >= 0, t, torch.where(pool > k, k, -1))
         columns = [torch.where(t >= 0, t + self.first, -1) for t in drawn]
         columns = [torch.where((c >= low) & (c >= 0), c + gap, c) for c in columns]
@@ -71,7 +72,7 @@ class Random(Pattern):
     def areas(self, lo, hi, where):
         areas: Areas = []
         first, last = lo // self.size, (hi - 1) // self.size
-        for step in range(int((last - first).max()) + 1 if lo.numel() else 0):  # block rows that a stretch touches
+        for step in range(int((last - first).max()) + 1 if lo.numel() else 0):  # block rows that a range touches
             row = (first + step <= last).nonzero()[:, 0]
             for drawn in self._draw((first + step)[row], where):
                 found = drawn >= 0
@@ -81,8 +82,8 @@ class Random(Pattern):
 
 @dataclass(frozen=True)
 class Blockwise(Pattern):
-    """Queries of block b see the keys of block π(b) alone. A text is cut in as many blocks as the permutation is long,
-    or, with `size`, in blocks of this many tokens to which the permutation is applied over and over."""
+    """Queries of block b see only the keys of block π(b). A text is cut into as many blocks as the permutation has
+    entries, or, with `size`, into blocks of this many tokens, to which the permutation applies periodically."""
 
     permutation: tuple[int, ...]
     size: int | None = None
@@ -100,7 +101,9 @@ class Blockwise(Pattern):
 
     def _size(self, where: Where) -> int:
         if self.size is None and where.length is None:
-            raise ValueError(f"{self} cuts the whole text into blocks; pass its length, or give the blocks a size")
+            raise ValueError(
+                f"{self} cuts the whole text into blocks; pass the text's length, or give the blocks a size"
+            )
         return self.size or max(1, -(-(where.length or 0) // len(self.permutation)))
 
     def _target(self, block: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Patterns of absolute positions: blocks, their last tokens, global tokens, blocks of an image."""
+"""Patterns that depend on absolute positions: blocks, their last tokens, global tokens, blocks of an image."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from spanformer.attention.pattern.base import Either, Pattern, at_least, every_r
 
 @dataclass(frozen=True)
 class Block(Pattern):
-    """The key is in the query's own block of `size` tokens, or up to `before` tokens before it or `after` after."""
+    """The key is in the query's block of `size` tokens, or up to `before` tokens before that block or `after` after
+    it."""
 
     size: int
     before: int = 0
@@ -63,7 +64,7 @@ class Summary(Pattern):
 
 @dataclass(frozen=True)
 class Fixed(Pattern):
-    """In the query's own block of l, or among the last c keys of any block (Sparse Transformer)."""
+    """The key is in the query's block of l, or among the last c keys of any block (Sparse Transformer)."""
 
     size: int
     last: int
@@ -83,7 +84,8 @@ class Fixed(Pattern):
 
 @dataclass(frozen=True)
 class Global(Pattern):
-    """Everyone sees the global tokens, and (with `rows`) they see everyone. Global(n): the first n; Global([0, 9])."""
+    """Every token sees the global tokens, and (with `rows`) they see every token. Global(n): the first n; Global([0,
+    9])."""
 
     tokens: tuple[int, ...] | int
     rows: bool = True
@@ -98,7 +100,7 @@ class Global(Pattern):
         object.__setattr__(self, "tokens", tuple(sorted(set(self.tokens))))
 
     def _runs(self) -> list[tuple[int, int]]:
-        """Neighbours together, [first, after the last)."""
+        """Runs of neighbouring positions, [first, after the last)."""
         if isinstance(self.tokens, int):
             return [(0, self.tokens)] if self.tokens else []
         runs: list[tuple[int, int]] = []
@@ -128,8 +130,8 @@ class Global(Pattern):
 
 @dataclass(frozen=True)
 class Grid(Pattern):
-    """An image of `width` pixels a line, generated in blocks of `high` × `wide` pixels: a pixel sees its own block, the
-    `above` lines over it, and `beside` columns on either side of that (Image Transformer, 2-D). Tokens come block by
+    """An image of `width` pixels per line, generated in blocks of `high` × `wide` pixels: a pixel sees its block, the
+    `above` lines over it, and `beside` columns on either side of both (Image Transformer, 2-D). Tokens come block by
     block in raster order, and pixel by pixel in raster order within a block."""
 
     width: int
@@ -161,7 +163,7 @@ class Grid(Pattern):
         area, across, areas = self.high * self.wide, self.width // self.wide, []
         first, last = lo // area, (hi - 1) // area
         up, side = -(-self.above // self.high), -(-self.beside // self.wide)
-        blocks = int(last.max()) + 1 if lo.numel() else 0  # beyond them there is no key
+        blocks = int(last.max()) + 1 if lo.numel() else 0  # there is no key beyond them
         up, side = min(up, blocks // across), min(side, across - 1, blocks)
         for step in range(int((last - first).max()) + 1 if lo.numel() else 0):
             row = (first + step <= last).nonzero()[:, 0]

@@ -1,6 +1,6 @@
-"""Patterns as rules: by reaches and strides where distances suffice, else by blocks.
+"""Patterns as rules: reaches and strides where distances suffice, else blocks.
 
-Shapes: N blocks that may hold something, S positions in a block.
+Shapes: N blocks that may have a visible pair, S positions in a block.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from spanformer.ops import BlockIndex, Rule, Union
 from spanformer.ops.blocks import FULL, HIDDEN
 from spanformer.ops.rule import UNLIMITED
 
-AT_ONCE = 1 << 22  # pairs looked at together
-MOST_SIZE = 2048  # whose square is AT_ONCE
+AT_ONCE = 1 << 22  # pairs evaluated at a time
+MOST_SIZE = 2048  # its square is AT_ONCE
 
 
 @functools.lru_cache(maxsize=64)
@@ -33,8 +33,8 @@ def make_rule(
     queries: int | None = None,
 ) -> Rule | Union:
     """The rule of a layer whose heads see these patterns, over `length` keys from position `start` on, for the last
-    `queries` of them. Heads that distances describe are served so, the others by blocks; both kinds
-    together are a Union. Kept, because a layer asks at every step."""
+    `queries` of them. Heads whose patterns depend only on distances run by bands, the others by blocks; both kinds
+    together are a Union. Cached, because a layer asks at every step."""
     heads = len(patterns)
     bands = [disjoint(p.bands(causal)) for p in patterns]
     by_distance = _distances(bands, causal)
@@ -53,12 +53,12 @@ def make_rule(
 
 
 def _far(pattern: Pattern, causal: bool) -> int:
-    """How many distances blocks may hold. For a causal pattern, its layer gets this from `context_length`."""
+    """How many distances blocks may show. For a causal pattern, its layer gets this from `context_length`."""
     return UNLIMITED if causal else min(max(pattern.context_length(), pattern.lookahead()) + 1, UNLIMITED)
 
 
 def _distances(bands: Sequence[Bands | None], causal: bool) -> Rule | Union:
-    """A rule for each head's first band, one for the second …; a head that has no more sees nothing there."""
+    """A rule for all heads' first bands, one for the second …; a head without a further band sees nothing there."""
     rules = []
     for some in itertools.zip_longest(*(b or () for b in bands), fillvalue=(1, 0, 0)):
         strides, least, limits = zip(*some, strict=True)
@@ -73,23 +73,23 @@ def _reach(limits: Sequence[int]) -> list[int] | None:
 
 
 def intersect(bands: Sequence[Bands]) -> Bands:
-    """The distances that are in a band of each."""
+    """The distances that are in both bands."""
     return [
-        # beyond UNLIMITED a stride leaves distance 0 alone, and tensors may not hold it
+        # beyond UNLIMITED a stride leaves only distance 0, and int64 may not hold it
         (min(math.lcm(*(s for s, _, _ in some)), UNLIMITED), max(a for _, a, _ in some), min(b for _, _, b in some))
         for some in itertools.product(*bands)
     ]
 
 
 def disjoint(bands: Bands | None) -> Bands | None:
-    """The same distances, none of them twice; None where such bands do not exist."""
+    """The same distances in disjoint bands; None where such bands do not exist."""
     if bands is None:
         return None
     done: Bands = []
     for stride, least, limit in sorted(set(bands), key=lambda band: (band[0], band[1], -band[2])):
         for other, at, to in done:
             shared = math.lcm(stride, other)
-            if stride % other == 0 and at <= least:  # those up to `to` are there already
+            if stride % other == 0 and at <= least:  # distances up to `to` are covered already
                 least = max(least, to)
             elif -(-max(least, at) // shared) * shared < min(limit, to):
                 return None
@@ -110,10 +110,10 @@ def _empty(length: int, size: int) -> BlockIndex:
 def build_blocks(
     pattern: Pattern, length: int, size: int, start: int, causal: bool, queries: int | None = None
 ) -> BlockIndex:
-    """Only blocks in which the pattern may see something are looked at, and only the rows of the last `queries`."""
+    """Evaluate only blocks with possibly visible pairs, and only the rows of the last `queries`."""
     check_size(size)
     if length < 0:
-        raise ValueError(f"length is {length}; expected 0 or more")
+        raise ValueError(f"length is {length}; expected at least 0")
     where = Where(causal, start, start + length, start + length)
     side = max(1, -(-length // size))
     above = 0 if queries is None else max(0, length - queries) // size
@@ -142,7 +142,7 @@ def check_size(size: int) -> None:
 
 
 def _cells(row: Tensor, first: Tensor, end: Tensor, lo: Tensor, size: int, side: int, where: Where) -> Tensor:
-    """row · side + column of every block that the stretches of keys touch."""
+    """row · side + column of every block that the ranges of keys touch."""
     if where.causal:
         end = torch.minimum(end, lo[row] + size)
     a = (first.clamp(min=where.start) - where.start) // size
@@ -154,8 +154,8 @@ def _cells(row: Tensor, first: Tensor, end: Tensor, lo: Tensor, size: int, side:
 
 
 def _look(pattern: Pattern, where: Where, size: int, row: Tensor, column: Tensor) -> tuple[list[int], Tensor, Tensor]:
-    """The different masks of these blocks [M, S, S], a number for each, and which of them every block has [N]. Beyond
-    the end there is nothing to see, nor to hide: a block counts as full when its real part is."""
+    """The distinct masks of these blocks [M, S, S], an id for each, and each block's id [N]. Beyond
+    the end no pair exists, so a block counts as full if the part inside is full."""
     at = torch.arange(size)
     i = (where.start + row[:, None] * size + at)[:, :, None]
     j = (where.start + column[:, None] * size + at)[:, None]
@@ -175,5 +175,5 @@ def _look(pattern: Pattern, where: Where, size: int, row: Tensor, column: Tensor
 
 @functools.lru_cache(maxsize=4)
 def _weights(size: int) -> Tensor:
-    """[S · S] so large and so different that equal sums mean equal masks."""
+    """[S · S] random weights, so large that equal sums mean equal masks."""
     return torch.randint(-(1 << 62), 1 << 62, (size * size,), generator=torch.Generator().manual_seed(0))

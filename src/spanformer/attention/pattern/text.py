@@ -1,4 +1,4 @@
-"""Patterns written down: names, whole numbers, lists of them, `|` and `&`. The text is parsed and never executed."""
+"""Expressions for patterns: names, whole numbers, lists of them, `|` and `&`. The text is parsed and never executed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def read(text: str, kinds: Mapping[str, type[Pattern]]) -> Pattern:
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ValueError(f"{text!r} is no pattern; expected one such as 'Window(256) | Global([0])'") from None
+        raise ValueError(f"{text!r} is not a pattern; expected one such as 'Window(256) | Global([0])'") from None
     try:
         return _pattern(tree, kinds, text)
     except RecursionError:
-        raise ValueError(f"the pattern {text[:40]!r}… has too many parts; put fewer together by | and &") from None
+        raise ValueError(f"the pattern {text[:40]!r}… has too many parts; combine fewer by | and &") from None
 
 
 def _pattern(node: ast.expr, kinds: Mapping[str, type[Pattern]], text: str) -> Pattern:
@@ -35,8 +35,8 @@ def _pattern(node: ast.expr, kinds: Mapping[str, type[Pattern]], text: str) -> P
             except TypeError as error:
                 raise ValueError(f"{ast.unparse(node)} in {text!r}: {str(error).split('__init__() ')[-1]}") from None
     raise ValueError(
-        f"{ast.unparse(node)!r} in {text!r} is no pattern; expected one of {', '.join(kinds)} with whole numbers, "
-        "put together by | and &"
+        f"{ast.unparse(node)!r} in {text!r} is not a pattern; expected one of {', '.join(kinds)} with whole numbers, "
+        "combined by | and &"
     )
 
 
@@ -52,5 +52,5 @@ def _whole(node: ast.expr, text: str) -> int:
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_whole(node.operand, text)  # what is too small, the pattern says itself
-    raise ValueError(f"{ast.unparse(node)} in {text!r} is no whole number, and no list of them")
+        return -_whole(node.operand, text)  # the pattern checks the range
+    raise ValueError(f"{ast.unparse(node)} in {text!r} is neither a whole number nor a list of them")
