@@ -159,7 +159,7 @@ def test_a_long_pattern_fits_above_its_picture():
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (("forgetting", "--no-causal"), "an encoder's heads look in both directions, and forgetting looks back only"),
+        (("forgetting", "--no-causal"), "model.attention.kind is 'forgetting', which is causal only"),
         (("window(8)", "--length", "0"), "length is 0; expected 1 … 1024"),
         (("window(8)", "--out", "x.jpg"), "out is 'x.jpg'; expected a file that ends in .png or .svg"),
         (("window(0)",), "window in model.attention.kind, 'window(window=0)', is 0; expected at least 1"),

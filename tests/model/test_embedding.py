@@ -189,7 +189,7 @@ def refused(make_it, message: str) -> None:
 def test_cutoffs_rise_within_the_vocabulary(cutoffs):
     refused(
         lambda: AdaptiveEmbedding(10, 8, cutoffs, 2),
-        f"cutoffs is {list(cutoffs)}; expected one or more rising numbers between 0 and the vocabulary, 10",
+        f"cutoffs is {list(cutoffs)}; expected one or more increasing numbers between 0 and the vocabulary, 10",
     )
 
 
@@ -197,7 +197,7 @@ def test_cutoffs_rise_within_the_vocabulary(cutoffs):
 def test_divisors_leave_every_cluster_a_vector(divisor):
     refused(
         lambda: AdaptiveHead(10, 8, (2, 4), divisor),
-        f"divisor is {divisor}; expected 2 or more, and few enough that a dim of 8 divided by it "
+        f"divisor is {divisor}; expected at least 2, and so small that a dim of 8 divided by it "
         "2 times leaves the last cluster a vector",
     )
 
@@ -216,7 +216,7 @@ def test_tied_layers_must_fit():
 @pytest.mark.parametrize(("bad", "named"), [([0, 300, 1], 300), ([0, 256], 256), ([5, -1], -1), ([-100, 300], -100)])
 def test_unknown_tokens_are_named(bad, named):
     ids, h = torch.tensor([bad]), torch.zeros(1, len(bad), 8)
-    message = f"token {named} is outside the vocabulary of 256"
+    message = f"token {named} is outside the vocabulary; expected 0 … 255"
     refused(lambda: Embedding(256, 8)(ids), message)
     refused(lambda: AdaptiveEmbedding(256, 8, (9,), 2)(ids), message)
     refused(lambda: Head(256, 8, bias=False).nll(h, ids), message)

@@ -127,7 +127,7 @@ def test_weights_per_token_counts_only_what_is_chosen():
         ({"experts": 0}, "experts is 0; expected at least 1"),
         ({"per_token": 5}, "per_token is 5; expected 1 … 4, the number of experts"),
         ({"per_token": 0}, "per_token is 0; expected 1 … 4, the number of experts"),
-        ({"balance": -1.0}, "balance is -1.0; expected 0 or more (a negative one would reward unused experts)"),
+        ({"balance": -1.0}, "balance is -1.0; expected at least 0 (a negative balance would reward unused experts)"),
         ({"kind": "tanh"}, "kind is 'tanh'; expected one of relu, gelu, swiglu"),
     ],
 )

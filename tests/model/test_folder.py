@@ -106,7 +106,9 @@ def test_only_our_own_folders_are_replaced(tmp_path: Path) -> None:
 
 def test_meta_must_be_json(tmp_path: Path) -> None:
     for bad in ({"x": float("nan")}, {"x": torch.zeros(1)}):
-        with pytest.raises(ValueError, match=r"meta cannot be written as JSON \(.*\); expected texts, finite numbers"):
+        with pytest.raises(
+            ValueError, match=r"meta cannot be written as JSON \(.*\); expected strings, finite numbers"
+        ):
             write_folder(tmp_path / "m", parts(), bad)
     assert list(tmp_path.iterdir()) == []
     write_folder(tmp_path / "m", parts(), {"keys": {2: (1, 2), 10: "x"}})
@@ -131,7 +133,7 @@ def test_one_flipped_bit_is_found(tmp_path: Path, name: str, where: float) -> No
     path = tmp_path / "m"
     write_folder(path, parts(), META)
     damage(path / f"{name}.safetensors", flipped(where))
-    assert faults(path) == [f"{path}/{name}.safetensors has another content than written"]
+    assert faults(path) == [f"{path}/{name}.safetensors has changed since it was written"]
 
 
 def test_any_flipped_bit_of_meta_is_found_or_means_nothing(tmp_path: Path) -> None:
@@ -171,7 +173,7 @@ def test_missing_files(tmp_path: Path) -> None:
     os.mkfifo(path / "model.safetensors")  # reading it would wait for ever
     (path / "optimizer.safetensors").unlink()
     assert faults(path) == [f"{path}/model.safetensors is missing", f"{path}/optimizer.safetensors is missing"]
-    with pytest.raises(ValueError, match=r"model\.safetensors is missing; the folder is not whole"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is missing; the folder is incomplete"):
         read_part(path, "model")
     with pytest.raises(ValueError, match=r"m has no part 'memory'; expected one of model, optimizer$"):
         read_part(path, "memory")
@@ -191,7 +193,7 @@ def test_meta_from_elsewhere(tmp_path: Path) -> None:
     for content in (b"", b"{", b"\xff", b"[" * 100_000, b"9" * 5000):
         assert refused(tmp_path, content).endswith("the file is damaged")
     for content in (b"3", b"[]", b"{}", b'{"kind": "spanformer attention benchmark", "format": 1}'):
-        assert "is of another kind; expected a folder that spanformer saved" in refused(tmp_path, content)
+        assert "was not written by spanformer; expected a folder that spanformer saved" in refused(tmp_path, content)
     ours = {"kind": folder.KIND, "format": 1}
     for files in (None, [], {"a": {}}, {"../a.safetensors": {"size": 1, "sha256": ""}}, {"a.safetensors": {"size": 1}}):
         assert "does not list its files" in refused(tmp_path, json.dumps({**ours, "files": files}).encode())
@@ -227,7 +229,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         with pytest.raises(OSError) as error:
             write_folder(path, parts(2), {}, replace=replace)
     assert str(error.value) == (
-        f"{path} could not be saved (No space left on device); nothing saved before was touched, "
+        f"{path} could not be saved (No space left on device); earlier files are unchanged, "
         "so make room or choose another folder"
     )
     assert hidden(tmp_path) == []
@@ -241,7 +243,7 @@ def test_a_disk_that_really_takes_no_more(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with pytest.raises(OSError, match=r"a could not be saved \(File too large\); nothing saved before was touched"):
+        with pytest.raises(OSError, match=r"a could not be saved \(File too large\); earlier files are unchanged"):
             write_folder(tmp_path / "a", {"model": {"w": torch.zeros(100, 100)}}, {}, replace=True)
         with pytest.raises(OSError, match=r"a could not be saved \(File too large\)"):
             write_folder(tmp_path / "a", {}, {"long": "x" * 10_000}, replace=True)
@@ -252,7 +254,7 @@ def test_a_disk_that_really_takes_no_more(tmp_path: Path) -> None:
 
 def test_nowhere_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(OSError, match=r"file/m could not be saved \(\w.*\); nothing saved before"):
+    with pytest.raises(OSError, match=r"file/m could not be saved \(\w.*\); earlier files are unchanged"):
         write_folder(tmp_path / "file" / "m", parts(), {})
 
     def forbidden(*_: object, **__: object) -> None:

@@ -176,7 +176,7 @@ REFUSED = {
     "did you mean window": lambda: with_attention(SMALL, stack=("windows(3)",)),
     "5 heads; expected 4": lambda: with_attention(SMALL, stack=("3 window(3) + 2 full",)),
     "expected multiples of 2": lambda: with_attention(replace(SMALL, kv_heads=2), stack=("3 window(3) + 1 full",)),
-    "outside the vocabulary of 37": lambda: make(SMALL)(torch.tensor([[40]])),
+    "outside the vocabulary; expected 0 … 36": lambda: make(SMALL)(torch.tensor([[40]])),
     "expected token ids": lambda: make(SMALL)(torch.tensor([1, 2])),
     "targets has shape": lambda: make(SMALL)(text(1, 5), targets=text(1, 4)),
     "vocab is 0": lambda: LM(ModelConfig()),

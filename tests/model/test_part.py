@@ -74,7 +74,7 @@ def test_rows_that_are_missing(tmp_path: Path, missing: int) -> None:
     files = sorted(path.glob("model-*"))
     del files[missing]
     with pytest.raises(
-        ValueError, match=r"of-00003.safetensors does not hold the rows of .* from \d on; the part is not"
+        ValueError, match=r"of-00003.safetensors does not have the rows of .* from \d on; the part is incomplete"
     ):
         Part(files)
 
@@ -86,7 +86,7 @@ def test_headers_that_say_nothing(tmp_path: Path, said: str) -> None:
     if said == "[]":  # as if it had none
         assert len(Part([file])) == 1
         return
-    with pytest.raises(ValueError, match=r"model.safetensors does not say which rows it holds; the file is damaged$"):
+    with pytest.raises(ValueError, match=r"model.safetensors does not list its rows; the file is damaged$"):
         Part([file])
 
 
@@ -94,5 +94,5 @@ def test_rows_of_another_place(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     for start in (-1, 1):
         save_file({"w": torch.zeros(2)}, file, {HEADER: json.dumps({"w": {"saved_offsets": [start]}})})
-        with pytest.raises(ValueError, match=r"does not hold the rows of w from 0 on; the part is not whole$"):
+        with pytest.raises(ValueError, match=r"does not have the rows of w from 0 on; the part is incomplete$"):
             Part([file])

@@ -51,7 +51,10 @@ def test_a_step_of_training_reaches_every_number(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["learned", "learned_per_layer"])
 def test_a_text_beyond_the_table_is_refused(kind: str) -> None:
     lm, x = model(kind), text(1, 129)
-    message = "a token is at position 128 of its text, and learned positions end at 127; increase their length"
+    message = (
+        "a token is at position 128 of its text, and learned positions end at 127; increase their length, start a new "
+        "text, or use sinusoidal or relative positions$"
+    )
     with pytest.raises(ValueError, match=message):
         lm(x)
     out = lm(x[:, :100])
@@ -158,14 +161,21 @@ def test_scaled_rotary_reaches_the_model() -> None:
     ("options", "message"),
     [
         ({"kind": "learned"}, "model.position.length is 0; learned needs a number of tokens"),
-        ({"scaling": "yarn", "factor": 2.0}, "model.position.length is 0; rotary needs the length that the model was"),
-        ({"kind": "alibi", "scaling": "ntk"}, "model.position.scaling is 'ntk', which stretches rotary, not alibi"),
-        ({"factor": 2.0}, "model.position.factor is 2.0 without a scaling; name one, or leave it at 1"),
-        ({"scaling": "ntk", "factor": 0.5}, "model.position.factor is 0.5; expected 1 or more"),
+        (
+            {"scaling": "yarn", "factor": 2.0},
+            "model.position.length is 0; rotary needs the length that the model was trained on",
+        ),
+        (
+            {"kind": "alibi", "scaling": "ntk"},
+            "model.position.scaling is 'ntk', which is for rotary positions; position.kind is 'alibi', so set scaling "
+            "to 'none'",
+        ),
+        ({"factor": 2.0}, "model.position.factor is 2.0 without a scaling; set position.scaling, or leave factor at 1"),
+        ({"scaling": "ntk", "factor": 0.5}, "model.position.factor is 0.5; expected at least 1"),
         ({"clip": 0}, "model.position.clip is 0; expected at least 1"),
         ({"length": -1}, "model.position.length is -1; expected at least 0"),
     ],
 )
 def test_refusals(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
+    with pytest.raises(ValueError, match=f"^{message}$"):
         PositionConfig(**options)

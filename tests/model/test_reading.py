@@ -249,7 +249,7 @@ def test_a_model_that_was_moved_or_copied_after_reading() -> None:
     assert close(twin.decode(x, twin.cache(1)), lm(x).logits)
     lm.float()
     with pytest.raises(
-        ValueError, match=r"the cache was made for torch\.float64 on cpu and the model has torch\.float32 on cpu"
+        ValueError, match=r"the KV cache was made for torch\.float64 on cpu and the model has torch\.float32 on cpu"
     ):
         lm.decode(x[:, 20:], cache)
     found = lm.decode(x, lm.cache(1))
@@ -281,7 +281,7 @@ def test_rings_that_were_changed_by_reading_can_be_cropped() -> None:
 
 
 REFUSED = {
-    r"the cache was made for torch\.float64 on cpu and the model has torch\.float32": lambda lm, x: (
+    r"the KV cache was made for torch\.float64 on cpu and the model has torch\.float32": lambda lm, x: (
         cache := lm.cache(2),
         lm.float().decode(x, cache),
     ),
@@ -291,7 +291,7 @@ REFUSED = {
     "the KV cache belongs to another model": lambda lm, x: lm.decode(x, make(SMALL).cache(2)),
     r"x has shape \[1, 9\]; expected 2 rows": lambda lm, x: lm.decode(x[:1], lm.cache(2)),
     r"x has shape \[2, 0\].*T at least 1": lambda lm, x: lm.decode(x[:, :0], lm.cache(2)),
-    "outside the vocabulary of 37": lambda lm, x: lm.decode(x + 37, lm.cache(2)),
+    "outside the vocabulary; expected 0 … 36": lambda lm, x: lm.decode(x + 37, lm.cache(2)),
     r"lengths is \[3, 10\]; expected 2 numbers of real tokens, 0 … 9": lambda lm, x: lm.decode(
         x, lm.cache(2), lengths=torch.tensor([3, 10])
     ),
@@ -316,7 +316,7 @@ def test_a_refused_token_changes_nothing() -> None:
     lm, x = make(SMALL), text(1, 40)
     cache = lm.cache(1)
     lm.decode(x[:, :39], cache)
-    with pytest.raises(ValueError, match="token 37 is outside the vocabulary of 37"):
+    with pytest.raises(ValueError, match="token 37 is outside the vocabulary; expected 0 … 36"):
         lm.decode(torch.tensor([[37]]), cache)
     assert close(lm.decode(x[:, 39:], cache), lm(x).logits[:, 39:])
 

@@ -345,7 +345,7 @@ def test_every_kind_looks_ahead_in_an_encoder_or_is_refused(kind: str) -> None:
     try:
         model = Encoder(replace(ENCODER, attention=attention, position=position, layers=1)).double().eval()
     except ValueError as refused:
-        assert f"{kind} looks back only" in str(refused)
+        assert f"model.attention.kind is {kind!r}, which is causal only" in str(refused)
     else:
         later = source.clone()
         later[:, 6] = (later[:, 6] + 1) % VOCAB
@@ -385,19 +385,21 @@ def test_bad_input_gets_a_sentence() -> None:
         r"^x has shape \[9\] and dtype torch.int64; expected token ids \[B, T\], B and T at least 1$": lambda: model(
             source, x[0]
         ),
-        r"^targets has shape \[3, 8\]; expected that of x, \[3, 9\]$": lambda: model(source, x, targets=x[:, 1:]),
-        r"^source_padding has shape \[3, 10\] and dtype torch.bool; expected \[3, 11\] of torch.bool, True where": (
+        r"^targets has shape \[3, 8\]; expected \[3, 9\], as x has$": lambda: model(source, x, targets=x[:, 1:]),
+        r"^source_padding has shape \[3, 10\] and dtype torch.bool; expected \[3, 11\] of torch.bool, True for": (
             lambda: model(source, x, source_padding=hidden[:, 1:])
         ),
         r"^padding has shape \[3, 11\] and dtype torch.bool; expected \[3, 9\]": (
             lambda: model(source, x, padding=hidden)
         ),
-        r"^token 45 is outside the vocabulary of 23$": lambda: model(source + 23 * hidden, x),
+        r"^token 45 is outside the vocabulary; expected 0 … 22$": lambda: model(source + 23 * hidden, x),
         r"^the KV cache of an encoder–decoder cannot be saved; call start again instead$": (
             lambda: model.start(source).save("x")
         ),
-        r"^x has shape \[2, 9\]; expected 3 rows, as the cache has$": lambda: model.decode(x[:2], model.start(source)),
-        r"^at has shape \[2, 1\] and dtype torch.int64; expected places \[3, N\]$": (
+        r"^x has shape \[2, 9\]; expected 3 rows, as the KV cache has$": lambda: model.decode(
+            x[:2], model.start(source)
+        ),
+        r"^at has shape \[2, 1\] and dtype torch.int64; expected positions \[3, N\] of torch.int64$": (
             lambda: encoder()(source, at=torch.zeros(2, 1, dtype=torch.int64))
         ),
         r"^model.kind is 'seq2seq'; expected 'encoder' for Encoder$": lambda: Encoder(SMALL),

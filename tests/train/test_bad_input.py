@@ -176,8 +176,8 @@ def test_no_room_for_the_first_checkpoint(tmp_path: Path, capsys, monkeypatch) -
 
     monkeypatch.setattr(folder, "_fill", full)
     assert refused(tmp_path, {}, capsys) == (
-        f"{tmp_path / 'run' / 'checkpoints' / 'step-00000003'} could not be saved (No space left on device); nothing "
-        "saved before was touched, so make room or choose another folder"
+        f"{tmp_path / 'run' / 'checkpoints' / 'step-00000003'} could not be saved (No space left on device); earlier "
+        "files are unchanged, so make room or choose another folder"
     )
     assert not list((tmp_path / "run" / "checkpoints").iterdir())
 

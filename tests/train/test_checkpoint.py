@@ -66,8 +66,10 @@ def test_damaged_ones_are_named_and_passed_over(tmp_path: Path) -> None:
     assert checkpoints.newest(said.append) == a
     assert [sentence.split(": ", 1)[0] for sentence in said] == [f"{path} is not complete" for path in (d, c, b)]
     assert said[0].endswith("optimizer.safetensors is missing") and "meta.json cannot be read" in said[1]
-    assert said[2].endswith("model.safetensors has another content than written")
-    with pytest.raises(ValueError, match=r"step-00000002 is not complete: .* than written; choose another checkpoint$"):
+    assert said[2].endswith("model.safetensors has changed since it was written")
+    with pytest.raises(
+        ValueError, match=r"step-00000002 is not complete: .* since it was written; choose another checkpoint$"
+    ):
         checkpoints.load(b)
     (a / "meta.json").unlink()
     assert checkpoints.newest(said.append) is None and len(said) == 3 + 4

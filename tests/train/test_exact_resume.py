@@ -236,7 +236,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     (sentence,) = [line for line in said.splitlines() if line.startswith("spanformer: ")]
     path = out / "checkpoints" / "step-00000006"
     assert sentence == (
-        f"spanformer: {path} could not be saved (File too large); nothing saved before was touched, so make room or "
+        f"spanformer: {path} could not be saved (File too large); earlier files are unchanged, so make room or "
         "choose another folder"
     )
     assert {path: path.read_bytes() for path in (out / "checkpoints").rglob("*") if path.is_file()} == saved

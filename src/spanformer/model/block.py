@@ -1,4 +1,4 @@
-"""One block of a transformer: attention and a feed-forward, each added to the stream, with the norm before or after.
+"""One block of a transformer: attention and a feed-forward, each added to its input, with the norm before or after.
 
 pre     x + f(norm(x))            post    norm(x + f(x))
 
@@ -23,7 +23,7 @@ EncoderStates = tuple[Tensor, Tensor | None]
 
 
 class Block(nn.Module):
-    """What a layer remembers is what its attention projects: with pre-norm the normed states, which then need no norm
+    """A layer remembers the states that its attention projects: with pre-norm the normed ones, which need no norm
     a second time."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Block(nn.Module):
         cross: CrossAttention | None = None,
         norm3: nn.Module | None = None,
     ) -> None:
-        """cross, norm3: of a decoder's layer."""
+        """cross, norm3: for a decoder's layer only."""
         super().__init__()
         self.attention, self.norm1, self.feedforward, self.norm2 = attention, norm1, feedforward, norm2
         self.cross, self.norm3 = cross, norm3
@@ -50,8 +50,8 @@ class Block(nn.Module):
         position: Position,
         encoder_states: EncoderStates | Source | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x [B, T, dim] → new x, what a memory may keep of it [B, T, dim], what to add to the loss. encoder_states: of
-        a decoder's layer, the encoder's states or the keys and values made of them."""
+        """x [B, T, dim] → new x, the states that a memory may keep [B, T, dim], a term of the loss. encoder_states: for
+        a decoder's layer, the encoder's states or their keys and values."""
         h = self.norm1(x) if self.pre else x
         found, penalty = self.attention(h, memory, view, position)
         x = x + found if self.pre else self.norm1(x + found)
@@ -59,17 +59,17 @@ class Block(nn.Module):
         return x, h, _plus(penalty, auxiliary)
 
     def cross_attend(self, x: Tensor, encoder_states: EncoderStates | Source | None) -> Tensor:
-        """The attention to the encoder's states, x [B, T, dim] → new x; nothing without them."""
+        """Attention to the encoder's states, x [B, T, dim] → new x; x itself without them."""
         if encoder_states is None or self.cross is None or self.norm3 is None:
             return x
-        # here and not before: where weights are sharded, a block's are whole only while it runs
+        # here and not earlier: sharded weights are gathered only while their block runs
         source = encoder_states if isinstance(encoder_states, Source) else self.cross.source(*encoder_states)
         found = self.cross(self.norm3(x) if self.pre else x, source)
         return x + found if self.pre else self.norm3(x + found)
 
     def feed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The feed-forward half, x [B, T, dim] → new x, what to add to the loss. No shape in it depends on spans, so
-        this is what can be compiled (`LM.compile_feedforwards`)."""
+        """The feed-forward half, x [B, T, dim] → new x, a term of the loss. None of its shapes depends on spans, so
+        it can be compiled (`LM.compile_feedforwards`)."""
         if self.feedforward is None or self.norm2 is None:
             return x, None
         added, auxiliary = self.feedforward(self.norm2(x) if self.pre else x)

@@ -1,4 +1,4 @@
-"""The parts of a model made from its configuration, and how their weights start."""
+"""Build the parts of a model from its configuration (config.py), and initialise their weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_block(config: ModelConfig, specs: list[HeadSpec]) -> Block:
 def make_embedding(config: ModelConfig) -> tuple[Embedding, Head] | tuple[AdaptiveEmbedding, AdaptiveHead]:
     """The table of tokens and the output layer."""
     if not config.vocab:
-        raise ValueError("model.vocab is 0; expected the number of tokens of the data")
+        raise ValueError("model.vocab is 0; expected the number of tokens in the vocabulary of the data")
     e = config.embedding
     if e.cutoffs:
         adaptive = AdaptiveEmbedding(config.vocab, config.dim, e.cutoffs, e.divisor)
@@ -49,7 +49,7 @@ def make_embedding(config: ModelConfig) -> tuple[Embedding, Head] | tuple[Adapti
         return adaptive, AdaptiveHead(config.vocab, config.dim, e.cutoffs, e.divisor, tied_to=tied)
     plain = Embedding(config.vocab, config.dim)
     head = Head(config.vocab, config.dim, bias=e.bias, tied_to=plain if e.tied else None)
-    if e.tied:  # as the output's weight, N(0, 1) would begin with far too certain predictions
+    if e.tied:  # as an output weight, N(0, 1) would make the first predictions far too certain
         nn.init.normal_(plain.weight, std=config.dim**-0.5)
     return plain, head
 
@@ -64,20 +64,21 @@ def make_mechanism(config: ModelConfig, specs: list[HeadSpec]) -> Attention:
 
 
 def make_heads(config: ModelConfig, spec: HeadSpec) -> Attention:
-    """Some heads of a layer, by the `build` of their kind."""
+    """Some heads of a layer, made by the `build` of their kind."""
     if spec.kind == PATTERN:
         return Patterned.parse(spec)
     kind = KINDS[spec.kind]
     made = kind.make()(spec)
     if not config.causal and getattr(made, "causal", True):
         raise ValueError(
-            f"an encoder's heads look in both directions, and {spec.kind} looks back only; expected another kind, such "
+            f"model.attention.kind is {spec.kind!r}, which is causal only; an encoder needs both directions: use "
+            "another kind, such "
             "as adaptive_span or window"
         )
     if kind.absolute_positions and not POSITIONS[config.position.kind].absolute:
         known = [name for name, position in POSITIONS.items() if position.absolute]
         raise ValueError(
-            f"model.position.kind is {config.position.kind!r}; {spec.kind} encodes distances by its own labels, "
+            f"model.position.kind is {config.position.kind!r}; {spec.kind} encodes distances by its labels; "
             f"expected one of {', '.join(known)}"
         )
     return made

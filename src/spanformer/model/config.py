@@ -1,6 +1,6 @@
-"""The configuration of a model as plain data: a run file's [model] section, a checkpoint's description.
+"""The configuration of a model as plain data: the [model] section of a run file and of a checkpoint.
 
-No torch here: the command line reads these fields for its help.
+No torch here: the command line takes its help from these fields.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from spanformer.kinds.notation import LARGEST as MOST
 from spanformer.kinds.notation import PATTERN, parse_layer
 
 SPECIAL = {"lm": 0, "seq2seq": 2, "encoder": 1}
-"""kinds of models, with how many tokens each needs beside the data's, the last ids of its vocabulary: seq2seq begin and
-end, encoder mask"""
+"""kinds of models, with the number of special tokens of each, the last ids of its vocabulary: seq2seq has begin and
+end, encoder has mask"""
 
 MOST_PARTS = 4096
-"""of layers, heads and experts, which are built one by one"""
+"""limit for layers, heads and experts, which are built one by one"""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class AttentionConfig(Section):
         for name in ("max_span", "window"):
             _size(f"attention.{name}", getattr(self, name), 1)
         _within(
-            "attention.ramp", self.ramp, 0 < self.ramp <= MOST, f"a positive, finite number of tokens, {MOST:,} at most"
+            "attention.ramp", self.ramp, 0 < self.ramp <= MOST, f"a positive, finite number of tokens, at most {MOST:,}"
         )
         _within("attention.init", self.init, 0 <= self.init <= 1, "a share of max_span, 0 … 1")
         _within("attention.penalty", self.penalty, 0 <= self.penalty < math.inf, "0 or more")
@@ -55,16 +55,16 @@ class PositionConfig:
     number for each head and distance: alibi, t5 (by buckets), distance_bias (learned), da_transformer (multiplied);
     see docs/positions.md"""
     base: float = 10000.0
-    """of rotary and sinusoidal: the longest wavelength is about 6 times this many tokens"""
+    """base of rotary and sinusoidal: the longest wavelength is about 6 times this many tokens"""
     length: int = 0
-    """of learned and learned_per_layer: how many tokens a text may have; of rotary with scaling yarn: the length that
+    """for learned and learned_per_layer: the most tokens a text may have; for rotary with scaling yarn: the length that
     the model was trained on"""
     clip: int = 16
-    """of shaw: larger distances share the vectors of this one"""
+    """for shaw: larger distances share the vectors of this one"""
     scaling: Literal["none", "linear", "ntk", "yarn"] = "none"
-    """of rotary: how to scale its angles for longer texts"""
+    """for rotary: how to scale its angles for longer texts"""
     factor: float = 1.0
-    """of rotary with scaling: length of texts divided by the trained length"""
+    """for rotary with scaling: length of texts divided by the trained length"""
 
     def __post_init__(self) -> None:
         _within("position.base", self.base, 0 < self.base < math.inf, "a positive, finite number")
@@ -76,14 +76,19 @@ class PositionConfig:
             what = "the length that the model was trained on" if self.scaling == "yarn" else "a number of tokens"
             raise ValueError(f"model.position.length is 0; {self.kind} needs {what}")
         if self.scaling != "none" and "scaling" not in known.options:
-            raise ValueError(f"model.position.scaling is {self.scaling!r}, which stretches rotary, not {self.kind}")
-        _within("position.factor", self.factor, 1 <= self.factor < math.inf, "1 or more")
+            raise ValueError(
+                f"model.position.scaling is {self.scaling!r}, which is for rotary positions; position.kind is "
+                f"{self.kind!r}, so set scaling to 'none'"
+            )
+        _within("position.factor", self.factor, 1 <= self.factor < math.inf, "at least 1")
         if self.factor != 1 and self.scaling == "none":
-            raise ValueError(f"model.position.factor is {self.factor} without a scaling; name one, or leave it at 1")
+            raise ValueError(
+                f"model.position.factor is {self.factor} without a scaling; set position.scaling, or leave factor at 1"
+            )
 
     @property
     def per_layer(self) -> bool:
-        """Whether every layer has an encoding of its own."""
+        """Whether each layer has its own encoding."""
         return POSITIONS[self.kind].per_layer
 
 
@@ -130,7 +135,7 @@ class EmbeddingConfig:
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """The encoder of an encoder–decoder; all other settings are the decoder's."""
+    """The encoder of an encoder–decoder; all other settings are shared with the decoder."""
 
     layers: int = 0
     """0: as many as the decoder has"""
@@ -144,33 +149,33 @@ class EncoderConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     vocab: int = 0
-    """number of tokens; 0: as many as the data has, and those that this kind of model needs beside them"""
+    """size of the vocabulary; 0: that of the data plus the special tokens of this kind of model"""
     dim: int = 256
     """size of hidden states"""
     layers: int = 4
     """blocks of attention and feed-forward, one after the other"""
     heads: int = 4
-    """query heads a layer; each has dim / heads numbers"""
+    """query heads per layer; the head size is dim / heads"""
     kv_heads: int = 0
-    """key/value heads a layer, each shared by heads / kv_heads query heads; 0: one for each"""
+    """key/value heads per layer, each shared by heads / kv_heads query heads; 0: one for each"""
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     position: PositionConfig = field(default_factory=PositionConfig)
     feedforward: FeedForwardConfig = field(default_factory=FeedForwardConfig)
     embedding: EmbeddingConfig = field(default_factory=EmbeddingConfig)
     norm: Literal["layer", "rms"] = "rms"
-    """LayerNorm, or RMSNorm, which neither centres nor shifts"""
+    """layer: LayerNorm; rms: RMSNorm, without mean and bias"""
     order: Literal["pre", "post"] = "pre"
     """norm before each part, or after its sum (as in the paper)"""
     persistent: int = 0
-    """learned key/value vectors each head sees beside the text ("all-attention" with feedforward.kind none)"""
+    """learned key/value vectors that each head sees beside the text ("all-attention" with feedforward.kind none)"""
     paper_compat: bool = False
-    """the conventions of the paper's code: a token does not see itself, memory starts as zeros that are attended to"""
+    """the conventions of the paper's code: a token does not see itself, memory starts as zeros that heads can see"""
     kind: Literal["lm", "seq2seq", "encoder"] = "lm"
     """lm: a language model, trained to predict the next token; seq2seq: an encoder–decoder, trained on pairs of texts;
-    encoder: looks in both directions, trained to guess tokens that are masked"""
+    encoder: sees both directions, trained to predict masked tokens"""
     encoder: EncoderConfig = field(default_factory=EncoderConfig)
     cross: str = "scaled"
-    """of seq2seq: how a decoder's queries and an encoder's keys are scored: scaled (q·k/√D), or as the attention kinds
+    """for seq2seq: score function of cross-attention: scaled (q·k/√D), or that of the attention kinds
     dot, general, bilinear or additive"""
 
     def __post_init__(self) -> None:
@@ -183,7 +188,8 @@ class ModelConfig:
             raise ValueError(f"model.cross is set, and model.kind is {self.kind!r}; expected kind 'seq2seq'")
         if self.kind != "lm" and self.paper_compat:
             raise ValueError(
-                f"model.paper_compat is set, and model.kind is {self.kind!r}; the paper's code has language models only"
+                f"model.paper_compat is set, and model.kind is {self.kind!r}; the paper's code has language models "
+                "only, so unset it"
             )
         _size("dim", self.dim, 1)
         for name in ("layers", "heads"):
@@ -213,7 +219,7 @@ class ModelConfig:
         return self.kind != "encoder"
 
     def reading_half(self) -> ModelConfig:
-        """The encoder of an encoder–decoder, as a configuration of its own."""
+        """The encoder of an encoder–decoder, as a separate configuration."""
         e = self.encoder
         return replace(
             self, kind="encoder", layers=e.layers or self.layers, attention=e.attention, position=e.position,
@@ -222,7 +228,7 @@ class ModelConfig:
 
     @property
     def max_span(self) -> int:
-        """No span of any layer grows beyond this many tokens."""
+        """The largest span of any layer, in tokens."""
         both = self.attention.max_span, self.encoder.attention.max_span
         return max(both) if self.kind == "seq2seq" else both[0]
 
@@ -232,11 +238,11 @@ class ModelConfig:
 
     @property
     def groups(self) -> int:
-        """Key/value heads, as a number that is never 0."""
+        """The number of key/value heads, never 0."""
         return self.kv_heads or self.heads
 
     def stack(self) -> list[list[HeadSpec]]:
-        """What the heads of each layer are: one spec for a uniform layer, several for a mixture."""
+        """The heads of each layer: one spec for a uniform layer, several for a mixture."""
         a = self.attention
         entries = a.stack or (a.kind,)
         where = "model.attention.stack" if a.stack else "model.attention.kind"
@@ -248,12 +254,12 @@ class ModelConfig:
         return [once[entries[n % len(entries)]] for n in range(self.layers)]
 
     def _layer(self, specs: list[HeadSpec], where: str) -> list[HeadSpec]:
-        """The specs of a layer, which know the model around them."""
+        """The specs of a layer, filled in from the model's settings."""
         shared = self.heads // self.groups
         if any(spec.heads % shared for spec in specs):
             raise ValueError(
                 f"{where} has parts of {[spec.heads for spec in specs]} heads; expected multiples of {shared}, the "
-                "query heads that share keys"
+                "number of query heads per key/value head"
             )
         return [
             replace(

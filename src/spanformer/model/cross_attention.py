@@ -17,7 +17,7 @@ from spanformer.model.linear import Linear
 
 
 def make_scoring(scoring: str, heads: int, head_dim: int) -> Attention:
-    """`ModelConfig.cross`: the scaled product, or the scoring of an attention kind around it."""
+    """`ModelConfig.cross`: the scaled dot product, or the scoring of an attention kind."""
     cross = Cross(heads)
     return cross if scoring == "scaled" else resolve(KINDS[scoring].scoring)(cross, head_dim)
 
@@ -35,8 +35,8 @@ class CrossAttention(nn.Module):
         self.key, self.value = Linear(dim, inner, bias=False), Linear(dim, inner, bias=False)
 
     def source(self, states: Tensor, padding: Tensor | None) -> Source:
-        """Keys and values of the encoder's states [B, S, dim], made once; padding [B, S] bool, True where there is no
-        token."""
+        """Keys and values of the encoder's states [B, S, dim], computed once; padding [B, S] bool, True for
+        padding."""
         k, v = (split_heads(project(states), self.kv_heads) for project in (self.key, self.value))
         return Source(k, v, padding)
 

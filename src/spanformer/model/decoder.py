@@ -25,7 +25,7 @@ class Decoder(TransformerStack):
     ) -> Tensor | None:
         """Run the next tokens x [B, T] of each row of the KV cache, without gradients and dropout.
 
-        lengths [B]: how many of a row's T tokens are real; the others are padding behind them. Returns the logits of
+        lengths [B]: how many of a row's T tokens are real; the others are padding after them. Returns the logits of
         all tokens [B, T, V], or of each row's last real token [B, V] (undefined for a row without any), or
         None. They equal the logits of `lm(x)` over the whole text so far.
         """

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from spanformer.model.decoder import Decoder
 
 CHUNK = 1024  # tokens of a long text that go through the layers at a time
-ZEROS = 1 << 40  # with `paper_compat`: the number of zeros before a text, more than any head sees
+ZEROS = 1 << 40  # with `paper_compat`: the number of zeros before a text, more than any head can see
 
 Logits = Literal["all", "last", "none"]
 
@@ -35,15 +35,15 @@ def make_cache(
 ) -> Cache:  # fmt: skip
     for name, value in (("batch", batch), ("slack", slack)):
         if type(value) is not int or value < 0:
-            raise ValueError(f"{name} is {value}; expected a whole number, 0 or more")
-    mechanisms = [block.attention.mechanism for block in lm.decoding_rules.blocks]  # without an encoder's
+            raise ValueError(f"{name} is {value}; expected a whole number of at least 0")
+    mechanisms = [block.attention.mechanism for block in lm.decoding_rules.blocks]  # without those of an encoder
     for mechanism, position in zip(mechanisms, lm.positions(), strict=True):
         if refused := mechanism.supports(position=position, cache=True):
             raise ValueError(refused[0])
     weight, config = next(lm.blocks.parameters()), lm.config
     token_bytes = len(mechanisms) * config.groups * 2 * config.head_dim * weight.dtype.itemsize
     settings = CacheSettings(ZEROS if config.paper_compat else 0, slack, bits, token_bytes)
-    with torch.inference_mode(False):  # to be written to in or out of it
+    with torch.inference_mode(False):  # so that both modes can write to it
         place = torch.full((batch,), settings.zeros)
     reach = iter(reaches(lm))
 
@@ -92,14 +92,14 @@ def _read_pieces(lm: Decoder, x: Tensor, cache: Cache, lengths: Tensor | None, l
 
 
 def _last_real(h: Tensor, real: Tensor, last: Tensor | None) -> Tensor:
-    """[B, dim] of each row's last token that is no padding; of an earlier piece where this one has none."""
+    """[B, dim] of each row's last token that is not padding; if this piece has none, of an earlier piece."""
     row, real = torch.arange(len(h), device=h.device), real.to(h.device)
     here = h[row, (real - 1).clamp(min=0)]
     return torch.where((real > 0)[:, None], here, torch.zeros_like(here) if last is None else last)
 
 
 def _read_piece(lm: Decoder, x: Tensor, cache: Cache, real: Tensor | None) -> Tensor:
-    """x [B, T] → the last block's output [B, T, dim]; advances the cache."""
+    """x [B, T] → the last block's output [B, T, dim]; advances the KV cache."""
     step = Step(cache.seen, x, real)
     rules, numbers = lm.decoding_rules, itertools.count()
 
@@ -132,26 +132,26 @@ class Step:
         return _embed(position, h, self.seen, self.real)
 
     def view(self) -> View:
-        """Of the new tokens, for memories that mechanisms made themselves: their positions and padding."""
+        """The view of the new tokens, for mechanisms' own memories: their positions and padding."""
         at, padding = _positions(self.seen, self.x), None
         if self.real is not None:
             padding = torch.arange(self.x.shape[1], device=at.device) >= self.real.to(at.device)[:, None]
         return View(q_positions=at, k_positions=at, padding=padding)
 
     def encode(self, position: Position, dtype: torch.dtype) -> Encode | None:
-        """What the encoding does to queries and keys, made once for layers that share it."""
+        """The encoding of queries and keys, computed once for layers that share it."""
         if self._encode is None or self._encode[0] is not position:
             self._encode = position, position.encode_at(lambda: _positions(self.seen, self.x), dtype)
         return self._encode[1]
 
 
 class RingMemory:
-    """A layer's memory in decoding: keys and values of what its heads still see (`HeadCache`), written in place."""
+    """A layer's memory in decoding: the keys and values that its heads still see (`HeadCache`), written in place."""
 
     tokens = 0
 
     def __init__(self, cache: HeadCache, rules: DecodingRules, part: int, step: Step) -> None:
-        """part: its number among `rules.parts`."""
+        """part: its index in `rules.parts`."""
         self.cache, self.rules, self.part, self.step = cache, rules, part, step
 
     def attend(self, call: LayerCall) -> tuple[Attended, None]:
@@ -202,15 +202,16 @@ def _check(lm: Decoder, x: Tensor, cache: Cache, lengths: Tensor | None, logits:
     if x.ndim != 2 or x.is_floating_point() or not x.shape[1]:
         raise ValueError(f"x has shape {list(x.shape)} and dtype {x.dtype}; expected token ids [B, T], T at least 1")
     if cache.maker is not lm:
-        raise ValueError("the KV cache belongs to another model; make one with this model's cache()")
+        raise ValueError("the KV cache belongs to another model; make one by this model's cache()")
     weight, held = next(lm.blocks.parameters()), next(iter(cache.rings()), None)
     if held is not None and (weight.dtype, weight.device) != (held.dtype, held.device):
         raise ValueError(
-            f"the cache was made for {held.dtype} on {held.device} and the model has {weight.dtype} on {weight.device} "
-            "now; make another one with its cache()"
+            f"the KV cache was made for {held.dtype} on {held.device} and the model has {weight.dtype} on "
+            f"{weight.device} "
+            "now; make a new one by model.cache()"
         )
     if len(x) != cache.batch:
-        raise ValueError(f"x has shape {list(x.shape)}; expected {cache.batch} rows, as the cache has")
+        raise ValueError(f"x has shape {list(x.shape)}; expected {cache.batch} rows, as the KV cache has")
     if logits not in ("all", "last", "none"):
         raise ValueError(f"logits is {logits!r}; expected 'all', 'last' or 'none'")
     lengths = check_lengths(lengths, len(x), x.shape[1])

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def reaches(lm: Decoder) -> list[list[int]]:
-    """For the rings of each layer, or of each part of it [Hkv]: how many positions a key/value head's ring holds, which
-    is what the longest head of its group looks back at, and the token itself."""
+    """For the rings of each layer, or of each part of it [Hkv]: the number of positions in a key/value head's ring: the
+    context length of the longest head of its group, and the token itself."""
     shared = lm.config.heads // lm.config.groups
     read_spans(lm.spans_modules())
     found = []
@@ -35,16 +35,16 @@ def reaches(lm: Decoder) -> list[list[int]]:
 
 
 class RingPart(NamedTuple):
-    """Heads whose keys and values are in rings: a layer's, or some of them."""
+    """Heads whose keys and values are in rings: all of a layer, or some."""
 
     layer: int
     first: int
-    """the number of its first head in the layer"""
+    """the index of its first head in the layer"""
     mechanism: Attention
 
 
 def ring_parts(blocks: Sequence[Block]) -> list[RingPart]:
-    """Of all layers, in the order in which a cache holds them."""
+    """The parts of all layers, in the order of a KV cache."""
     found = []
     for n, block in enumerate(blocks):
         mechanism, first = block.attention.mechanism, 0
@@ -55,8 +55,8 @@ def ring_parts(blocks: Sequence[Block]) -> list[RingPart]:
 
 
 class DecodingRules:
-    """A model's rules as they are now. They stay the same objects until a span or a position's table changes, so that
-    what is prepared for them serves many tokens."""
+    """A model's current rules. They stay the same objects until a span or a position table changes, so that
+    a prepared decoder can be used for many tokens."""
 
     def __init__(self, lm: Decoder) -> None:
         self.blocks = [block for block in lm.blocks if isinstance(block, Block)]
@@ -66,7 +66,7 @@ class DecodingRules:
             for part in (*(block.attention.mechanism for block in self.blocks), lm.position)
             for module in part.modules()
             for name, parameter in module._parameters.items()
-            if parameter is not None  # a bias that a product does without
+            if parameter is not None  # a linear layer without bias
         ]
         self.stamp: list[tuple[int, int, int]] | None = None
         self.reach: list[list[int]] = []
@@ -86,7 +86,7 @@ class DecodingRules:
                 ring.resize(reach)
 
     def rule(self, n: int, x: Tensor) -> AnyRule:
-        """What the heads of part n see, for hidden states x [B, T, dim]."""
+        """The rule of part n, for hidden states x [B, T, dim]."""
         if (known := self.rules[n]) is not None:
             return known
         mechanism, added = self.parts[n].mechanism, self.added[n]
@@ -97,7 +97,7 @@ class DecodingRules:
         return rule
 
     def rule_for(self, n: int, x: Tensor) -> RuleFor:
-        """The rule of a part whose rules depend on which keys there are."""
+        """The rule of a part whose rule depends on the keys."""
         mechanism, added = self.parts[n].mechanism, self.added[n]
 
         def make(rows: Tensor, start: int, length: int) -> AnyRule:
@@ -118,7 +118,7 @@ class DecodingRules:
 
 
 def _position_rule(part: RingPart, position: Position, length: int) -> Rule | None:
-    """What the encoding adds for these heads, at distances 0 … length − 1."""
+    """The rule that the encoding adds for these heads, at distances 0 … length − 1."""
     rule, heads = position.rule(View(), length), part.mechanism.heads
     if rule is None or rule.heads == heads:
         return rule

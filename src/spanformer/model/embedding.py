@@ -1,5 +1,5 @@
-"""From tokens to vectors and back: a plain table, and clusters for vocabularies of hundreds of thousands, where rare
-words get short vectors and are scored only where they are the target.
+"""Embedding and output layers: a plain table, and clusters for vocabularies of hundreds of thousands, where rare
+words have short vectors and are scored only for targets among them.
 
 Adaptive Input Representations for Neural Language Modeling (Baevski, Auli, 2018), https://arxiv.org/abs/1809.10853
 Efficient softmax approximation for GPUs (Grave et al., 2016), https://arxiv.org/abs/1609.04309
@@ -7,10 +7,10 @@ Efficient softmax approximation for GPUs (Grave et al., 2016), https://arxiv.org
     embedding:  x(w) = sqrt(dim) · P_i · e_i[w]                                  w in cluster i
     output:     log p(w) = log p_head(w)                                         w in cluster 0, the shortlist
                          = log p_head(cluster i) + log p_i(w | cluster i)        w in a later cluster, a tail
-                p_i = softmax(W_i · P_iᵀ · h + b_i),  and the head's has one more row for each tail
+                p_i = softmax(W_i · P_iᵀ · h + b_i),  and the head has one more row for each tail
 
 Words are numbered from the most frequent; cluster i holds ids cutoffs[i − 1] … cutoffs[i] − 1, in vectors of size
-dim // divisorⁱ. All parameters start as those of torch's own layers do.
+dim // divisorⁱ. All parameters start as in torch's layers.
 
 Shapes: B batch, T tokens, N = B·T, V vocabulary, V_i and D_i words and vector size of cluster i, C clusters.
 """
@@ -29,7 +29,7 @@ from spanformer.model.linear import Linear
 
 
 class Embedding(nn.Embedding):
-    """nn.Embedding, which also says which token it does not know."""
+    """nn.Embedding whose error names the token that is outside the vocabulary."""
 
     def __init__(self, vocab: int, dim: int) -> None:
         super().__init__(vocab, dim)
@@ -41,7 +41,7 @@ class Embedding(nn.Embedding):
 
 
 class Head(Linear):
-    """One softmax over all tokens; `tied_to` an embedding it has the same weight, [V, dim]."""
+    """One softmax over all tokens; `tied_to`: an embedding whose weight [V, dim] it shares."""
 
     def __init__(self, vocab: int, dim: int, bias: bool, tied_to: nn.Embedding | None = None) -> None:
         super().__init__(dim, vocab, bias=bias)
@@ -53,7 +53,7 @@ class Head(Linear):
             self.weight = tied_to.weight
 
     def logits(self, h: Tensor) -> Tensor:
-        """h [B, T, dim] → [B, T, V], up to a constant the logs of probabilities."""
+        """h [B, T, dim] → [B, T, V], log-probabilities up to a constant."""
         return self(h)
 
     def nll(self, h: Tensor, targets: Tensor) -> Tensor:
@@ -63,18 +63,19 @@ class Head(Linear):
 
 
 class Clusters(nn.Module):
-    """The matrices of every cluster. An embedding and the output layer tied to it hold the same one."""
+    """The matrices of every cluster. An embedding and the output layer tied to it share them."""
 
     def __init__(self, vocab: int, dim: int, cutoffs: Sequence[int], divisor: int) -> None:
         super().__init__()
         bounds = [0, *cutoffs, vocab]
         if len(bounds) < 3 or any(low >= high for low, high in pairwise(bounds)):
             raise ValueError(
-                f"cutoffs is {list(cutoffs)}; expected one or more rising numbers between 0 and the vocabulary, {vocab}"
+                f"cutoffs is {list(cutoffs)}; expected one or more increasing numbers between 0 and the vocabulary, "
+                f"{vocab}"
             )
         if divisor < 2 or dim < divisor ** len(cutoffs):
             raise ValueError(
-                f"divisor is {divisor}; expected 2 or more, and few enough that a dim of {dim} divided by it "
+                f"divisor is {divisor}; expected at least 2, and so small that a dim of {dim} divided by it "
                 f"{len(cutoffs)} times leaves the last cluster a vector"
             )
         sizes = [dim // divisor**i for i in range(len(bounds) - 1)]
@@ -88,12 +89,12 @@ class Clusters(nn.Module):
         """C of [dim, D_i]"""
 
     def rows(self, ids: Tensor) -> list[Tensor]:
-        """ids [N] → for each cluster, which of them it holds. Their number is unknown before: a sync on a GPU."""
+        """ids [N] → for each cluster, the indices of its tokens. Their number depends on the data: a sync on a GPU."""
         return [((ids >= low) & (ids < high)).nonzero().squeeze(1) for low, high in pairwise(self.bounds)]
 
 
 class AdaptiveEmbedding(nn.Module):
-    """Vectors of several sizes, by how frequent a word is, all brought to size dim."""
+    """Vectors whose size depends on the frequency of the word, all projected to size dim."""
 
     def __init__(self, vocab: int, dim: int, cutoffs: Sequence[int], divisor: int) -> None:
         super().__init__()
@@ -105,7 +106,7 @@ class AdaptiveEmbedding(nn.Module):
         _check_ids(ids, held.vocab)
         flat = ids.flatten()
         rows = held.rows(flat)
-        # A cluster without tokens takes part with none, so that its parameters still have a gradient, of zeros.
+        # A cluster without tokens runs on an empty batch, so that its parameters get a gradient of zeros.
         parts = [
             F.linear(F.embedding(flat.index_select(0, row) - low, weight), projection)
             for row, low, weight, projection in zip(rows, held.bounds[:-1], held.weights, held.projections, strict=True)
@@ -115,8 +116,8 @@ class AdaptiveEmbedding(nn.Module):
 
 
 class AdaptiveHead(nn.Module):
-    """The output layer; `tied_to` an embedding it has the same words and projections, and of its own only the biases
-    and the rows of the tails."""
+    """The output layer; `tied_to`: an embedding whose words and projections it shares; then only the biases
+    and the rows of the tails are separate."""
 
     def __init__(
         self, vocab: int, dim: int, cutoffs: Sequence[int], divisor: int, tied_to: AdaptiveEmbedding | None = None
@@ -125,7 +126,7 @@ class AdaptiveHead(nn.Module):
         if tied_to is None:
             self.clusters = Clusters(vocab, dim, cutoffs, divisor)
             for weight in self.clusters.weights:
-                nn.init.kaiming_uniform_(weight, a=math.sqrt(5))  # as nn.Linear
+                nn.init.kaiming_uniform_(weight, a=math.sqrt(5))  # like nn.Linear
         else:
             self.clusters = tied_to.clusters
             expected = (vocab, dim, tuple(cutoffs), divisor)
@@ -137,11 +138,11 @@ class AdaptiveHead(nn.Module):
         self.biases = nn.ParameterList(torch.zeros(len(weight)) for weight in self.clusters.weights)
         """C of [V_i]"""
         self.tails = nn.Linear(dim, len(cutoffs))
-        """The head's rows after the shortlist. Tail i has row −i, counted from the end: so it is in the code of
-        the adaptive-span paper, and its published word models load."""
+        """The head's rows after the shortlist. Tail i has row −i, counted from the end, as in the code of
+        the adaptive-span paper, so that its published word models load."""
 
     def logits(self, h: Tensor) -> Tensor:
-        """h [B, T, dim] → [B, T, V], the logs of all probabilities: for generation, not for training."""
+        """h [B, T, dim] → [B, T, V], all log-probabilities: for generation, not for training."""
         head = _widened(self._scores(h, 0)).log_softmax(-1)
         parts = [head[..., : self.clusters.bounds[1]]]
         for i in range(1, len(self.biases)):
@@ -151,7 +152,7 @@ class AdaptiveHead(nn.Module):
     def nll(self, h: Tensor, targets: Tensor) -> Tensor:
         """h [B, T, dim], targets [B, T] → [B, T], −log p of each target, in float32 or wider.
 
-        A tail is scored only for the tokens whose target it holds. How many those are is all that the host waits for.
+        A tail is scored only for tokens whose target is in it. The host waits only for their number.
         """
         _check_ids(targets, self.clusters.vocab)
         h, flat = h.flatten(0, -2), targets.flatten()
@@ -184,9 +185,11 @@ def _widened(t: Tensor) -> Tensor:
 
 
 def _check_ids(ids: Tensor, vocab: int) -> None:
-    """Only on the CPU: elsewhere it would make the host wait."""
+    """Check token ids, on the CPU only: elsewhere the host would have to wait."""
     if ids.device.type != "cpu" or torch.compiler.is_compiling() or not ids.numel():
         return
     lowest, highest = (int(t) for t in ids.aminmax())
     if lowest < 0 or highest >= vocab:
-        raise ValueError(f"token {lowest if lowest < 0 else highest} is outside the vocabulary of {vocab}")
+        raise ValueError(
+            f"token {lowest if lowest < 0 else highest} is outside the vocabulary; expected 0 … {vocab - 1}"
+        )

@@ -1,10 +1,10 @@
-"""A model whose tokens see what comes before and after them, and its objective: guess the tokens that were masked.
+"""A bidirectional model, and its objective: predict masked tokens.
 
 BERT (Devlin et al., 2018), https://arxiv.org/abs/1810.04805
 
     h = norm(blocks(embedding(x)))        p(token at i) = softmax(head(h_i))        loss = mean over masked i of −log p
 
-Shapes: B batch, T tokens, N places asked for in a row, V vocabulary.
+Shapes: B batch, T tokens, N predicted positions per row, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from spanformer.position import Position
 
 class Encoded(NamedTuple):
     states: Tensor
-    """[B, T, dim], the last hidden states; of padding, they mean nothing"""
+    """[B, T, dim], the last hidden states; undefined for padding"""
     summaries: Tensor
-    """[B, m, dim], those of ETC's global tokens; m is 0 for other layers"""
+    """[B, m, dim], the states of ETC's global tokens; m is 0 for other mechanisms"""
     penalty: Tensor
-    """what to add to the loss"""
+    """a scalar to add to the loss"""
 
 
 class Encoder(TransformerStack):
-    """Its mechanisms run in both directions. `encoder(x)` gives the logits of every token, `encoder.encode(…)` the
-    hidden states alone."""
+    """Its mechanisms run in both directions. `encoder(x)` returns the logits of every token, `encoder.encode(…)` only
+    the hidden states."""
 
     def __init__(self, config: ModelConfig, *, tokens: bool = True) -> None:
-        """tokens: False for one that is given embedded tokens, as in an encoder–decoder."""
+        """tokens: False for an encoder that receives embedded tokens, as in an encoder–decoder."""
         super().__init__(config, "encoder", tokens=tokens)
         self.summaries = make_summaries(config.dim, self.mechanisms())
-        """the global tokens that ETC's layers have, if they are such"""
+        """the global tokens of ETC layers; None for other kinds"""
 
     @property
     def mask(self) -> int:
-        """The token that stands for one to be guessed: the last of the vocabulary."""
+        """The mask token: the last of the vocabulary."""
         return self.config.vocab - 1
 
     def forward(
@@ -60,17 +60,20 @@ class Encoder(TransformerStack):
         alone: Tensor | None = None,
         alone_padding: Tensor | None = None,
     ) -> Output:
-        """x [B, T] ids; padding [B, T] bool: True where x is no token, nothing sees it. at [B, N]: only these places of
-        each row are predicted. targets [B, N], or [B, T] without at: then only their losses are computed.
-        global_attention_mask [B, T] bool: each text's global tokens, for layers that have such (Longformer). segments
-        [B, T] integers: which global token each token belongs to (ETC), −1 for none; by default this many tokens each.
+        """x [B, T] ids; padding [B, T] bool: True for padding, which no token sees. at [B, N]: only these positions of
+        each row are predicted. targets [B, N], or [B, T] without at: if given, only their losses are computed.
+        global_attention_mask [B, T] bool: each text's global tokens, for Longformer layers. segments
+        [B, T] integers: the global token of each token (ETC), −1 for none; by default of equal length.
 
-        picked [B, P]: segments that are masked in x as a whole; alone [B, P, S] their tokens, alone_padding [B, P, S]
-        True behind the end of each: what the global tokens guess of them is then part of the penalty (model/cpc.py)."""
+        picked [B, P]: segments that are completely masked in x; alone [B, P, S] their tokens, alone_padding [B, P, S]
+        True after the end of each: the penalty then includes the contrastive loss of model/cpc.py."""
         check_ids("x", x)
         asked = x if at is None else at
         if asked.ndim != 2 or len(asked) != len(x) or asked.is_floating_point():
-            raise ValueError(f"at has shape {list(asked.shape)} and dtype {asked.dtype}; expected places [{len(x)}, N]")
+            raise ValueError(
+                f"at has shape {list(asked.shape)} and dtype {asked.dtype}; expected positions [{len(x)}, N] of "
+                "torch.int64"
+            )
         if targets is not None and targets.shape != asked.shape:
             raise ValueError(f"targets has shape {list(targets.shape)}; expected {list(asked.shape)}")
         h, summaries, penalty = self.encode(self.embedding(x), padding, global_attention_mask, segments)
@@ -90,7 +93,7 @@ class Encoder(TransformerStack):
         global_attention_mask: Tensor | None = None,
         segments: Tensor | None = None,
     ) -> Encoded:
-        """embedded [B, T, dim] tokens, padding, global_attention_mask and segments as in `forward`."""
+        """embedded: tokens [B, T, dim]; padding, global_attention_mask and segments: as in `forward`."""
         check_padding("padding", padding, embedded)
         h, view, m = embedded, View(padding=padding, global_attention_mask=global_attention_mask), 0
         if self.summaries is not None:
@@ -147,5 +150,5 @@ def check_padding(name: str, padding: Tensor | None, tokens: Tensor) -> None:
     if padding is not None and (padding.shape != tokens.shape[:2] or padding.dtype != torch.bool):
         raise ValueError(
             f"{name} has shape {list(padding.shape)} and dtype {padding.dtype}; expected {list(tokens.shape[:2])} of "
-            "torch.bool, True where there is no token"
+            "torch.bool, True for padding"
         )

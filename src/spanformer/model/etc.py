@@ -1,9 +1,9 @@
-"""The global tokens of ETC (Ainslie et al., 2020), https://arxiv.org/abs/2004.08483, before a text's own.
+"""The global tokens of ETC (Ainslie et al., 2020), https://arxiv.org/abs/2004.08483, before a text's tokens.
 
     h = [s, …, s, x_1, …, x_n]        one s, a learned vector, for each segment: a sentence, or this many tokens
 
-They go through the same layers as the text (attention/etc.py says who sees whom), and come out as summaries of their
-segments. Shapes: B batch, n tokens, m = ⌈n / segment⌉ global ones.
+They go through the same layers as the text (attention/etc.py defines which pairs are visible); their outputs summarise
+their segments. Shapes: B batch, n tokens, m = ⌈n / segment⌉ global ones.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Summaries(nn.Module):
         return -(-length // self.segment)
 
     def forward(self, h: Tensor, padding: Tensor | None, segments: Tensor | None) -> tuple[Tensor, View]:
-        """h [B, n, dim] → [B, m + n, dim], and what its layers may look at. segments [B, n] integers 0 … m − 1, −1: of
-        none; by default this many tokens each. A global token without any token is hidden."""
+        """h [B, n, dim] → [B, m + n, dim], and the view of its layers. segments [B, n] integers 0 … m − 1, −1 for
+        none; by default of equal length. A global token without tokens is hidden."""
         b, n, _ = h.shape
         if not n:
-            raise ValueError("the text has no token; expected at least 1, for a global token to stand for")
+            raise ValueError("the text is empty; expected at least 1 token for a global token to summarise")
         if segments is not None:
             check_segments(segments, b, n)
         m, at = self.count(n), torch.arange(n, device=h.device)
@@ -39,7 +39,7 @@ class Summaries(nn.Module):
         if segments is None and padding is None:
             return above, View(segments=ids)
         missing = torch.zeros_like(ids, dtype=torch.bool) if padding is None else padding
-        # one more for tokens of none, and for numbers that the attention is going to refuse
+        # one more for tokens without a segment, and for ids that the attention refuses later
         bins = torch.where((ids < 0) | missing, m, ids).clamp(0, m)
         empty = torch.ones(b, m + 1, dtype=torch.bool, device=h.device).scatter(1, bins, False)[:, :m]
         return above, View(padding=torch.cat([empty, missing], 1), segments=ids)
@@ -49,7 +49,7 @@ class Summaries(nn.Module):
 
 
 def make_summaries(dim: int, mechanisms: list[Attention]) -> Summaries | None:
-    """For layers that have global tokens; None for others."""
+    """The global tokens of a model with ETC layers; None for other models."""
     segments = {m.segment if isinstance(m, GlobalLocal) else 0 for m in mechanisms}
     if segments == {0}:
         return None

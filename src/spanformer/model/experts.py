@@ -6,8 +6,8 @@ Mixtral of Experts (Jiang et al., 2024), https://arxiv.org/abs/2401.04088, for s
     loss = balance · E · Σ_e f_e · P_e
 
 f_e is the share of all assignments that fell to expert e (a count, without gradient), P_e the mean of p_e over tokens;
-the loss is `balance` when all experts are used alike, more when they are not. With one expert per token g_e stays p_e:
-renormalised it would be 1, and the router would learn nothing from what its choices lead to.
+the loss is `balance` if all experts are used equally, and larger if not. With one expert per token g_e stays p_e:
+renormalised it would be 1, and the router would get no gradient from the output.
 
 Shapes: N tokens of the whole batch, E experts, k experts per token.
 """
@@ -22,9 +22,9 @@ from spanformer.model.feedforward import FeedForward, Kind
 
 
 class Experts(nn.Module):
-    """A mixture of feed-forwards. No token is dropped, and the cost is that of the k experts chosen for each token.
+    """A mixture of feed-forwards. No token is dropped; each token costs its k experts.
 
-    The counts of tokens per expert are read by the host once per call, which on a GPU is a sync.
+    The host reads the number of tokens per expert once per call, which on a GPU is a sync.
     """
 
     def __init__(
@@ -45,7 +45,9 @@ class Experts(nn.Module):
         if not 1 <= per_token <= experts:
             raise ValueError(f"per_token is {per_token}; expected 1 … {experts}, the number of experts")
         if not balance >= 0:
-            raise ValueError(f"balance is {balance}; expected 0 or more (a negative one would reward unused experts)")
+            raise ValueError(
+                f"balance is {balance}; expected at least 0 (a negative balance would reward unused experts)"
+            )
         self.per_token, self.balance = per_token, balance
         self.router = nn.Linear(dim, experts, bias=False)
         self.experts = nn.ModuleList(
@@ -54,7 +56,7 @@ class Experts(nn.Module):
 
     @property
     def weights_per_token(self) -> int:
-        """How many entries of matrices each token is multiplied with: the router's and those of k experts."""
+        """The number of weights used per token: the router's and those of k experts."""
         one = self.experts[0]
         assert isinstance(one, FeedForward)
         return self.router.weight.numel() + self.per_token * one.weights_per_token
@@ -68,7 +70,7 @@ class Experts(nn.Module):
             share = share / share.sum(-1, keepdim=True)
         counts = torch.bincount(chosen.flatten(), minlength=len(self.experts))  # [E]
 
-        order = chosen.flatten().argsort(stable=True)  # the N·k assignments, those of one expert side by side
+        order = chosen.flatten().argsort(stable=True)  # the N·k assignments, sorted by expert
         token = order // self.per_token
         groups = tokens.index_select(0, token).split(counts.tolist())
         parts = [expert(group)[0] for expert, group in zip(self.experts, groups, strict=True)]
@@ -81,7 +83,7 @@ class Experts(nn.Module):
         return mixed.view(*x.shape[:-1], y.shape[-1]), loss
 
     def _route(self, tokens: Tensor) -> Tensor:
-        """[N, E], in float32 or wider even under autocast: experts are chosen by small differences."""
+        """[N, E], in float32 or wider even in autocast: small differences decide between experts."""
         wide = torch.promote_types(tokens.dtype, torch.float32)
         with torch.autocast(tokens.device.type, enabled=False):
             return F.linear(tokens.to(wide), self.router.weight.to(wide)).softmax(-1)

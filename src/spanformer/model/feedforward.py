@@ -1,4 +1,4 @@
-"""The feed-forward part of a layer, for each token on its own.
+"""The feed-forward part of a layer, applied to each token separately.
 
 relu, gelu:  y = down(drop(f(up(x))))                 Attention Is All You Need, https://arxiv.org/abs/1706.03762
 swiglu:      y = down(drop(silu(gate(x)) · up(x)))    GLU Variants, https://arxiv.org/abs/2002.05202
@@ -38,11 +38,11 @@ class FeedForward(nn.Module):
 
     @property
     def weights_per_token(self) -> int:
-        """How many entries of matrices each token is multiplied with."""
+        """The number of weights used per token."""
         return sum(m.weight.numel() for m in (self.up, self.gate, self.down) if m is not None)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        """x [..., dim] → (y [..., dim], None): no loss of its own, unlike `Experts`."""
+        """x [..., dim] → (y [..., dim], None): no loss term, unlike `Experts`."""
         if self.kind == "relu" and not (self.training and self.dropout.p):
             return through_relu(x, self.up, self.down), None
         if self.gate is not None:

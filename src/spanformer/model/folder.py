@@ -1,10 +1,10 @@
-"""A folder of safetensors files and one JSON file: what a model or a checkpoint is saved as.
+"""A folder of safetensors files and one JSON file: the format of saved models and checkpoints.
 
-    PATH/meta.json           what the caller says, the format, the version, and the size and SHA-256 of every other file
+    PATH/meta.json           the caller's data, the format, the version, and the size and SHA-256 of every other file
     PATH/NAME.safetensors    one for every part, or several: see part.py
 
-Written whole or not at all (core/files.py). Read as untrusted: nothing in it is executed, and an error names in one
-sentence what does not fit.
+Written completely or not at all (core/files.py). Read as untrusted data: nothing in it is executed, and an error says
+in one sentence what is wrong.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Files = dict[str, dict[str, int | str]]
 
 _PART = re.compile(r"[A-Za-z0-9_-]+")
 _PIECE = re.compile(r"-\d{5}-of-\d{5}$")
-_LONGEST_META = 256 << 20  # bytes; a longer one is not ours
+_LONGEST_META = 256 << 20  # bytes; no meta.json of ours is longer
 
 
 class NewerFormat(ValueError):
-    """It may be whole, but only a newer spanformer can tell."""
+    """The folder has a newer format, which this version of spanformer cannot read."""
 
 
 def write_folder(
@@ -50,13 +50,13 @@ def write_folder(
     replace: bool = False,
     others: Callable[[Path], Files] | None = None,
 ) -> None:
-    """Save the parts and the caller's meta (JSON values) as the folder `path`, whole or not at all.
+    """Save the parts and the caller's meta (JSON values) as the folder `path`, completely or not at all.
 
-    With `replace`, a folder already there makes way once the new one is complete on the disk. `others` adds what other
-    processes write, by `write_part`, into the hidden folder it is given.
+    With `replace`, the new folder replaces an existing one once it is complete on the disk. `others` adds the files
+    that other processes write, by `write_part`, to the hidden folder that it receives.
     """
-    assert not set(OURS) & set(meta), "these keys are the folder's own"
-    assert all(_PART.fullmatch(name) for name in parts), "a part is named by letters, digits, _ and -"
+    assert not set(OURS) & set(meta), "these keys are reserved for the folder"
+    assert all(_PART.fullmatch(name) for name in parts), "the name of a part has letters, digits, _ and -"
     if path.exists():
         _check_replaceable(path, replace)
     try:
@@ -65,13 +65,13 @@ def write_folder(
             put_folder(new, path, replace=replace)
     except (OSError, SafetensorError) as error:
         raise OSError(
-            f"{path} could not be saved ({reason(error)}); nothing saved before was touched, "
+            f"{path} could not be saved ({reason(error)}); earlier files are unchanged, "
             "so make room or choose another folder"
         ) from error
 
 
 def read_meta(path: Path) -> dict:
-    """What meta.json holds: the caller's keys beside `OURS`."""
+    """The content of meta.json: the caller's keys and `OURS`."""
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder; expected one that spanformer saved")
     if not (path / META).is_file():
@@ -83,7 +83,7 @@ def read_meta(path: Path) -> dict:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path / META} cannot be read ({reason(error)}); the file is damaged") from error
     if not isinstance(meta, dict) or meta.get("kind") != KIND or not isinstance(meta.get("format"), int):
-        raise ValueError(f"{path / META} is of another kind; expected a folder that spanformer saved")
+        raise ValueError(f"{path / META} was not written by spanformer; expected a folder that spanformer saved")
     if meta["format"] > FORMAT:
         raise NewerFormat(
             f"{path} was written by a newer spanformer (format {meta['format']}; this one reads up to {FORMAT}); "
@@ -95,10 +95,11 @@ def read_meta(path: Path) -> dict:
 
 
 def write_part(folder: Path, name: str, tensors: dict[str, Tensor], header: dict[str, str] | None = None) -> Files:
-    """One file of a folder that is being written, on the disk when this returns; its name, size and digest."""
+    """Write one file of a folder and wait until it is on the disk; return its name, size and digest."""
     file = _file(folder, name)
     save_file(_apart(tensors), file, header)
-    file.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files for the owner alone; the umask made the folder
+    # safetensors makes files readable by the owner only; use the folder's mode, which follows the umask
+    file.chmod(folder.stat().st_mode & 0o666)
     sync(file)
     return {file.name: {"size": file.stat().st_size, "sha256": _digest(file)}}
 
@@ -109,30 +110,30 @@ def parts_of(meta: dict) -> list[str]:
 
 
 def open_part(path: Path, name: str) -> Part:
-    """One part, to be read. Only the structure of its files is checked here; `faults` also checks their content."""
+    """Open one part. Only the structure of its files is checked here; `faults` also checks their content."""
     meta = read_meta(path)
     files = [path / file for file in meta["files"] if _part_of(file) == name]
     if not files:
         raise ValueError(f"{path} has no part {name!r}; expected one of {', '.join(parts_of(meta))}")
     if missing := [file for file in files if not file.is_file()]:
-        raise ValueError(f"{missing[0]} is missing; the folder is not whole")
+        raise ValueError(f"{missing[0]} is missing; the folder is incomplete")
     return Part(files)
 
 
 def read_part(path: Path, name: str, device: str = "cpu") -> dict[str, Tensor]:
-    """The tensors of one part, whole."""
+    """All tensors of one part."""
     return {tensor: value.to(device) for tensor, value in open_part(path, name).items()}
 
 
 def faults(path: Path) -> list[str]:
-    """Every reason why the folder is not whole, each naming a file; none if it is as it was written."""
+    """Every difference between the folder and what was written, each naming a file; [] if there is none."""
     try:
         meta = read_meta(path)
     except NewerFormat:
         raise
     except ValueError as error:
         return [str(error)]
-    found = [] if meta.get("sha256") == _digest_of_meta(meta) else [f"{path / META} has another content than written"]
+    found = [] if meta.get("sha256") == _digest_of_meta(meta) else [f"{path / META} has changed since it was written"]
     for name, said in meta["files"].items():
         file = path / name
         try:
@@ -141,7 +142,7 @@ def faults(path: Path) -> list[str]:
             elif (size := file.stat().st_size) != said["size"]:
                 found.append(f"{file} has {size} bytes; expected {said['size']}")
             elif _digest(file) != said["sha256"]:
-                found.append(f"{file} has another content than written")
+                found.append(f"{file} has changed since it was written")
         except OSError as error:
             found.append(f"{file} cannot be read ({reason(error)})")
     return found
@@ -158,7 +159,7 @@ def _check_replaceable(path: Path, replace: bool) -> None:
 
 
 def _fill(new: Path, parts: dict[str, dict[str, Tensor]], meta: dict, others: Callable[[Path], Files] | None) -> None:
-    """Write every file and wait until the disk has them."""
+    """Write every file and wait until it is on the disk."""
     files: Files = {}
     for name, tensors in parts.items():
         files |= write_part(new, name, tensors)
@@ -171,7 +172,7 @@ def _fill(new: Path, parts: dict[str, dict[str, Tensor]], meta: dict, others: Ca
 
 
 def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors that share no memory, which is what safetensors takes; tied ones are written twice."""
+    """Contiguous tensors that share no memory, as safetensors needs; tied ones are written twice."""
     apart, storages = {}, set()
     for name, tensor in tensors.items():
         tensor = tensor.detach()
@@ -187,7 +188,7 @@ def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def _is_list_of_files(files: object) -> bool:
     return isinstance(files, dict) and all(
         file.endswith(".safetensors")
-        and _PART.fullmatch(file.removesuffix(".safetensors"))  # so that no name leads out of the folder
+        and _PART.fullmatch(file.removesuffix(".safetensors"))  # so that no name points outside the folder
         and isinstance(said, dict)
         and {"size", "sha256"} <= set(said)
         for file, said in files.items()
@@ -208,16 +209,16 @@ def _digest(file: Path) -> str:
 
 
 def _digest_of_meta(meta: dict) -> str:
-    """Of everything but itself."""
+    """The digest of everything except the digest itself."""
     rest = {key: value for key, value in meta.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _as_json(meta: dict) -> dict:
-    """What a reader will find: tuples as lists, keys as texts."""
+    """The value as a reader will get it: tuples as lists, keys as strings."""
     try:
         return json.loads(json.dumps(meta, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"meta cannot be written as JSON ({error}); expected texts, finite numbers and lists"
+            f"meta cannot be written as JSON ({error}); expected strings, finite numbers, lists and dicts of them"
         ) from None

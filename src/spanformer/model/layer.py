@@ -1,4 +1,4 @@
-"""Self-attention with slots for the mechanism, the position encoding and what the layer remembers.
+"""Self-attention: projections around a mechanism, a position encoding and the layer's memory.
 
 Shapes: B batch, T new tokens, H heads, Hkv key/value heads, D head size.
 """
@@ -28,8 +28,8 @@ class SelfAttention(nn.Module):
         mechanism.start_from(self.query, self.key, self.value)
 
     def forward(self, x: Tensor, memory: LayerMemory, view: View, position: Position) -> tuple[Tensor, Tensor | None]:
-        """x [B, T, dim]; view: documents and padding of remembered and new tokens; the position encoding, which layers
-        may share. Returns [B, T, dim], and what the mechanism asks to be added to the loss."""
+        """x [B, T, dim]; view: documents and padding of remembered and new tokens; position: the encoding, which layers
+        may share. Returns [B, T, dim], and the mechanism's term of the loss."""
         q = self.mechanism.map_queries(split_heads(self.query(x), self.heads))
         k, v = self.project(x)
         call = LayerCall(self.mechanism, position, replace(view, x=x), q, k, v, self.project)
@@ -53,4 +53,5 @@ class SelfAttention(nn.Module):
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """[B, T, heads · D] → [B, heads, T, D], without a copy."""
-    return x.view(x.shape[0], x.shape[1], heads, x.shape[2] // heads).transpose(1, 2)  # −1 is unknown without rows
+    # −1 cannot be inferred for an empty batch
+    return x.view(x.shape[0], x.shape[1], heads, x.shape[2] // heads).transpose(1, 2)

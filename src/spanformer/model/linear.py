@@ -1,5 +1,5 @@
-"""The products of a model's layers. On processors with AVX-512 they are oneDNN's: PyTorch takes products of float32
-from MKL, which leaves a tenth to a quarter of such a processor unused (`spanformer bench products`).
+"""Linear layers. On processors with AVX-512 they use oneDNN: PyTorch computes float32 products
+by MKL, which leaves a tenth to a quarter of such a processor unused (`spanformer bench products`).
 
     y = x·Wᵀ + b        relu: y = max(x·Wᵀ + b, 0), in the same pass
 
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 FEW_ROWS = 64
-"""Below this many rows a call's fixed cost counts for more than its product."""
+"""Below this many rows the fixed cost of a call outweighs its product."""
 
 
 class Linear(nn.Linear):
-    """As nn.Linear; where oneDNN serves it, once differentiable only."""
+    """Like nn.Linear; with oneDNN it has no second derivative."""
 
     def forward(self, input: Tensor) -> Tensor:
         return product(input, self.weight, self.bias)
@@ -39,7 +39,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, relu: bool
 
 
 def through_relu(x: Tensor, up: Linear, down: Linear) -> Tensor:
-    """down(max(up(x), 0)) in one function, which passes over the inner activations' gradient fewer times."""
+    """down(max(up(x), 0)) in one function, which reads the gradient of the inner activations fewer times."""
     if _served(x, up.weight) and _served(x, down.weight):
         return _ThroughRelu.apply(x, up.weight, up.bias, down.weight, down.bias)
     return down(up.relu(x))
@@ -47,7 +47,7 @@ def through_relu(x: Tensor, up: Linear, down: Linear) -> Tensor:
 
 @contextlib.contextmanager
 def counted_products() -> Iterator[None]:
-    """PyTorch's own products meanwhile: its counter of operations does not know oneDNN's."""
+    """Use PyTorch's products inside this block: its FLOP counter does not count oneDNN's."""
     global _onednn
     before, _onednn = _onednn, None
     try:
@@ -57,7 +57,7 @@ def counted_products() -> Iterator[None]:
 
 
 def _find():
-    """oneDNN's product as an operator, or None where MKL's is as good or it is not to be had."""
+    """oneDNN's product as an operator, or None where it is not available or MKL is as fast."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
         return None
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
@@ -110,13 +110,13 @@ class _ThroughRelu(torch.autograd.Function):
         wanted = ctx.needs_input_grad
         g_inner, *g_down = _gradients(grad, inner, down, (True, *wanted[3:]))
         assert g_inner is not None
-        # in place: nobody else has seen this gradient
+        # in place: nothing else uses this gradient
         torch.ops.aten.threshold_backward.grad_input(g_inner, inner, 0, grad_input=g_inner)
         return *_gradients(g_inner, x, up, wanted), *g_down
 
 
 def _gradients(grad: Tensor, x: Tensor, weight: Tensor, wanted) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Of x, weight and bias, where wanted."""
+    """The gradients of x, weight and bias, where wanted."""
     rows = grad.flatten(0, -2)
     return (
         _run(grad, weight.t(), None, "none") if wanted[0] else None,

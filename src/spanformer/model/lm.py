@@ -1,4 +1,4 @@
-"""The language model: embedding, blocks, output. Runs a long text segment by segment.
+"""The language model: embedding, blocks, output. It runs a long text segment by segment.
 
 Shapes: B batch, T tokens of a segment, M remembered tokens, V vocabulary.
 """
@@ -28,9 +28,9 @@ class LMOutput(NamedTuple):
     nll: Tensor | None
     """[B, T] negative log-likelihood in nats of each target, if given"""
     state: State
-    """to be passed with the next segment"""
+    """pass it with the next segment"""
     penalty: Tensor
-    """a scalar to add to the mean loss: the price of spans, of unbalanced experts"""
+    """a scalar to add to the mean loss: penalties for spans and for unbalanced experts"""
 
 
 class LM(Decoder):
@@ -51,10 +51,10 @@ class LM(Decoder):
         documents: Tensor | None = None,
         padding: Tensor | None = None,
     ) -> LMOutput:
-        """x [B, T] ids; targets [B, T] ids: then only their losses are computed, and no logits kept.
+        """x [B, T] ids; targets [B, T] ids: if given, only their losses are computed, and no logits are kept.
 
-        documents [B, T]: ids of packed documents, which do not see each other; numbers must not come back in later
-        segments of the same stream. padding [B, T] bool: True where x is no token; nothing sees it.
+        documents [B, T]: ids of packed documents, which do not see each other; an id must not occur again in later
+        segments of the same stream. padding [B, T] bool: True for padding, which no token sees.
         """
         self._check(x, targets)
         state = self.start(x.shape[0]) if state is None else state
@@ -73,13 +73,13 @@ class LM(Decoder):
 
     def cache(self, batch: int, *, slack: int = 0, bits: Literal[0, 8] = 0) -> Cache:
         """An empty KV cache for `batch` texts that `decode` continues: each key/value head stores as many keys and
-        values as it reaches, however long the texts are. slack: how many tokens `Cache.crop` can always take back.
-        bits: 8 stores them in 8 bits, each number off by at most 1/254 of the largest of its vector; 0: in the
-        model's own dtype."""
+        values as it reaches, however long the texts are. slack: how many tokens `Cache.crop` can always remove.
+        bits: 8 stores them in 8 bits, with an error of at most 1/254 of the largest number of a vector; 0: in the
+        model's dtype."""
         return make_cache(self, batch, slack, bits)
 
     def start(self, batch: int) -> State:
-        """The initial state of a text: empty, or zeros that are attended to, as in the paper's code."""
+        """The initial state of a text: empty, or zeros that heads can see, as in the paper's code."""
         weight = next(self.blocks.parameters())
         dtype, dim = weight.dtype, self.config.dim
         lengths = [n if self.config.paper_compat else 0 for n in self.memory_lengths()]
@@ -102,7 +102,8 @@ class LM(Decoder):
         if not isinstance(memory, HiddenStates):
             return memory
         states = memory.states
-        if self.config.paper_compat and states.shape[1] < keep:  # a span outgrew its memory: zeros, as at the start
+        # a span has outgrown its memory: fill with zeros, as at the start
+        if self.config.paper_compat and states.shape[1] < keep:
             states = F.pad(states, (0, 0, keep - states.shape[1], 0))
         return HiddenStates(states.to(dtype), memory.tape, length=keep, layer=layer)
 
@@ -116,7 +117,7 @@ class LM(Decoder):
                 f"x has shape {list(x.shape)} and dtype {x.dtype}; expected token ids [B, T], B and T at least 1"
             )
         if targets is not None and targets.shape != x.shape:
-            raise ValueError(f"targets has shape {list(targets.shape)}; expected that of x, {list(x.shape)}")
+            raise ValueError(f"targets has shape {list(targets.shape)}; expected {list(x.shape)}, as x has")
 
 
 def _beside(name: str, old: Tensor | None, new: Tensor | None, x: Tensor, past: int, unknown: int) -> Tensor | None:
@@ -126,7 +127,7 @@ def _beside(name: str, old: Tensor | None, new: Tensor | None, x: Tensor, past: 
             raise ValueError(f"{name} was given with earlier segments and is missing now; expected [B, T] with each")
         return None
     if new.shape != x.shape:
-        raise ValueError(f"{name} has shape {list(new.shape)}; expected that of x, {list(x.shape)}")
+        raise ValueError(f"{name} has shape {list(new.shape)}; expected {list(x.shape)}, as x has")
     if old is None:
         old = torch.full((x.shape[0], past), unknown, dtype=new.dtype, device=new.device)
     return torch.cat([old, new], 1)

@@ -19,18 +19,18 @@ from spanformer.model.seq2seq import Seq2Seq
 from spanformer.model.weights import misfit, shapes
 
 CHECKPOINTS = "checkpoints"
-SPARE = 1000  # parameters that are built to name the first that does not fit
+SPARE = 1000  # parameters to build beyond the limit, so as to name the first that does not fit
 MODELS: dict[str, type[LM] | type[Seq2Seq] | type[Encoder]] = {"lm": LM, "seq2seq": Seq2Seq, "encoder": Encoder}
-"""by ModelConfig.kind"""
+"""the classes by ModelConfig.kind"""
 Model = TypeVar("Model", LM, Seq2Seq, Encoder)
 
 
 def load(path: str | Path, kind: type[Model] = LM, *, device: str | torch.device = "cpu") -> Model:
     """The model of a folder, in eval mode and float32: of a model folder, of a checkpoint, or of a run.
 
-    kind: `LM`, `Seq2Seq` or `Encoder`, what the folder is expected to hold.
-    Of a run's checkpoints it is the one of the lowest score (the later of equals), or the newest if none has a score.
-    A checkpoint whose meta.json cannot be read has none; the one that is taken must be whole.
+    kind: `LM`, `Seq2Seq` or `Encoder`, the class that the caller expects.
+    For a run it takes the checkpoint with the lowest score (the later of equals), or the newest if none has a score.
+    A checkpoint whose meta.json cannot be read has no score; the one that is taken must be complete.
     """
     found = load_any(path, device=device)
     if not isinstance(found, kind):
@@ -39,10 +39,10 @@ def load(path: str | Path, kind: type[Model] = LM, *, device: str | torch.device
 
 
 def load_any(path: str | Path, *, device: str | torch.device = "cpu") -> LM | Seq2Seq | Encoder:
-    """The model of a folder as `load` takes it, of whatever kind."""
+    """The model of a folder as in `load`, of any kind."""
     folder = _folder(Path(path))
     if found := faults(folder):
-        raise ValueError(f"{folder} is not whole: {'; '.join(found)}; choose another one")
+        raise ValueError(f"{folder} is damaged or incomplete: {'; '.join(found)}; choose another one")
     config = build(ModelConfig, _read(folder)["model"], where=str(folder / META))
     weights = open_part(folder, "model")
     if wrong := _misfit(config, weights):
@@ -54,7 +54,7 @@ def load_any(path: str | Path, *, device: str | torch.device = "cpu") -> LM | Se
 
 
 def _misfit(config: ModelConfig, weights: Part) -> str | None:
-    """How the files' shapes differ from the model's, before either takes memory: an untrusted configuration may
+    """How the files' shapes differ from the model's. Checked before either takes memory: an untrusted configuration may
     ask for any size."""
     try:  # a tied parameter is registered twice and may be saved once
         planned = build_on_meta(lambda: MODELS[config.kind](config), tensors=2 * len(weights) + SPARE)
@@ -64,7 +64,7 @@ def _misfit(config: ModelConfig, weights: Part) -> str | None:
 
 
 def load_meta(path: str | Path) -> dict:
-    """The meta.json of the model that `load` takes, with its configuration under "model"."""
+    """The meta.json of the model that `load` would take, with its configuration under "model"."""
     return _read(_folder(Path(path)))
 
 
@@ -76,7 +76,7 @@ def _read(folder: Path) -> dict:
 
 
 def _folder(path: Path) -> Path:
-    """The folder of one model: the path itself, or a checkpoint of the run that it is."""
+    """The folder of one model: the path itself, or a checkpoint if the path is a run."""
     if not path.exists():
         raise ValueError(f"{path} does not exist; expected the folder of a model, a checkpoint or a run")
     if not path.is_dir():

@@ -1,7 +1,7 @@
-"""A module's shapes without its memory: built on the meta device, and no further than a limit.
+"""A module's shapes without its memory: build it on the meta device, up to a limit.
 
 A configuration from a file may ask for any number of layers and any width. Building on the meta device takes no memory,
-but still one step a module, so the build stops at the first parameter beyond the limit.
+but still takes time for each module, so the build stops at the first parameter beyond the limit.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class TooLarge(ValueError):
 
 
 def build_on_meta(make: Callable[[], M], *, tensors: int | None = None, numbers: int | None = None) -> M:
-    """The module that `make` builds, on the meta device. TooLarge if it has more parameters than `tensors`, or if they
-    hold more numbers than `numbers`."""
+    """The module that `make` builds, on the meta device. Raises TooLarge if it has more parameters than `tensors`, or
+    if they hold more numbers than `numbers`."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"), _counted(tensors, numbers):
         try:
             return make()

@@ -22,7 +22,7 @@ def make_norm(kind: Literal["layer", "rms"], dim: int) -> nn.Module:
 
 
 class RMSNorm(nn.Module):
-    """As nn.RMSNorm, in about half its time on a CPU, forward and backward, and once differentiable only."""
+    """Like nn.RMSNorm, in about half its time on a CPU, forward and backward, but without a second derivative."""
 
     def __init__(self, dim: int, eps: float = 1e-6) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., dim], normalised in float32 or wider, returned in its own dtype."""
+        """x [..., dim], normalised in float32 or wider, returned in x's dtype."""
         wide = torch.promote_types(x.dtype, torch.float32)
         return _Normalise.apply(x.to(wide), self.weight.to(wide), self.eps).to(x.dtype)
 

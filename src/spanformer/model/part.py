@@ -20,7 +20,7 @@ HEADER, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
 
 class Rows(NamedTuple):
-    """What one file holds of a tensor."""
+    """The rows of a tensor in one file."""
 
     file: Path
     start: int
@@ -32,9 +32,9 @@ class Rows(NamedTuple):
 
 
 class Part(Mapping[str, Tensor]):
-    """Read when asked for: `part[name]` is a whole tensor, `part.rows(name, start, stop)` a few rows of one.
+    """Reads tensors on demand: `part[name]` is a whole tensor, `part.rows(name, start, stop)` a few rows of one.
 
-    The headers are read at once; a ValueError says what in them does not fit together.
+    It reads all headers first, and raises a ValueError if they do not fit together.
     """
 
     def __init__(self, files: list[Path]) -> None:
@@ -56,7 +56,7 @@ class Part(Mapping[str, Tensor]):
         return len(self._held)
 
     def shape(self, name: str) -> torch.Size:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         last = self._held[name][-1]
         return torch.Size([last.stop, *last.shape[1:]] if last.shape else [])
 
@@ -68,30 +68,30 @@ class Part(Mapping[str, Tensor]):
 
 
 def header(starts: Mapping[str, tuple[int, int]]) -> dict[str, str]:
-    """What a file of a split part says of its tensors: name → (first row, dimensions)."""
+    """The header of a split part's file: name → (first row, dimensions)."""
     said = {name: {OFFSETS: [start, *[0] * (ndim - 1)][:ndim]} for name, (start, ndim) in starts.items()}
     return {HEADER: json.dumps(said)}
 
 
 def _look(file: Path) -> Iterator[tuple[str, Rows]]:
-    """The tensors in a file, and which of their rows."""
+    """The tensors in a file, with their rows."""
     try:
         with safe_open(file, "pt") as opened:
             said = json.loads((opened.metadata() or {}).get(HEADER, "{}"))
-            for name in opened.keys():  # noqa: SIM118, it is no dict
+            for name in opened.keys():  # noqa: SIM118, it is not a dict
                 offsets = said[name][OFFSETS] if said else []
                 yield name, Rows(file, int(sum(offsets)), opened.get_slice(name).get_shape())
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file} cannot be read ({reason(error)}); the file is damaged") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError(f"{file} does not say which rows it holds; the file is damaged") from None
+        raise ValueError(f"{file} does not list its rows; the file is damaged") from None
 
 
 def _check_whole(name: str, held: list[Rows]) -> None:
     end = 0
     for rows in held:
         if rows.start != end or rows.shape[1:] != held[0].shape[1:]:
-            raise ValueError(f"{rows.file} does not hold the rows of {name} from {end} on; the part is not whole")
+            raise ValueError(f"{rows.file} does not have the rows of {name} from {end} on; the part is incomplete")
         end = rows.stop
 
 
@@ -104,6 +104,6 @@ def _read(rows: Rows, name: str, start: int, stop: int) -> Tensor:
 
 
 def reason(error: BaseException) -> str:
-    """In a few words; safetensors wraps what the system said."""
+    """The error in a few words; safetensors wraps the system's message."""
     said = re.search(r"I/O error: (.*) \(os error \d+\)", str(error))
     return said[1] if said else (isinstance(error, OSError) and error.strerror) or str(error)

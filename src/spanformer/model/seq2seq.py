@@ -4,7 +4,7 @@ Attention Is All You Need (Vaswani et al., 2017), https://arxiv.org/abs/1706.037
 
     states = encoder(source)        p(y_t | y_<t, source) = softmax(head(decoder(y_<t, states)))
 
-A decoder's layer attends to the tokens before (any mechanism), to all of the encoder's states, and feeds forward.
+A decoder layer has self-attention (any mechanism), attention to all of the encoder's states, and a feed-forward part.
 Shapes: B batch, S tokens of the source, T tokens of the answer, V vocabulary.
 """
 
@@ -26,9 +26,9 @@ from spanformer.model.stack import Output
 
 
 class Seq2Seq(Decoder):
-    """One vocabulary and one embedding for both texts; its last two tokens are `begin` and `end`.
+    """One vocabulary and one embedding for both texts; the last two tokens are `begin` and `end`.
 
-    `model(source, x)` gives the logits after every token of x, which begins with `begin`. `start` encodes a source,
+    `model(source, x)` returns the logits after every token of x, which begins with `begin`. `start` encodes a source,
     and `decode` then continues token by token.
     """
 
@@ -38,12 +38,12 @@ class Seq2Seq(Decoder):
 
     @property
     def begin(self) -> int:
-        """The token that an answer begins after."""
+        """The token before the first token of an answer."""
         return self.config.vocab - 2
 
     @property
     def end(self) -> int:
-        """The token that a source ends with, and an answer."""
+        """The last token of a source and of an answer."""
         return self.config.vocab - 1
 
     def layers(self) -> list[Block]:
@@ -58,15 +58,15 @@ class Seq2Seq(Decoder):
         source_padding: Tensor | None = None,
         padding: Tensor | None = None,
     ) -> Output:
-        """source [B, S] and x [B, T] ids; targets [B, T] ids: then only their losses are computed.
+        """source [B, S] and x [B, T] ids; targets [B, T] ids: if given, only their losses are computed.
 
-        source_padding [B, S] and padding [B, T] bool: True where there is no token; nothing sees it.
+        source_padding [B, S] and padding [B, T] bool: True for padding, which no token sees.
         """
         check_ids("x", x)
         if len(source) != len(x):
             raise ValueError(f"source has {len(source)} rows and x {len(x)}; expected one answer for each source")
         if targets is not None and targets.shape != x.shape:
-            raise ValueError(f"targets has shape {list(targets.shape)}; expected that of x, {list(x.shape)}")
+            raise ValueError(f"targets has shape {list(targets.shape)}; expected {list(x.shape)}, as x has")
         check_padding("padding", padding, x)
         states, penalty = self.encode(source, source_padding)
         h, heard = self.embedding(x), (states, source_padding)
@@ -81,7 +81,7 @@ class Seq2Seq(Decoder):
         return Output(None, self.head.nll(h, targets), penalty)
 
     def encode(self, source: Tensor, source_padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """source [B, S] → the encoder's states [B, S, dim], and what to add to the loss."""
+        """source [B, S] → the encoder's states [B, S, dim], and a term of the loss."""
         check_ids("source", source)
         check_padding("source_padding", source_padding, source)
         self.encoder.checkpointing = self.checkpointing
@@ -91,8 +91,8 @@ class Seq2Seq(Decoder):
     def start(
         self, source: Tensor, source_padding: Tensor | None = None, *, slack: int = 0, bits: Literal[0, 8] = 0
     ) -> Cache:
-        """Encode source [B, S], without gradients and dropout: a KV cache with each layer's keys and values, for texts
-        that `decode` continues, starting with `begin`. slack, bits: see `LM.cache`."""
+        """Encode source [B, S], without gradients and dropout, into a KV cache with each layer's keys and values, for
+        texts that `decode` continues, starting with `begin`. slack, bits: see `LM.cache`."""
         training, blocks = self.training, super().layers()
         self.eval()
         try:

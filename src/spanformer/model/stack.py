@@ -1,4 +1,4 @@
-"""What language models, encoders and encoder–decoders have in common: layers whose heads have spans."""
+"""The base class of language models, encoders and encoder–decoders: a stack of blocks whose heads have spans."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Output(NamedTuple):
     nll: Tensor | None
     """[B, T] negative log-likelihood in nats of each target, if given"""
     penalty: Tensor
-    """a scalar to add to the mean loss: the price of spans, of unbalanced experts"""
+    """a scalar to add to the mean loss: penalties for spans and for unbalanced experts"""
 
 
 class TransformerStack(nn.Module):
@@ -41,7 +41,7 @@ class TransformerStack(nn.Module):
     def __init__(
         self, config: ModelConfig, kind: Literal["lm", "seq2seq", "encoder"], *, tokens: bool = True
     ) -> None:  # fmt: skip
-        """tokens: whether it has an embedding and an output layer of its own."""
+        """tokens: whether it has its own embedding and output layer."""
         super().__init__()
         if config.kind != kind:
             raise ValueError(f"model.kind is {config.kind!r}; expected {kind!r} for {type(self).__name__}")
@@ -58,7 +58,7 @@ class TransformerStack(nn.Module):
         """recompute each block in the backward pass instead of keeping its activations"""
 
     def layers(self) -> list[Block]:
-        """Every layer, in the order in which a text goes through them."""
+        """Every layer, in the order of the forward pass."""
         return [block for block in self.blocks if isinstance(block, Block)]
 
     def positions(self) -> list[Position]:
@@ -71,10 +71,10 @@ class TransformerStack(nn.Module):
         self, h: Tensor, memories: list[M], view: View, add_positions: AddPositions,
         encoder_states: Sequence[EncoderStates | Source | None] = (),
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Embedded tokens h [B, T, dim] through all blocks: the last block's output, and what to add to the loss.
+        """Run embedded tokens h [B, T, dim] through all blocks: the last block's output, and a term of the loss.
 
-        memories: of each layer; replaced by what they are after these tokens. add_positions(position, h): what a layer
-        gets that has absolute positions of its own. encoder_states: of a decoder, for each layer.
+        memories: one per layer, replaced by those after these tokens. add_positions(position, h): the input of a layer
+        that has its own absolute positions. encoder_states: for a decoder, one per layer.
         """
         penalty = h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
         for n, (block, position) in enumerate(zip(self.blocks, self.positions(), strict=True)):
@@ -111,19 +111,20 @@ class TransformerStack(nn.Module):
         return {name: m for name, m in found if isinstance(m, DynamicSpan)}
 
     def after_step(self) -> None:
-        """Put spans back into their range; to be called after every optimiser step."""
+        """Clamp spans to their range. Call it after every optimiser step."""
         for mechanism in self.mechanisms():
             mechanism.after_step()
 
     def compile_feedforwards(self) -> None:
-        """torch.compile norm, feed-forward and sum of every block. Attention stays as it is: its shapes follow the
-        spans, so that it would be compiled again and again. Experts stay too: theirs follow the tokens."""
+        """torch.compile norm, feed-forward and sum of every block. Attention is not compiled: its shapes follow the
+        spans, so it would be recompiled often. Nor are experts: their shapes follow the tokens."""
         for block in self.layers():
             if isinstance(block.feedforward, FeedForward):
                 block.feed = torch.compile(block.feed, dynamic=True)
 
     def spans(self) -> list[list[float | None]]:
-        """[layers][heads] learned spans in tokens (of dynamic ones, the latest average); None where none is learned."""
+        """[layers][heads] learned spans in tokens (for dynamic spans, the latest average); None for heads that learn
+        none."""
         read_spans(self.spans_modules())
         return [mechanism.spans() for mechanism in self.mechanisms()]
 
@@ -133,7 +134,7 @@ class TransformerStack(nn.Module):
         return [block.attention.mechanism.context_length() for block in self.blocks if isinstance(block, Block)]
 
     def distances(self) -> list[list[int]]:
-        """[layers][heads] how many distances each head looks at now (with dynamic spans, the latest average); a token's
+        """[layers][heads] how many distances each head sees now (for dynamic spans, the latest average); a token's
         distance to itself is one of them, unless `paper_compat` leaves it out."""
         read_spans(self.spans_modules())
         return [[n - self.config.paper_compat for n in mechanism.mean_context()] for mechanism in self.mechanisms()]

@@ -1,4 +1,4 @@
-"""Whether tensors are the ones a model has, before they are loaded into it."""
+"""Check that tensors match a model's names and shapes before loading them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def shapes(tensors: Mapping[str, Tensor]) -> dict[str, Sequence[int]]:
 
 
 def misfit(found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> str | None:
-    """The first way in which names and shapes of tensors differ from the wanted ones, as "it ...", or None."""
+    """The first difference between names and shapes of tensors and the expected ones, as "it …", or None."""
     for name, shape in wanted.items():
         if name not in found:
             return f"it has no {name}, expected with shape {list(shape)}"
