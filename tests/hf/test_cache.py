@@ -217,18 +217,18 @@ def test_refusals() -> None:
         cache.crop(-10)
     with pytest.raises(ValueError, match="crop was given 3; expected a negative number"):
         cache.crop(3)
-    with pytest.raises(ValueError, match=r"a SpanCache gives no gradients; use torch.no_grad"):
+    with pytest.raises(ValueError, match=r"a SpanCache has no gradients; use torch.no_grad"):
         model(tokens(1, 1), past_key_values=cache)
-    with pytest.raises(ValueError, match="is not moved to the CPU and back"):
+    with pytest.raises(ValueError, match="does not support offloading to the CPU; leave it on its device"):
         cache.offload(0, only_non_sliding=False)
     for options, reason in (
         ({"bits": 4}, "bits is 4; expected 0"),
-        ({"slack": -1}, "slack is -1; expected a number of tokens, 0 or more"),
-        ({"context": -1}, "context is -1; expected a number of tokens, 0 or more"),
+        ({"slack": -1}, "slack is -1; expected a number of tokens, at least 0"),
+        ({"context": -1}, "context is -1; expected a number of tokens, at least 0"),
     ):
         with pytest.raises(ValueError, match=reason):
             hf.SpanCache(model, **options)
     cache = hf.SpanCache(model)
     hf.detach(model)
-    with pytest.raises(ValueError, match="a SpanCache is for a model with spans attached"):
+    with pytest.raises(ValueError, match="expected a model with spans attached"):
         generate(model, tokens(1, 8), past_key_values=cache)

@@ -171,7 +171,7 @@ def test_models_of_other_kinds_are_fitted_and_probed(folder: Path, tmp_path: Pat
     assert kept["mistral"] <= 20 < kept["cohere"]
     plain = model.forward
     model.forward = lambda **options: _doubled(plain(**options))
-    with pytest.raises(ValueError, match=r"GraniteForCausalLM changes its logits behind the output layer"):
+    with pytest.raises(ValueError, match=r"GraniteForCausalLM changes its logits after the output layer"):
         check_logits(model)
 
 
@@ -218,7 +218,7 @@ def test_lora_is_measured_and_merged_into_plain_weights(
         (["{model}", "--data", "{prose}", "--context", "8192"], "context is 8192, and the model was made for 256"),
         (
             ["{model}", "--data", "{short}", "--valid", "{prose}", "--context", "32"],
-            "2 are kept aside to try windows on",
+            "2 of them are only for validation",
         ),
         (["{model}", "--data", "{prose}", "--lora-lr", "0"], "lora_lr is 0; expected a positive number"),
         (["{model}", "--data", "{prose}", "--minutes", "-1"], "minutes is -1; expected 0 (no limit) or more"),

@@ -55,7 +55,7 @@ def test_greedy_and_stops(harness: HarnessLM) -> None:
     stop = text[4:6]
     (short,) = harness.generate_until(ask("generate_until", ("Once upon", {"until": [stop], "max_gen_toks": 12})))
     assert short == text[: text.find(stop)]
-    with pytest.raises(ValueError, match="this task asks for sampling; here texts are generated greedily"):
+    with pytest.raises(ValueError, match="this task asks for sampling; expected greedy generation"):
         harness.generate_until(ask("generate_until", ("a", {"until": [], "do_sample": True})))
 
 

@@ -135,13 +135,15 @@ def test_refusals(tmp_path) -> None:
     made, ids = model(), tokens(1, 5)
     with pytest.raises(ValueError, match="past_key_values is a DynamicCache; this model makes its own"):
         made(ids, past_key_values=transformers.DynamicCache())
-    with pytest.raises(ValueError, match="a cache is for reading on without labels"):
+    with pytest.raises(ValueError, match="a KV cache works in eval mode without labels, so leave it out"):
         made(ids, labels=ids, past_key_values=made(ids, use_cache=True).past_key_values)
     with pytest.raises(ValueError, match=r"attention_mask has shape .1, 1, 5, 5.; expected .batch, tokens."):
         made(ids, attention_mask=torch.ones(1, 1, 5, 5))
-    with pytest.raises(ValueError, match="takes no inputs_embeds"):
+    with pytest.raises(ValueError, match="inputs_embeds is given; this model takes input_ids only"):
         made(ids, inputs_embeds=torch.zeros(1, 5, 32))
-    with pytest.raises(ValueError, match="cache_implementation is 'static'; this model makes its own cache"):
+    with pytest.raises(
+        ValueError, match="cache_implementation is 'static'; this model makes its own KV cache, so leave it out"
+    ):
         generate(made, ids, cache_implementation="static")
     with pytest.raises(ValueError, match="every_n_layers is 2; this model recomputes all of its layers or none"):
         made.gradient_checkpointing_enable(every_n_layers=2)

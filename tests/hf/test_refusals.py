@@ -84,15 +84,15 @@ MODELS = {
     "capped scores": (gemma2, "uses softcap.*attn_logit_softcapping = None"),
     "no attention": (mamba, "MambaForCausalLM does not go through transformers' attention interface"),
     "attention of its own": (bloom, "BloomForCausalLM does not go through transformers' attention interface"),
-    "no head": (base_alone, "LlamaModel is no causal language model; load it with AutoModelForCausalLM"),
+    "no head": (base_alone, "LlamaModel is not a causal language model; load it with AutoModelForCausalLM"),
     "not theirs": (lambda: nn.Linear(2, 2), "model is a Linear; expected a transformers PreTrainedModel"),
     "quantised": (
         quantised,
-        r"no gradient comes back to model.layers.0.self_attn \(3 of 3.*load the model unquantised",
+        r"no gradient reaches model.layers.0.self_attn \(3 of 3.*load the model unquantised",
     ),
     "quantised inside": (
         quantised_inside,
-        r"no gradient comes back to model.layers.1.self_attn \(1 of 3.*load the model unquantised",
+        r"no gradient reaches model.layers.1.self_attn \(1 of 3.*load the model unquantised",
     ),
     "quantised by transformers": (quantised_by_transformers, r"is quantised \(HiggsHfQuantizer\).*unquantised"),
 }
@@ -112,12 +112,12 @@ def test_models_that_cannot_have_spans(name: str) -> None:
 
 
 ARGUMENTS = {
-    "max_span": ({"max_span": 0}, "max_span is 0; expected at least 1 token"),
+    "max_span": ({"max_span": 0}, "max_span is 0; expected 1 … 2,147,483,648 tokens"),
     "max_span is whole": ({"max_span": 2.5}, "max_span is 2.5; expected a whole number"),
     "init": ({"init": 1.5}, "init is 1.5; expected a ratio of max_span, 0 … 1"),
     "ramp": ({"ramp": 0}, "ramp is 0; expected a positive"),
     "per": ({"per": "layer"}, "per is 'layer'; expected 'kv_head'"),
-    "sink_tokens": ({"sink_tokens": -1}, "sink_tokens is -1; expected a number of tokens, 0 or more"),
+    "sink_tokens": ({"sink_tokens": -1}, "sink_tokens is -1; expected a number of tokens, at least 0"),
 }
 
 
@@ -150,9 +150,9 @@ def test_calls() -> None:
     model, ids = hf.attach(tiny("llama")), tokens(1, 4)
     with pytest.raises(ValueError, match=r"attention mask is a tensor of shape .1, 1, 4, 4.; with spans pass"):
         model(ids, attention_mask=torch.ones(1, 1, 4, 4).bool())
-    with pytest.raises(ValueError, match="lets tokens see later ones, and spans look back only"):
+    with pytest.raises(ValueError, match="lets tokens see later ones, but spans are causal"):
         model(ids, is_causal=False)
-    with pytest.raises(ValueError, match="output_attentions is True; attention weights are never formed here"):
+    with pytest.raises(ValueError, match="output_attentions is True; attention with spans never computes all weights"):
         model(ids, output_attentions=True)
 
 

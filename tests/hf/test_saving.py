@@ -71,7 +71,9 @@ def test_what_cannot_be_loaded(tmp_path) -> None:
         with pytest.raises(ValueError, match=r"layers.1.self_attn.spans.ratio in .* expected \[2\] ratios from 0 to 1"):
             hf.from_pretrained(folder)
     save_file({k: t for k, t in weights.items() if k != key}, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"do not fit its model: model.layers.1.self_attn has them on one side only"):
+    with pytest.raises(
+        ValueError, match=r"do not fit its model: model.layers.1.self_attn has spans in only one of the two"
+    ):
         hf.from_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config["spanformer"]["max_span"] = "long"
@@ -130,7 +132,7 @@ def test_the_price_of_windows_is_measured() -> None:
 def test_what_cannot_be_exported() -> None:
     for name, reason in (
         ("gpt2", "GPT2LMHeadModel has no windows by layer"),
-        ("gemma3", "Gemma3ForCausalLM has a sliding window of its own beside its spans"),
+        ("gemma3", "Gemma3ForCausalLM has a sliding window besides its spans"),
     ):
         with pytest.raises(ValueError, match=reason):
             hf.to_windows(hf.attach(tiny(name)))
@@ -138,11 +140,11 @@ def test_what_cannot_be_exported() -> None:
         hidden_size=32, num_hidden_layers=3, vocab_size=97, num_attention_heads=4, num_key_value_heads=2,
         intermediate_size=48, pad_token_id=0, initializer_range=0.3, **ALL,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="Cohere2ForCausalLM makes layers with a window differ from others in more"):
+    with pytest.raises(ValueError, match="Cohere2ForCausalLM has layers with a window that differ from others in more"):
         hf.to_windows(hf.attach(transformers.AutoModelForCausalLM.from_config(config), max_span=64, init=0.3))
     peft = pytest.importorskip("peft", reason='needs peft: pip install "spanformer[dev]"')
     adapted = peft.get_peft_model(tiny("llama"), peft.LoraConfig(target_modules=["q_proj"], r=2))
-    with pytest.raises(ValueError, match=r"adapters of PEFT beside its weights; export model.merge_and_unload\(\)"):
+    with pytest.raises(ValueError, match=r"the model has PEFT adapters; export model.merge_and_unload\(\)"):
         hf.to_windows(hf.attach(adapted))
     model = hf.attach(tiny("llama"))
     with pytest.raises(ValueError, match="how is 'median'; expected 'longest', 'mean' or 'shortest'"):

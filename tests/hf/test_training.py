@@ -82,7 +82,7 @@ def test_trainer_checkpoints_keep_spans(tmp_path) -> None:
 
 
 def test_the_callback_refuses() -> None:
-    with pytest.raises(ValueError, match="penalty is -1; expected 0 or more"):
+    with pytest.raises(ValueError, match="penalty is -1; expected at least 0"):
         SpanCallback(-1)
     model = hf.attach(tiny("llama"))
     model.requires_grad_(False)

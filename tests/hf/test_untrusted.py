@@ -86,7 +86,7 @@ def yes(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
 @pytest.mark.parametrize("name", LOADERS)
 def test_code_in_a_folder_is_never_run(name: str, malicious: tuple[Path, Path], yes: io.StringIO) -> None:
     folder, trace = malicious
-    with pytest.raises(ValueError, match=r"could not be loaded .*it comes with code of its own, which is never run"):
+    with pytest.raises(ValueError, match=r"could not be loaded .*it comes with its own code, which is never run"):
         LOADERS[name](folder)
     assert not trace.exists() and yes.tell() == 0, "nobody was asked"
 
@@ -96,7 +96,7 @@ def test_a_command_never_runs_code_in_a_folder(
     name: str, malicious: tuple[Path, Path], yes: io.StringIO, capsys: pytest.CaptureFixture
 ) -> None:
     folder, trace = malicious
-    assert "code of its own, which is never run" in refusal([w.format(folder=folder) for w in COMMANDS[name]], capsys)
+    assert "its own code, which is never run" in refusal([w.format(folder=folder) for w in COMMANDS[name]], capsys)
     assert not trace.exists() and yes.tell() == 0
 
 

@@ -85,7 +85,7 @@ WRONG = {
     "m is a file; expected": lambda path: path.write_text("hello"),
     "m has neither meta.json nor checkpoints": lambda path: path.mkdir(),
     "m is damaged or incomplete: .*model.safetensors has changed": lambda p: (save(p), break_weights(p)),
-    "m is damaged or incomplete: .*model.safetensors is missing": lambda p: (save(p), (p / "model.safetensors").unlink()),
+    "m is damaged or incomplete: .*safetensors is missing": lambda p: (save(p), (p / "model.safetensors").unlink()),
     "m is damaged or incomplete: .*meta.json cannot be read": lambda p: (save(p), (p / "meta.json").write_text("{")),
     r"m was written by a newer spanformer \(format 99": lambda p: (save(p), rewrite(p, format=99)),
     'meta.json has no "model", the configuration': lambda p: write_folder(p, {"model": {}}, {}),

@@ -412,7 +412,7 @@ def test_bad_input_gets_a_sentence() -> None:
             lambda: replace(SMALL, kind="lm", encoder=EncoderConfig(), cross="dot")
         ),
         r"^model.encoder is set, and model.kind is 'lm'; expected kind 'seq2seq'$": lambda: replace(SMALL, kind="lm"),
-        r"^model.paper_compat is set, and model.kind is 'seq2seq'; the paper's code has language models only$": (
+        r"^model.paper_compat is set, and model.kind is 'seq2seq'; the paper's code has language models only": (
             lambda: replace(SMALL, paper_compat=True)
         ),
     }

@@ -1,7 +1,7 @@
 """Learned spans for a Hugging Face causal language model, without editing its code.
 
-    attach(model, max_span=2048)      each attention module gets `spans`, and attends by them
-    detach(model)                     the model as it was
+    attach(model, max_span=2048)      each attention module gets `spans` and uses them
+    detach(model)                     restores the model
 
 Attention modules and their head counts and sizes are not guessed from the architecture: a forward pass over two tokens
 records the calls of the attention function, and a backward pass checks that gradients arrive.
@@ -34,12 +34,12 @@ def attach(
 ) -> PreTrainedModel:
     """Give every attention head of a causal language model a learned span, and return the model.
 
-    max_span: S, the longest span; the model's own context (max_position_embeddings) unless given.
+    max_span: S, the longest span; default: the model's context (max_position_embeddings).
     init: initial spans as a ratio of S; at 1.0 the output is unchanged within S tokens.
     ramp: width of a span's soft edge, in tokens.
     per: "kv_head", one span per KV head, so that the KV cache can shrink; "head", one per query head.
-    sink_tokens: this many first tokens of a text stay visible to all heads (but in layers with a sliding window of
-    their own).
+    sink_tokens: this many first tokens of a text stay visible to all heads (except in layers that have their own
+    sliding window).
     """
     check_attach(max_span, init, ramp, per, sink_tokens)
     base = base_of(model)
@@ -48,12 +48,12 @@ def attach(
     if max_span is None:
         max_span = getattr(base.config, "max_position_embeddings", None)
         if max_span is None:
-            raise ValueError(f"{type(base).__name__} does not say how long its context is; give max_span")
+            raise ValueError(f"{type(base).__name__} has no max_position_embeddings; pass max_span")
     before = base.config._attn_implementation
     for name, found in layers.items():
         if found.heads % found.kv_heads:
             raise ValueError(
-                f"{name} has {found.heads} heads over {found.kv_heads} key/value heads, which is no whole "
+                f"{name} has {found.heads} heads over {found.kv_heads} key/value heads, which is not a whole "
                 "number of groups; spans cannot be attached"
             )
     for name, found in layers.items():
@@ -74,7 +74,7 @@ def detach(model: nn.Module) -> PreTrainedModel:
     """Remove the spans: the model attends as before `attach` and has no added parameters."""
     base = base_of(model)
     if not hasattr(base, "_attention_before_spans"):
-        raise ValueError(f"{type(base).__name__} has no spans to detach")
+        raise ValueError(f"{type(base).__name__} has no spans to detach; attach them first")
     for module in list(base.modules()):
         if NAME in module._modules:
             delattr(module, NAME)
@@ -115,15 +115,17 @@ def probe(model: PreTrainedModel) -> dict[str, Layer]:
     def watch(module, query, key, value, attention_mask, softcap=None, position_bias=None, **_others):
         name = names[module]
         if name in found:
-            raise ValueError(f"{name} attends twice in one pass, so one span cannot describe it")
+            raise ValueError(f"{name} calls attention twice in one pass, so one span cannot describe it")
         for term, value_of in (("softcap", softcap), ("position_bias", position_bias)):
             if value_of is not None:
                 raise ValueError(
-                    f"{name} uses {term}, which a span's rule does not know; for Gemma 2 set "
-                    "config.attn_logit_softcapping = None to go without"
+                    f"{name} uses {term}, which spans do not support; for Gemma 2 set "
+                    "config.attn_logit_softcapping = None to turn it off"
                 )
         if not isinstance(attention_mask, Seen) or key.shape[2] != query.shape[2]:
-            raise ValueError(f"{name} attends without a causal mask: an encoder or cross-attention; spans look back")
+            raise ValueError(
+                f"{name} attends without a causal mask (an encoder or cross-attention); spans need causal attention"
+            )
         heads, kv_heads = query.shape[1], key.shape[1]
         size = key.shape[3] + value.shape[3]
         found[name] = Layer(heads, kv_heads, size, attention_mask.window, query.device)
@@ -154,8 +156,8 @@ def probe(model: PreTrainedModel) -> dict[str, Layer]:
     deaf = [name for name, grad in zip(found, grads, strict=True) if grad is None]
     if deaf:
         raise ValueError(
-            f"no gradient comes back to {deaf[0]} ({len(deaf)} of {len(found)} attention layers): a quantised or "
-            "frozen module behind it cannot be differentiated; load the model unquantised to learn spans"
+            f"no gradient reaches {deaf[0]} ({len(deaf)} of {len(found)} attention layers): a quantised or "
+            "frozen module after it cannot be differentiated; load the model unquantised to learn spans"
         )
     return found
 
@@ -172,23 +174,26 @@ def _refuse_model(model: PreTrainedModel) -> None:
         raise ValueError(f"{name} has spans already; detach them first to attach others")
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         raise ValueError(
-            f"{name} has cross-attention, which looks at another text where there is no distance to "
+            f"{name} has cross-attention, which attends to another text, without distances to "
             "learn; spans are for decoder-only models"
         )
     if config.get_text_config() is not config:
         raise ValueError(
-            f"{name} is made of several models; attach spans to its text model alone, loaded as a causal language model"
+            f"{name} consists of several models; load only its text model as a causal language model and attach spans "
+            "to that"
         )
     quantizer = getattr(model, "hf_quantizer", None)
-    # GGUF says which modules stayed packed, and mostly none did
+    # a GGUF model lists the modules that stayed packed; mostly there are none
     if quantizer is not None and not quantizer.is_trainable and getattr(quantizer, "packed_modules", True):
         raise ValueError(
             f"{name} is quantised ({type(quantizer).__name__}) in a way that gives no gradients; load the model "
             "unquantised to learn spans"
         )
     if model.get_output_embeddings() is None or not model.can_generate():
-        raise ValueError(f"{name} is no causal language model; load it with AutoModelForCausalLM")
+        raise ValueError(f"{name} is not a causal language model; load it with AutoModelForCausalLM")
     if getattr(config, "attention_chunk_size", None) is not None:
-        raise ValueError(f"{name} attends within chunks (attention_chunk_size), where a span has no meaning")
+        raise ValueError(
+            f"{name} attends within chunks (attention_chunk_size); spans do not support that, so use another model"
+        )
     if not model._can_set_attn_implementation():
         raise ValueError(_NO_INTERFACE.format(name))

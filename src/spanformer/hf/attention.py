@@ -35,7 +35,7 @@ class Seen:
     keys: int
     """Tk"""
     window: int | None
-    """the layers' own sliding window"""
+    """the sliding window of the layers"""
     bias: Tensor | None = None
     """[B, 1, Tk] −inf at padding"""
     documents: Tensor | None = None
@@ -59,7 +59,7 @@ class Seen:
 
 
 _STATIC = (
-    "a static cache has room for every token of every head, which is what spans save; leave cache_implementation away, "
+    "a static cache has room for every token of every head, which spans avoid; leave out cache_implementation, "
     "or pass past_key_values=spanformer.hf.SpanCache(model)"
 )
 
@@ -75,11 +75,11 @@ def make_mask(
     local_size: int | None = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
-    **_others: object,  # transformers' own, for other implementations
+    **_others: object,  # arguments for other implementations
 ) -> Seen:
     if use_vmap:
         raise ValueError(
-            "this model draws a mask of its own (or_mask_function or and_mask_function), which spans "
+            "this model makes its own mask (or_mask_function or and_mask_function), which spans "
             "cannot express; detach the spans for such inputs"
         )
     if isinstance(q_offset, Tensor) or q_offset + q_length != kv_offset + kv_length:
@@ -97,9 +97,9 @@ def make_mask(
     if shown.device.type == "cpu" and bool(shown.all()):
         return seen
     bias = torch.zeros(shown.shape, device=device).masked_fill(~shown, -math.inf)[:, None]
-    if local_size is None:  # padding has no position: distances are the same as without it
+    if local_size is None:  # padding has no position, so distances do not count it
         positions = attention_mask.long().cumsum(1)[:, kv_offset : kv_offset + kv_length] - 1
-    else:  # the model's own window counts the padding in between, as without spans
+    else:  # the model's sliding window counts padding, as without spans
         positions = positions - attention_mask.int().argmax(1, keepdim=True)
     new = slice(kv_length - q_length, None)
     return replace(seen, bias=bias, q_positions=positions[:, new], k_positions=positions, real=shown[:, new])
@@ -114,7 +114,7 @@ def attend_spans(
     dropout: float = 0.0,
     scaling: float | None = None,
     s_aux: Tensor | None = None,
-    **others: object,  # transformers' own, and what it passes for other implementations
+    **others: object,  # arguments for other implementations
 ) -> tuple[Tensor, None]:
     """query [B, H, Tq, D], key [B, Hkv, Tk, D], value [B, Hkv, Tk, Dv] → [B, Tq, H, Dv]"""
     spans = module._modules.get(NAME)
@@ -141,7 +141,7 @@ def attend_spans(
     elif seen.keys != key.shape[2]:
         raise ValueError(
             f"there are {key.shape[2]} keys, and the mask was made for {seen.keys}; a cache whose layers "
-            "hold different lengths cannot be used here"
+            "hold different lengths cannot be used here; pass a spanformer.hf.SpanCache"
         )
     else:
         out = attend_seen(query, key, value, seen, spans, dropout, scaling, s_aux)
@@ -203,8 +203,8 @@ def _documents(mask: Callable, batch: int, queries: int, keys: int, device: torc
     before, after = at[None, :-1], at[None, 1:]
     if bool(mask(rows, rows[:1], before, after).any()):
         raise ValueError(
-            "this model lets tokens see later ones, and spans look back only: an encoder, or a mask of "
-            "its own for images; detach the spans for such inputs"
+            "this model lets tokens see later ones, but spans are causal: it is an encoder, or makes its "
+            "own mask for images; detach the spans for such inputs"
         )
     if queries != keys:  # transformers has no packed texts with a KV cache
         return None
@@ -227,7 +227,7 @@ def _without_mask(mask: Tensor | None, query: Tensor, key: Tensor, spans: HeadSp
     shape = "missing" if mask is None else f"a tensor of shape {list(mask.shape)}"
     raise ValueError(
         f"the attention mask is {shape}; with spans pass the model attention_mask [batch, tokens] or "
-        "none, never a mask of four axes"
+        "none, not a mask of four axes"
     )
 
 
@@ -239,8 +239,7 @@ def _refuse(others: dict[str, object]) -> None:
 
 
 _REFUSED = {
-    "softcap": "scores are not capped here: a model that does so (Gemma 2) cannot take spans; set "
-    "config.attn_logit_softcapping = None to go without",
-    "position_bias": "a bias between positions made by the layer is not known here; detach the spans for this model",
-    "output_attentions": "attention weights are never formed here; detach the spans to look at them",
+    "softcap": "spans do not support capped scores (Gemma 2); set config.attn_logit_softcapping = None to turn it off",
+    "position_bias": "spans do not support a layer's own position bias; detach the spans for this model",
+    "output_attentions": "attention with spans never computes all weights; detach the spans to get them",
 }

@@ -1,10 +1,10 @@
-"""Windows that are not learned, as baselines at equal memory.
+"""Baselines at equal memory: windows that are not learned.
 
-    uniform        every head keeps the same number of tokens, but for layers whose own window is shorter
-    local_global   five layers with a short window to one that keeps all, as several published models are built
+    uniform        every head keeps the same number of tokens, except layers whose sliding window is shorter
+    local_global   five layers with a short window for each layer that keeps all, as in several published models
     by_mass        training-free: windows that lose the least attention, measured on calibration text
 
-Each gives [L, H] whole windows, sinks aside: L layers, H key/value heads of a layer.
+Each returns [L, H] whole windows, without sink tokens: L layers, H key/value heads of a layer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from spanformer.hf.controller import Budget, allocate
 
 LOCAL_LAYERS = 5
-"""to each global one"""
+"""local layers per global layer"""
 
 
 def uniform(layers: int, heads: int, budget: Budget) -> Tensor:
@@ -25,7 +25,9 @@ def uniform(layers: int, heads: int, budget: Budget) -> Tensor:
 def local_global(layers: int, heads: int, budget: Budget) -> Tensor:
     """Every sixth layer keeps all tokens; the other layers share the rest of the budget evenly."""
     if budget.own:
-        raise ValueError("this model has sliding windows of its own; another order of local and global is not measured")
+        raise ValueError(
+            "this model already has sliding windows; expected a model without them for the local_global baseline"
+        )
     is_global = torch.arange(layers) % (LOCAL_LAYERS + 1) == LOCAL_LAYERS
     left = budget.tokens * layers - budget.context * int(is_global.sum())
     each = left / max(layers - int(is_global.sum()), 1) - budget.sink_tokens
@@ -33,7 +35,7 @@ def local_global(layers: int, heads: int, budget: Budget) -> Tensor:
         least = int(is_global.sum()) / layers
         raise ValueError(
             f"budget is {budget.share:g}, and the global layers alone take {least:.3f} of the memory; "
-            f"{LOCAL_LAYERS} local layers to one global need more than that"
+            f"{LOCAL_LAYERS} local layers per global layer need more than that"
         )
     windows = torch.full((layers, heads), each)
     windows[is_global] = float(budget.context - budget.sink_tokens)
@@ -42,5 +44,5 @@ def local_global(layers: int, heads: int, budget: Budget) -> Tensor:
 
 def by_mass(lost: Tensor, grid: list[int], budget: Budget) -> Tensor:
     """lost [L, H, G]: the share of a head's attention that falls outside a window of grid[g] and the sinks, averaged
-    over queries (`survey` measures it). The least of it is lost in all."""
+    over queries (`survey` measures it). The windows lose the least in total."""
     return budget.whole(allocate(lost, grid, budget)[0])

@@ -2,9 +2,9 @@
 
     model.generate(ids, past_key_values=SpanCache(model))
 
-Each layer is a `HeadCache`: a ring for each key/value head, and the first tokens beside it. The new keys a model hands
-to `update` come back to it unchanged but for a note of who holds the others; the attention function then attends
-through that layer, which knows by then which of the new tokens are padding.
+Each layer is a `HeadCache`: a ring for each key/value head, and the sink tokens beside it. `update` returns the new
+keys unchanged, with an attribute that names their layer of the cache; the attention function then attends
+through that layer, and passes it the padding of the new tokens.
 
 Shapes: B batch, H query heads, Hkv key/value heads, T new tokens, D and Dv head sizes.
 """
@@ -24,7 +24,7 @@ from spanformer.hf.spans import HeadSpans, cache_bytes, head_spans
 from spanformer.memory import HeadCache
 from spanformer.ops import Rule
 
-GROWTH = 256  # tokens by which a ring that is not yet as long as its span grows at least; or an eighth of its length
+GROWTH = 256  # tokens: a ring shorter than its span grows by at least this many, or by an eighth
 TAKEN_BACK = 64  # tokens that assisted decoding may crop
 
 
@@ -32,22 +32,23 @@ class SpanCache(Cache):
     """For a model with spans attached: pass it to generate() or forward as past_key_values.
 
     context: total number of tokens, if known: memory is then allocated once, and no more than needed.
-    slack: how many tokens `crop` can remove once a ring is full. Assisted decoding sets 64 by itself.
+    slack: how many tokens `crop` can remove once a ring is full. Assisted decoding sets 64.
     bits: 8 stores keys and values in 8 bits; 0 in the model's dtype.
     """
 
     def __init__(self, model: nn.Module, *, context: int = 0, slack: int = 0, bits: Literal[0, 8] = 0) -> None:
         for name, number in (("context", context), ("slack", slack)):
             if number < 0:
-                raise ValueError(f"{name} is {number}; expected a number of tokens, 0 or more")
+                raise ValueError(f"{name} is {number}; expected a number of tokens, at least 0")
         if bits not in (0, 8):
-            raise ValueError(f"bits is {bits}; expected 0, for the model's own dtype, or 8")
+            raise ValueError(f"bits is {bits}; expected 0, for the model's dtype, or 8")
         named = head_spans(model)
         places = [getattr(model.get_submodule(name), "layer_idx", None) for name in named]
         if sorted(p for p in places if p is not None) != list(range(len(named))):
             raise ValueError(
-                f"{type(model).__name__} numbers its attention layers {places}; a SpanCache needs one layer for each "
-                "number, so use the model's own cache"
+                f"{type(model).__name__} has attention layers with indices {places}; a SpanCache needs one layer for "
+                "each "
+                "index, so use the model's default cache"
             )
         spans = dict(zip(places, named.values(), strict=True))
         super().__init__(layers=[SpanLayer(spans[n], context, slack, bits) for n in range(len(named))])
@@ -60,7 +61,7 @@ class SpanCache(Cache):
         super().crop(tokens_to_remove)
 
     def bytes(self) -> int:
-        """What is allocated for keys and values, exactly."""
+        """The exact number of bytes allocated for keys and values."""
         return sum(layer.bytes() for layer in self.layers)  # type: ignore[attr-defined]
 
     def full_bytes(self) -> int:
@@ -84,13 +85,13 @@ class SpanLayer(CacheLayerMixin):
         self.bits: Literal[0, 8] = bits
         self.length = 0
         self.room = 0
-        """no text so far is longer: a ring that will be longer than this, less the sinks beside it, is not yet"""
+        """the longest text so far: rings are allocated only this long, less the sink tokens beside them"""
         self.rings: HeadCache | None = None
         self.tokens = Read()
-        """which of them are no padding: the rings hold no other"""
+        """which tokens are not padding: the rings hold only these"""
         self._rule: tuple[tuple, Rule] | None = None
 
-    # ---- what transformers calls
+    # ---- called by transformers
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -99,12 +100,13 @@ class SpanLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: object, **_kwargs: object):
-        """The new keys and values as they are, with a note on the keys: the attention function comes back with them."""
+        """Return the new keys and values unchanged; an attribute of the keys names this layer for the attention
+        function."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.length != self.tokens.length:
             raise ValueError(
-                "the last tokens were read by a model that does not attend through this cache: a SpanCache is for a "
+                "the last tokens were read by a model that does not attend through this cache; expected a "
                 "model with spans attached"
             )
         self.length += key_states.shape[2]
@@ -129,7 +131,7 @@ class SpanLayer(CacheLayerMixin):
         """Raise if `crop` could not remove this many tokens."""
         if tokens_to_remove > 0:
             raise ValueError(
-                f"crop was given {tokens_to_remove}; expected a negative number, how many tokens to take back"
+                f"crop was given {tokens_to_remove}; expected a negative number, minus the number of tokens to remove"
             )
         if self.rings is not None:
             self.rings.check_crop(self.rings.seen - self.tokens.last(-tokens_to_remove))
@@ -157,14 +159,14 @@ class SpanLayer(CacheLayerMixin):
             self._take_rows(torch.arange(self.batch_size)[indices.cpu()])
 
     def offload(self) -> None:
-        raise ValueError("a SpanCache is small because it forgets, and is not moved to the CPU and back")
+        raise ValueError("a SpanCache does not support offloading to the CPU; leave it on its device")
 
     prefetch = offload
 
-    # ---- what the attention function calls
+    # ---- called by the attention function
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float | None, s_aux: Tensor | None) -> Tensor:
-        """q [B, H, T, D] over what is held and the new k [B, Hkv, T, D] and v [B, Hkv, T, Dv], which are kept."""
+        """q [B, H, T, D] over the stored keys and the new k [B, Hkv, T, D] and v [B, Hkv, T, Dv], which it stores."""
         t = q.shape[2]
         if self.rings is None:
             self.dtype = k.dtype  # autocast may have changed it
@@ -179,7 +181,7 @@ class SpanLayer(CacheLayerMixin):
                 rings.append(_turn(k, packed[0]), _turn(v, packed[0]), packed[2])
             return out
         if torch.is_grad_enabled() and q.requires_grad:
-            raise ValueError("a SpanCache gives no gradients; use torch.no_grad(), or no KV cache")
+            raise ValueError("a SpanCache has no gradients; use torch.no_grad(), or no KV cache")
         rings, rule = self._rings(t), self.rule(s_aux)
         self.tokens.add(t, None if packed is None else seen.real)
         if packed is None:
@@ -189,7 +191,7 @@ class SpanLayer(CacheLayerMixin):
         return _turn(rings.attend(q, k, v, rule, lengths=lengths, scale=scale).out, back)
 
     def rule(self, s_aux: Tensor | None) -> Rule:
-        """The same object while nothing changes: what HeadCache has prepared for it then stays."""
+        """The same object while nothing changes, so that HeadCache can reuse what it prepared."""
         sink = None if s_aux is None else (id(s_aux), s_aux._version)
         state = (self.spans._change(), self.room, sink)
         if self._rule is None or self._rule[0] != state:
@@ -207,7 +209,7 @@ class SpanLayer(CacheLayerMixin):
         return 0 if self.rings is None else self.rings.bytes()
 
     def _rings(self, new: int) -> HeadCache:
-        """With room for this many more tokens, and for the spans as they are now."""
+        """Make room for this many more tokens, with the current spans."""
         change = self.spans._change()
         if self.length <= self.room and self._made_for == change:
             assert self.rings is not None

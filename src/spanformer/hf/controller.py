@@ -1,8 +1,8 @@
 """Divides a budget of KV memory among heads by one price per token.
 
-What is minimised is Σ_h cost_h(w_h) + λ · Σ_h w_h, with w_h the tokens head h keeps: an L1 penalty on spans. The weight
-λ is not a setting. It is the price at which the heads together ask for just the budget, found exactly where the costs
-are known as curves (`allocate`), and followed step by step where only their slopes are (`Price`).
+It minimises Σ_h cost_h(w_h) + λ · Σ_h w_h, where head h keeps w_h tokens: an L1 penalty on spans. The weight
+λ is not a setting. It is the price at which the heads together use exactly the budget: computed exactly if the costs
+are known as curves (`allocate`), and updated step by step if only their slopes are (`Price`).
 
 Shapes: L layers, H key/value heads of a layer, G windows tried of each.
 """
@@ -20,20 +20,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Budget:
-    """A `share` of the full KV cache: of the tokens that all heads keep of `context` tokens, sink tokens included."""
+    """A `share` of the full KV cache: the share of `context` tokens that all heads keep, sink tokens included."""
 
     share: float
     context: int
     sink_tokens: int
     own: tuple[int | None, ...] = ()
-    """[L] the sliding window that a layer has of its own, None for none; empty: no layer has one. That window is all
-    such a layer keeps in a full cache, and it has no sinks"""
+    """[L] the sliding window of each layer, None for none; empty: no layer has one. A layer with a window
+    keeps only that window in a full cache, and has no sink tokens"""
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
             raise ValueError(f"budget is {self.share:g}; expected a share of the full key/value memory, up to 1")
         if self.sink_tokens < 0:
-            raise ValueError(f"sink_tokens is {self.sink_tokens}; expected a number of tokens, 0 or more")
+            raise ValueError(f"sink_tokens is {self.sink_tokens}; expected a number of tokens, at least 0")
         if self.sink_tokens + 1 >= self.context:
             raise ValueError(
                 f"sink_tokens is {self.sink_tokens} of {self.context} tokens of context; expected at least two tokens "
@@ -75,12 +75,12 @@ class Budget:
         return float((self.aside + 1).sum() / self.full.sum().double())
 
     def share_of(self, windows: Tensor) -> float:
-        """The share of a full cache that these windows and their sinks keep; a key with any weight counts whole."""
+        """The share of a full cache that these windows and their sinks keep; a key with any weight counts fully."""
         kept = torch.minimum(windows.double().ceil() + self.aside, self.full.double())
         return float(kept.sum() / self.full.expand_as(windows).sum())
 
     def fit(self, windows: Tensor, *, shortest: float = 1.0, spare: float = 0.0) -> Tensor:
-        """The windows times one factor, so that their mean is the budget's, each from `shortest` to the longest.
+        """The windows times one factor, so that their mean is the budget, each from `shortest` to the longest.
 
         A window that would be longest may be longer by up to `spare` tokens, so that a soft edge centred on it dims
         nothing; it is counted as the longest.
@@ -108,15 +108,15 @@ class Budget:
 
 
 def allocate(costs: Tensor, grid: list[int], budget: Budget) -> tuple[Tensor, float]:
-    """Windows [L, H] that cost least within the budget, and λ, what the last token bought.
+    """Windows [L, H] of least cost within the budget, and λ, the gain of the last token.
 
     costs [L, H, G]: what it costs to keep grid[g] tokens beside the sinks (any unit); the longest window costs nothing.
-    A curve counts by its lower convex hull: between two windows tried, cost is taken as linear, and a window that is
-    worse than such a mixture of its neighbours is passed over.
+    A curve is replaced by its lower convex hull: cost is linear between two windows, and a window that is
+    worse than a mixture of its neighbours is skipped.
     """
     most = budget.longest.expand(costs.shape[:2]).flatten().tolist()
     if sorted(set(grid)) != grid or grid[0] < 1 or grid[-1] > budget.context:
-        raise ValueError(f"grid is {grid}; expected rising windows of 1 to {budget.context} tokens")
+        raise ValueError(f"grid is {grid}; expected increasing windows of 1 to {budget.context} tokens")
     windows, pieces = [], []
     for head, (curve, longest) in enumerate(zip(costs.flatten(0, 1).double().tolist(), most, strict=True)):
         points = [(w, c) for w, c in zip(grid, curve, strict=True) if w <= longest]
@@ -139,7 +139,7 @@ def allocate(costs: Tensor, grid: list[int], budget: Budget) -> tuple[Tensor, fl
 
 
 def _hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The lower convex hull of a curve that falls: slopes rise towards 0."""
+    """The lower convex hull of a decreasing curve: slopes rise towards 0."""
     hull: list[tuple[int, float]] = []
     for w, c in points:
         while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (w - hull[-2][0]) >= (c - hull[-2][1]) * (
@@ -147,17 +147,17 @@ def _hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
         ):
             hull.pop()
         hull.append((w, c))
-    while len(hull) > 1 and hull[-1][1] >= hull[-2][1]:  # a longer window that costs more is bought for nothing
+    while len(hull) > 1 and hull[-1][1] >= hull[-2][1]:  # drop a longer window that costs more
         hull.pop()
     return hull
 
 
 class Price:
-    """λ, the weight of the L1 penalty that keeps the budget, where the cost's slopes are all that is known.
+    """λ, the weight of the L1 penalty that keeps the budget, if only the slopes of the cost are known.
 
     With slopes s_h = ∂ cost / ∂ w_h, a token more is worth −s_h to head h. At λ = mean(−s) one step of descent on
-    cost + λ · Σ w leaves Σ w as it was: tokens only change hands, from heads that value them less to heads that value
-    them more. Averaged over steps, because one text's slopes are noisy; never negative.
+    cost + λ · Σ w leaves Σ w as it was: tokens only move from heads with a small slope to heads with
+    a large one. Averaged over steps, because one text's slopes are noisy; never negative.
     """
 
     def __init__(self, first: float, memory: float = 0.8) -> None:

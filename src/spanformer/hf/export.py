@@ -1,8 +1,8 @@
 """Exports learned spans as sliding windows, which other engines support: a configuration with `layer_types` and one
 `sliding_window`, in which each layer either has that window or full attention.
 
-That form is poorer than spans: all heads of a layer share its window, all layers share one number, there is no ramp and
-there are no sinks. `to_windows` makes the model of that form, and `compare_losses` measures what it costs.
+This format can express less than spans: all heads of a layer share its window, all layers share one number, there is no
+ramp and there are no sinks. `to_windows` makes such a model, and `compare_losses` measures what the conversion costs.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ class Windows:
     sliding_window: int
     layer_types: list[str]
     wanted: list[int]
-    """[layers] the window that each layer needs by itself"""
+    """[layers] the window that each layer needs"""
     tokens: int
     """sum over layers of the tokens kept of `context` tokens"""
     context: int
 
 
 def plan_windows(model: nn.Module, *, how: How = "longest", context: int) -> Windows:
-    """The window of each layer is its longest, mean (rounded up) or shortest head's; the one number that all must share
-    is the one with which the layers keep the fewest tokens of such a context: layers that need more see everything.
+    """The window of each layer is that of its longest or shortest head, or their mean (rounded up). The one number that
+    all layers share is the one with which they keep the fewest tokens of the context: layers that need more see
+    everything.
     """
     if how not in ("longest", "mean", "shortest"):
         raise ValueError(f"how is {how!r}; expected 'longest', 'mean' or 'shortest'")
@@ -62,25 +63,28 @@ def _window(keeps: list[int], how: How) -> int:
 def to_windows(
     model: nn.Module, *, how: How = "longest", context: int | None = None
 ) -> tuple[PreTrainedModel, Windows]:
-    """A model of plain windows with the weights of this one, and what its windows are; `save_pretrained` writes it for
-    any engine. context: for how long a text its windows should be thriftiest; the model's own length unless given.
+    """A model with plain windows and the weights of this one, and its windows; `save_pretrained` writes it for
+    any engine. context: the length for which its windows should keep the fewest tokens; default: the model's context.
 
-    Llama and Mistral have no windows by layer: they become a Ministral, which is the same but for those.
+    Llama and Mistral have no windows by layer: they become a Ministral, which differs only in those.
     """
     base = base_of(model)
     config = base.config
     if any(spans.window is not None for spans in head_spans(base).values()):
         raise ValueError(
-            f"{type(base).__name__} has a sliding window of its own beside its spans, and a configuration holds only "
-            "one number for all; not exported"
+            f"{type(base).__name__} has a sliding window besides its spans, and a configuration has only "
+            "one number for all layers; it cannot be exported"
         )
     if hasattr(model, "peft_config"):
-        raise ValueError("the model has adapters of PEFT beside its weights; export model.merge_and_unload()")
+        raise ValueError("the model has PEFT adapters; export model.merge_and_unload()")
     windows = plan_windows(base, how=how, context=context or config.max_position_embeddings or 0)
     values = {key: value for key, value in config.to_dict().items() if key not in (CONFIG, "transformers_version")}
     if config.model_type in _SAME_AS_MINISTRAL:
         if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
-            raise ValueError(f"{type(base).__name__} has biases, which no model with windows by layer has")
+            raise ValueError(
+                f"{type(base).__name__} has biases, which models with windows by layer do not have; it cannot be "
+                "exported"
+            )
         kind: type = MinistralConfig
         values = {key: value for key, value in values.items() if key in MinistralConfig().to_dict()}
         values.pop("model_type")
@@ -93,7 +97,8 @@ def to_windows(
             )
         if "use_sliding_window" in values:
             values["use_sliding_window"] = True
-        if "full_attention" in (rotary := values.get("rope_parameters") or {}):  # Gemma 3 turns by kind of layer
+        # Gemma 3 has rotary parameters by kind of layer
+        if "full_attention" in (rotary := values.get("rope_parameters") or {}):
             rotary["sliding_attention"] = rotary["full_attention"]
     values |= {"layer_types": windows.layer_types, "sliding_window": windows.sliding_window}
     values.pop("architectures", None)
@@ -109,8 +114,8 @@ def to_windows(
 
 @torch.no_grad()
 def _check_same(model: PreTrainedModel, other: PreTrainedModel, length: int) -> None:
-    """Refuse a kind of model whose layers with a window are different in other ways too (Cohere 2 turns keys and
-    queries in those alone): on a text as short as the window both must compute the same."""
+    """Refuse a kind of model whose layers with a window differ in other ways too (Cohere 2 rotates keys and
+    queries only in those): on a text as short as the window both models must agree."""
     ids = torch.arange(length, device=model.device)[None] % model.config.vocab_size
     modes, spans = (model.training, other.training), model.config._attn_implementation
     try:
@@ -122,14 +127,15 @@ def _check_same(model: PreTrainedModel, other: PreTrainedModel, length: int) -> 
         other.train(modes[1])
     if float((one - two).abs().max()) > 0.01 * float(one.abs().max()):
         raise ValueError(
-            f"{type(model).__name__} makes layers with a window differ from others in more than that, so its spans "
+            f"{type(model).__name__} has layers with a window that differ from others in more than the window, so its "
+            "spans "
             "cannot be exported as windows by layer; save it with save_pretrained instead"
         )
 
 
 @torch.no_grad()
 def mean_loss(model: nn.Module, ids: Tensor) -> float:
-    """Nats per token of ids [N, T], read row by row, each without what came before."""
+    """Nats per token of ids [N, T], computed row by row, each a separate text."""
     if ids.ndim != 2 or ids.shape[1] < 2 or not len(ids):
         raise ValueError(f"ids has shape {list(ids.shape)}; expected [N, T] with at least 2 tokens a row")
     training, total = model.training, 0.0

@@ -1,15 +1,15 @@
 """Learn the spans of a pretrained model to a budget of key/value memory; all other weights stay as they are.
 
-1. Survey (survey.py): from a few texts, what each key/value head would lose with each of a dozen windows.
-2. Begin with the windows that lose least within the budget (controller.py).
+1. Survey (survey.py): measure on a few texts what each key/value head loses with each of a dozen windows.
+2. Start from the windows that lose least within the budget (controller.py).
 3. Learn: windows w with a soft edge, and Adam on log w, minimise
 
        KL(full model ‖ model with windows) + λ · Σ_h w_h
 
-   The full model's predictions are a far quieter guide than the next token of the text. λ, the price of a token, is the
-   one at which the heads together would neither grow nor shrink; what a step misses of the budget, one factor for all
-   heads makes up. The soft edge narrows while the steps do.
-4. Every few steps whole windows, as a cache keeps them, are tried on texts kept aside. The best ones are kept.
+   The full model's predictions are a much less noisy target than the next token. λ, the price of a token, is the
+   one at which the heads' sum neither grows nor shrinks; after a step, one factor for all heads
+   restores the budget. The soft edge narrows together with the step size.
+4. Every few steps, evaluate whole windows, as a KV cache keeps them, on validation texts. Keep the best.
 
 Shapes: L layers, Hkv key/value heads of a layer, T tokens, E width of the hidden states.
 """
@@ -48,9 +48,9 @@ class FitConfig:
     last_ramp: float = 32.0
     """final width of the soft edge in tokens"""
     check: int = 12
-    """steps between trials on texts kept aside"""
+    """steps between evaluations on validation texts"""
     patience: int = 2
-    """stop after this many trials without a gain"""
+    """stop after this many evaluations without a gain"""
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 0), ("check", 1), ("patience", 1)):
@@ -64,14 +64,14 @@ class FitConfig:
 
 
 def window_table(model: nn.Module) -> Tensor:
-    """[L, Hkv] how many tokens each key/value head keeps beside the sink_tokens."""
+    """[L, Hkv] how many tokens each key/value head keeps besides the sink_tokens."""
     return torch.tensor([layer.keeps() for layer in head_spans(model).values()])
 
 
 @torch.no_grad()
 def set_windows(model: nn.Module, windows: Tensor, ramp: float | None = None) -> None:
-    """Give every key/value head its window [L, Hkv], with a soft edge of `ramp` tokens centred on it; None: a hard one,
-    so that a head sees w tokens and keeps w."""
+    """Give every key/value head its window [L, Hkv], with a soft edge of `ramp` tokens centred on it; None: a hard
+    edge, so that a head sees w tokens and keeps w."""
     layers = list(head_spans(model).values())
     for layer, row in zip(layers, windows.float(), strict=True):
         layer.ramp = 1.0 if ramp is None else ramp
@@ -151,7 +151,7 @@ def learn(
 
 @torch.no_grad()
 def full_states(model: PreTrainedModel, ids: Tensor, start: int, context: int) -> Tensor:
-    """[T − start, E] of the model when every head sees the whole context: the teacher. Leaves the windows so."""
+    """[T − start, E] of the teacher: the model with every head seeing the whole context. Leaves these windows set."""
     for layer in head_spans(model).values():
         layer.ramp = 1.0
         layer.ratio.fill_(1.0)
@@ -189,7 +189,7 @@ def window_slopes(
 
 
 def backward_kl(model: PreTrainedModel, states: Tensor, wanted: Tensor) -> float:
-    """Backward from the mean KL, a few tokens' logits at a time: all of them would be T × vocabulary numbers."""
+    """Backward from the mean KL, for a few tokens' logits at a time: all logits would be T × vocabulary numbers."""
     leaf = states.detach().requires_grad_(True)
     total = 0.0
     for part in chunks(len(states)):
@@ -209,13 +209,13 @@ def _kl(model: PreTrainedModel, states: Tensor, wanted: Tensor) -> Tensor:
 
 
 def budget_of(layers: list[HeadSpans], share: float, context: int, sink_tokens: int) -> Budget:
-    """A share of what these layers keep in a full cache."""
+    """The budget as a share of what these layers keep in a full cache."""
     own = tuple(layer.window for layer in layers)
     return Budget(share, context, sink_tokens, own if any(own) else ())
 
 
 def check_layers(layers: list[HeadSpans]) -> None:
-    """Refuse what fitting cannot describe."""
+    """Refuse models that fitting does not support."""
     if len({layer.groups for layer in layers}) != 1:
         raise ValueError(
             "this model's layers have different numbers of key/value heads; spans are fitted to models whose layers "

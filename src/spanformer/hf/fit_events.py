@@ -1,4 +1,4 @@
-"""What `fit-spans` reports while it works, one class for each kind of event."""
+"""The events that `fit-spans` reports, one class per kind."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from spanformer.core.events import NoteEvent, ProgressEvent
 
 @dataclass(frozen=True)
 class WindowStep:
-    """One step that moves the windows."""
+    """One training step of the windows."""
 
     step: int
     kl: float
     """nats from the full model, with soft windows"""
     price: float
-    """of one token of window"""
+    """the price of one token of window"""
     ramp: float
     lr: float
     grad_norm: float
@@ -27,7 +27,7 @@ class WindowStep:
 
 @dataclass(frozen=True)
 class Trial:
-    """Whole windows, tried on texts kept aside."""
+    """An evaluation of whole windows on validation texts."""
 
     step: int
     kl: float
@@ -36,7 +36,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class LoraStep:
-    """One step that moves LoRA's weights."""
+    """One training step of LoRA's weights."""
 
     step: int
     kl: float
@@ -57,4 +57,4 @@ OnFitEvent = Callable[[WindowStep | Trial | LoraStep | Measured | NoteEvent | Pr
 
 
 def ignore(_event: object) -> None:
-    """For callers that did not ask."""
+    """Ignore events."""

@@ -1,6 +1,6 @@
-"""Our own language model in EleutherAI's evaluation harness: lm_eval.simple_evaluate(model=HarnessLM(lm, vocab, …)).
+"""Our language model in EleutherAI's evaluation harness: lm_eval.simple_evaluate(model=HarnessLM(lm, vocab, …)).
 
-A Hugging Face model with spans attached needs nothing of this: the harness's own class takes it as
+A Hugging Face model with spans attached does not need this module: the harness takes it as
 HFLM(pretrained=model, tokenizer=…).
 
 Shapes: T tokens, V vocabulary.
@@ -25,7 +25,7 @@ from spanformer.model.lm import LM
 
 
 class Tokenizer(Protocol):
-    """What text becomes ids by: a `Vocab` of ours is one."""
+    """Anything that encodes text as ids, such as our `Vocab`."""
 
     def encode(self, text: str) -> Sequence[int]: ...
 
@@ -33,8 +33,8 @@ class Tokenizer(Protocol):
 
 
 class HarnessLM(TemplateLM):
-    """An `LM` with its vocabulary. start: the id a text begins after when nothing stands before it (for bytes, 10: the
-    end of a line). Texts of any length are scored whole: heads see as far as their spans."""
+    """An `LM` with its vocabulary. start: the id before the first token of a text without context (for bytes, 10: the
+    end of a line). Texts of any length are scored completely: heads see as far as their spans."""
 
     def __init__(self, lm: LM, vocab: Tokenizer, *, start: int, longest: int = 256) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class HarnessLM(TemplateLM):
             raise ValueError(f"start is {start}; expected an id of the vocabulary, 0 … {lm.config.vocab - 1}")
         self.lm, self.vocab, self.start = lm.eval(), vocab, start
         self.longest = longest
-        """tokens to generate where a task does not say (max_gen_toks)"""
+        """tokens to generate if a task has no max_gen_toks"""
         self._device = next(lm.parameters()).device
 
     @property
@@ -78,7 +78,9 @@ class HarnessLM(TemplateLM):
         until, longest = options.pop("until", []), int(options.pop("max_gen_toks", self.longest))
         sampled = options.pop("do_sample", False) or float(options.pop("temperature", 0.0) or 0.0) > 0
         if sampled or options:
-            raise ValueError(f"this task asks for {options or 'sampling'}; here texts are generated greedily")
+            raise ValueError(
+                f"this task asks for {options or 'sampling'}; expected greedy generation, the only one supported here"
+            )
         stops = [until] if isinstance(until, str) else list(until)
         cache = self.lm.cache(1)
         next_ids, made = [self.start, *self.tok_encode(context)], []

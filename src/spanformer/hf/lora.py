@@ -1,7 +1,7 @@
-"""Low-rank updates (LoRA, https://arxiv.org/abs/2106.09685) that help a model do with the windows it was given.
+"""Low-rank updates (LoRA, https://arxiv.org/abs/2106.09685) that adapt a model to its windows.
 
-They learn what the spans learned from: the full model's own predictions, not the text's next tokens. So whatever they
-gain was lost to the windows; a model that only got used to the text would move away from its teacher.
+They have the same target as the spans: the full model's predictions, not the next tokens of the text. So they only
+recover what the windows lost; adapting to the text would move the model away from its teacher.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def learn_lora(
     lr: float = 1e-3,
     on_event: OnFitEvent = ignore,
 ) -> None:
-    """Learn updates of the given rank to every linear layer in the blocks, windows held; merged into the weights,
-    which are float32 then."""
+    """Learn updates of the given rank to every linear layer in the blocks, with fixed windows, and merge them into the
+    weights, which become float32."""
     check_peft()
     from peft import LoraConfig, get_peft_model
 
     if rank < 1 or steps < 1 or not lr > 0:
-        raise ValueError(f"lora is {rank}, its steps {steps}, its lr {lr:g}; expected 1 or more, and a positive lr")
+        raise ValueError(f"lora is {rank}, its steps {steps}, its lr {lr:g}; expected at least 1, and a positive lr")
     begun = time.monotonic()
     teacher = []
     for number, row in enumerate(texts.ids[:steps]):

@@ -1,4 +1,4 @@
-"""Our language model as one of Hugging Face's: AutoModelForCausalLM loads it, generate() and Trainer use it.
+"""Our language model as a Hugging Face model: AutoModelForCausalLM loads it, generate() and Trainer use it.
 
     SpanformerForCausalLM.from_lm(spanformer.load("out/enwik8_small")).save_pretrained(folder)
     AutoModelForCausalLM.from_pretrained(folder)      # after `import spanformer.hf`
@@ -22,15 +22,15 @@ from spanformer.memory import Cache as Rings
 from spanformer.model.config import ModelConfig
 from spanformer.model.lm import LM
 
-SLACK = 64  # tokens that assisted decoding may take back
+SLACK = 64  # tokens that assisted decoding may remove
 
 
 class SpanformerConfig(PreTrainedConfig):
-    """`model` is a ModelConfig as plain values; what transformers asks for by its own names is read from it."""
+    """`model` is a ModelConfig as plain values; attributes under transformers' names are read from it."""
 
     model_type = "spanformer"
 
-    def __init__(self, model: dict[str, Any] | None = None, **others: Any) -> None:  # others: transformers' own
+    def __init__(self, model: dict[str, Any] | None = None, **others: Any) -> None:  # others: transformers' arguments
         self.model = as_dict(build(ModelConfig, model or {}, where="config.json"))
         self.vocab_size, self.hidden_size = self.model["vocab"], self.model["dim"]
         self.num_hidden_layers, self.num_attention_heads = self.model["layers"], self.model["heads"]
@@ -45,7 +45,7 @@ class SpanformerForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = ""
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    accepts_loss_kwargs = False  # the loss is a mean over its own batch: Trainer divides it by its accumulation steps
+    accepts_loss_kwargs = False  # the loss is a mean over the batch: Trainer divides it by its accumulation steps
 
     def __init__(self, config: SpanformerConfig) -> None:
         super().__init__(config)
@@ -76,13 +76,13 @@ class SpanformerForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
-        **others: Any,  # positions and the like: this model counts distances itself
+        **others: Any,  # position ids and the like, which this model does not need
     ) -> CausalLMOutputWithPast:
         """input_ids [B, T] → logits [B, T, V], the last logits_to_keep of them if given. attention_mask [B, M + T]: 0
-        where there is no token, M being what the cache has read. labels [B, T]: ids, −100 for none; the loss is their
-        mean in nats, and while training the price of spans."""
+        for padding, with M tokens in the KV cache. labels [B, T]: ids, −100 for none; the loss is their
+        mean in nats, plus the span penalty in training."""
         if others.get("inputs_embeds") is not None:
-            raise ValueError("this model reads input_ids; it takes no inputs_embeds")
+            raise ValueError("inputs_embeds is given; this model takes input_ids only")
         real = None
         if attention_mask is not None:
             if attention_mask.ndim != 2:
@@ -91,7 +91,10 @@ class SpanformerForCausalLM(PreTrainedModel, GenerationMixin):
         if labels is None and (use_cache or past_key_values is not None) and not self.training:
             return self._read(input_ids, real, past_key_values, logits_to_keep)
         if past_key_values is not None:
-            raise ValueError("a cache is for reading on without labels, in eval mode; leave past_key_values away")
+            raise ValueError(
+                "past_key_values is given with labels or in training; a KV cache works in eval mode without labels, so "
+                "leave it out"
+            )
         found = self.lm(input_ids, padding=None if real is None else ~real)
         loss = None
         if labels is not None:
@@ -103,7 +106,9 @@ class SpanformerForCausalLM(PreTrainedModel, GenerationMixin):
     def _read(self, ids: Tensor, real: Tensor | None, cache: LMCache | None, keep: int) -> CausalLMOutputWithPast:
         cache = LMCache(self.lm) if cache is None else cache
         if not isinstance(cache, LMCache):
-            raise ValueError(f"past_key_values is a {type(cache).__name__}; this model makes its own, leave it away")
+            raise ValueError(
+                f"past_key_values is a {type(cache).__name__}; this model makes its own KV cache, so leave it out"
+            )
         rings = cache.begin(len(ids))
         packed = None if real is None else pack_real(real)
         cache.tokens.add(ids.shape[1], None if packed is None else real)
@@ -128,10 +133,11 @@ class SpanformerForCausalLM(PreTrainedModel, GenerationMixin):
         return None
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *_others: Any) -> None:
-        """Give generate() a KV cache in which each head keeps only what it sees."""
+        """Give generate() a KV cache in which each head keeps only the tokens it sees."""
         if generation_config.cache_implementation is not None:
             raise ValueError(
-                f"cache_implementation is {generation_config.cache_implementation!r}; this model makes its own cache"
+                f"cache_implementation is {generation_config.cache_implementation!r}; this model makes its own KV "
+                "cache, so leave it out"
             )
         if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = LMCache(self.lm)
@@ -157,13 +163,13 @@ class LMCache(Cache):
         self.tokens = Read()
 
     def begin(self, batch: int) -> Rings:
-        """The rings, allocated once the number of rows is known."""
+        """The rings, allocated when the number of rows is known."""
         if self.rings is None:
             self.rings = self.lm.cache(batch, slack=SLACK)
         return self.rings
 
     def bytes(self) -> int:
-        """What is allocated for keys and values, exactly."""
+        """The exact number of bytes allocated for keys and values."""
         return 0 if self.rings is None else self.rings.bytes()
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -180,9 +186,11 @@ class LMCache(Cache):
             self._reorder(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back this many tokens, as a negative number."""
+        """Remove this many tokens, given as a negative number."""
         if tokens_to_remove > 0:
-            raise ValueError(f"crop was given {tokens_to_remove}; expected a negative number of tokens to take back")
+            raise ValueError(
+                f"crop was given {tokens_to_remove}; expected a negative number, minus the number of tokens to remove"
+            )
         if self.rings is not None:
             self.rings.crop(self.rings.seen - self.tokens.last(-tokens_to_remove))
             self.tokens.drop(-tokens_to_remove)

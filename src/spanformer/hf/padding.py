@@ -1,4 +1,4 @@
-"""Padding and caches: rows of a cache hold real tokens only, while transformers counts padding among the tokens read.
+"""Padding and KV caches: rows of a cache have real tokens only, while transformers counts padding as tokens too.
 
 Shapes: B batch, T new tokens.
 """
@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def pack_real(real: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Of real [B, T], True where there is a token: (order [B, T] with real tokens first, its inverse, lengths [B] on
-    the CPU, how many they are); None if all are."""
+    """For real [B, T], True for real tokens: (order [B, T] with real tokens first, its inverse, lengths [B] on
+    the CPU); None if all are real."""
     if bool(real.all()):
         return None
     order = real.int().argsort(dim=1, descending=True, stable=True)
@@ -18,7 +18,7 @@ def pack_real(real: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
 
 
 class Read:
-    """Which of the tokens read so far were real, so that taking back the last of them takes back no others."""
+    """Which of the tokens read so far were real, so that removing the last tokens removes the right ones."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -35,7 +35,7 @@ class Read:
     def last(self, tokens: int) -> int | Tensor:
         """How many of the last this many were real, [B] on the CPU where rows may differ."""
         if not 0 <= tokens <= self.length:
-            raise ValueError(f"{self.length} tokens were read; {tokens} cannot be taken back")
+            raise ValueError(f"{self.length} tokens were read; {tokens} cannot be removed")
         found: int | Tensor = 0
         for size, real in reversed(self._parts):
             count = min(size, tokens)
@@ -44,7 +44,7 @@ class Read:
         return found
 
     def drop(self, tokens: int) -> None:
-        """Forget the last this many."""
+        """Remove the last `tokens`."""
         self.length -= tokens
         while tokens:
             size, real = self._parts.pop()
@@ -53,5 +53,5 @@ class Read:
             tokens -= min(size, tokens)
 
     def rows(self, index: Tensor) -> None:
-        """Row b is what row index[b] was."""
+        """Row b becomes a copy of row index[b]."""
         self._parts = [(n, None if real is None else real[index.to(real.device)]) for n, real in self._parts]

@@ -24,8 +24,8 @@ from spanformer.hf.survey import Survey, survey
 from spanformer.hf.text import TextChunks, bits_per_byte, check_logits, load_model, make_chunks, read_text
 
 TRIALS = 2
-"""texts of the training data that are not learned from: the best windows are chosen on them. Held-out text is only
-measured."""
+"""validation texts: part of the training data, used to choose the best windows. Held-out text is only
+used for the final figures."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class FitPlan:
     budget: float = 0.25
     """share of the full KV cache to keep, sink tokens included"""
     tolerance: float = 0.0
-    """use instead of a budget: largest rise of the loss (0.01 is 1 %), on texts of the data that are not learned
-    from; the smallest memory that the survey's windows reach it with is the budget, and learning improves on it"""
+    """use instead of a budget: largest rise of the loss (0.01 is 1 %), on validation texts taken from the
+    data; the budget is the smallest memory at which the survey's windows reach it, and learning improves on it"""
     context: int = 2048
     """tokens per text; KV memory is computed for this length"""
     start: int = 0
@@ -86,7 +86,7 @@ class Outcome:
     windows: Tensor
     """[L, Hkv] tokens a head keeps beside the sinks"""
     share: float
-    """of the full key/value memory"""
+    """share of the full key/value memory"""
     bits: dict[str, float]
     """bits per byte of held-out text: full, fitted, uniform, by mass"""
     seconds: float
@@ -107,7 +107,7 @@ class FitRun:
     def __init__(self, model: str, data: str, valid: str, plan: FitPlan, dtype: torch.dtype) -> None:
         self.name, self.plan = model, plan
         if plan.lora:
-            check_peft()  # now, not after half an hour of learning
+            check_peft()  # fail now, not after half an hour of training
         text = read_text(data)
         cut = len(text) - len(text) // 20
         other = read_text(valid) if valid else text[cut:]
@@ -120,14 +120,14 @@ class FitRun:
         self.model.requires_grad_(False)
         self.layers = list(head_spans(self.model).values())
         check_layers(self.layers)
-        self.budget(plan.budget)  # refused now, not after the survey
+        self.budget(plan.budget)  # fail now, not after the survey
         made = {"context": plan.context, "start": plan.first}
         need = max(plan.survey, plan.steps) + TRIALS
         texts = make_chunks(text if valid else text[:cut], self.tokenizer, limit=need, **made)
         if len(texts) <= TRIALS:
             raise ValueError(
-                f"the text has {len(texts)} windows of {plan.context:,} tokens, and {TRIALS} are kept aside to try "
-                "windows on; give more text or a shorter context"
+                f"the text has {len(texts)} windows of {plan.context:,} tokens, and {TRIALS} of them are only for "
+                "validation; give more text or a shorter context"
             )
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(plan.seed))
         texts = TextChunks(texts.ids[order], texts.bytes[order], plan.first)
@@ -162,7 +162,7 @@ class FitRun:
         )  # fmt: skip
 
     def fit(self, on_event: OnFitEvent = ignore, found: Survey | None = None) -> Outcome:
-        """found: a survey made before, to share between budgets."""
+        """found: an earlier survey, to share between budgets."""
         plan, begun = self.plan, time.monotonic()
         bits = {"full": self.measure(None, "full", on_event)}
         found = found or self.survey(on_event)
@@ -204,8 +204,8 @@ class FitRun:
         )
 
     def _tolerated(self, found: Survey, on_event: OnFitEvent) -> float:
-        """The smallest share whose windows, as the survey chooses them, raise the loss on the texts kept aside by no
-        more than is tolerated."""
+        """The smallest share at which the survey's windows raise the loss on the validation texts by no
+        more than the tolerance."""
         full = self._bits(self.trials, None, "full, on texts kept aside", on_event)
         low, high = self.budget(1.0).least + 1 / self.plan.context, 1.0
         for _ in range(6):
@@ -218,8 +218,8 @@ class FitRun:
         return high
 
     def save(self, out: Path, outcome: Outcome) -> None:
-        """The model with its spans, as transformers saves it, and the figures. Weights are those it was loaded from,
-        not what fitting rounded them to, unless LoRA changed them."""
+        """The model with its spans, as transformers saves it, and the figures. Weights are those of the original files,
+        not rounded by fitting, unless LoRA changed them."""
         model = self.model
         if not outcome.adapted:
             model = attach(

@@ -1,8 +1,8 @@
-"""Configurations, tokenizers and models in Hugging Face's format: the one place that asks transformers for them.
+"""Configurations, tokenizers and models in Hugging Face's format: the only place that loads them with transformers.
 
-A folder from elsewhere is not to be trusted. Code in it (`auto_map`) is never run: `trust_remote_code=False`, without
-which transformers asks on standard input. A configuration that describes far more than its files hold is refused before
-memory is taken for it. Whatever transformers cannot read ends in one sentence.
+A folder from elsewhere is untrusted. Code in it (`auto_map`) is never run: `trust_remote_code=False`;
+otherwise transformers asks on standard input. A configuration that describes far more than its files hold is refused
+before memory is allocated. Anything that transformers cannot read ends in an error of one sentence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from spanformer.core.memory import machine_bytes
 from spanformer.model.meta import TooLarge, build_on_meta
 
-PER_BYTE = 16  # parameters that a byte of a file may hold: 8 of one bit, and a tied one counts twice
+PER_BYTE = 16  # most parameters per byte of a file: 8 of one bit, and tied ones count twice
 SPARE = 1 << 20  # parameters that no file holds, as a new output layer
 SPARE_TENSORS = 1000
 LEAST_ENTRY = 8  # bytes that a tensor or a value takes at least in the header of a GGUF file
@@ -44,7 +44,7 @@ def load_causal_lm(
     _check_size(chosen, where, gguf)
     options |= {"config": chosen, "dtype": dtype, "output_loading_info": True}
     model, found = _load(AutoModelForCausalLM, where, "causal language model", options)
-    if missing := sorted(found["missing_keys"]):  # transformers draws them at random and goes on
+    if missing := sorted(found["missing_keys"]):  # transformers would initialise them at random and continue
         raise ValueError(
             f"{where} could not be loaded as a causal language model: its weights lack {missing[0]} "
             f"({len(missing)} in all); they do not fit its configuration"
@@ -53,7 +53,7 @@ def load_causal_lm(
 
 
 def make_causal_lm(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """With random weights. A configuration may name code, too."""
+    """A model with random weights. Its configuration is untrusted, too."""
     return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
 
 
@@ -64,14 +64,14 @@ def _load(kind: Any, where: str | Path, what: str, options: dict[str, Any]) -> A
         return kind.from_pretrained(where, trust_remote_code=False, **options)
     except ImportError:
         raise  # which says what to install
-    except Exception as error:  # transformers, tokenizers, torch and gguf raise whatever a damaged file leads them to
+    except Exception as error:  # transformers, tokenizers, torch and gguf raise all kinds of errors for a damaged file
         raise ValueError(f"{where} could not be loaded as a {what}: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
     said = str(error).strip()
     if "trust_remote_code" in said:
-        return "it comes with code of its own, which is never run; give a model that transformers itself knows"
+        return "it comes with its own code, which is never run; give a model that transformers supports"
     if isinstance(error, pickle.UnpicklingError):
         return "its weights are a pickle of more than tensors, which is never run; convert them to safetensors"
     first, _, rest = said.partition("\n")
@@ -99,7 +99,7 @@ def _check_size(config: PreTrainedConfig, where: str | Path, gguf: str) -> None:
 
 
 def _count_tensors(files: list[Path]) -> int | None:
-    """How many parameters these files can be the tensors of; None if they do not say."""
+    """The number of tensors in these files; None if unknown."""
     count = 0
     for file in files:
         if file.suffix == ".gguf":
@@ -113,16 +113,16 @@ def _count_tensors(files: list[Path]) -> int | None:
 
 
 def _check_gguf(file: Path) -> int:
-    """The number of tensors. A header that counts more than the file's bytes can hold is refused: a reader would count
-    on."""
+    """The number of tensors. A header that counts more than the file can hold is refused: a reader would loop
+    too long."""
     try:
         with open(file, "rb") as stream:
             magic, _version, tensors, values = struct.unpack("<4sIQQ", stream.read(24))
         size = file.stat().st_size
     except (OSError, struct.error) as error:
-        raise ValueError(f"{file} is no GGUF file ({error}); give another one") from None
+        raise ValueError(f"{file} is not a GGUF file ({error}); give another one") from None
     if magic != b"GGUF":
-        raise ValueError(f"{file} is no GGUF file; give another one")
+        raise ValueError(f"{file} is not a GGUF file; give another one")
     if (tensors + values) * LEAST_ENTRY > size:
         raise ValueError(
             f"{file} counts {tensors:,} tensors and {values:,} values in {size:,} bytes; the file is damaged"

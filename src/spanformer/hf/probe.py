@@ -1,12 +1,12 @@
 """What a key/value budget costs in long-range ability: one fact fetched from far back, at several depths.
 
-Loss on ordinary text hardly shows whether a model still can. Two tasks, texts of known length that end by asking:
+Loss on ordinary text hardly measures this. There are two tasks; each text has a known length and ends with a question:
 
     key    a needle in a haystack: one sentence with a random pass key among sentences of filler
     pair   lost in the middle (Liu et al., 2023, https://arxiv.org/abs/2307.03172): the text is a list of boxes and the
            numbers they hold, all alike, and one of them is asked for
 
-The score is plain: the probability of the answer's tokens, and whether the model would write all of it (every token the
+The scores: the probability of the answer's tokens, and whether the model would generate all of it (every token the
 likeliest). Its shape over the depths is the lost-in-the-middle curve.
 
 Everything is made here from a seed; the same seed makes the same tasks.
@@ -52,7 +52,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Found:
-    """What a model made of the tasks of one context and one depth."""
+    """A model's results on the tasks of one context and one depth."""
 
     context: int
     depth: float
@@ -61,9 +61,9 @@ class Found:
     distance: float
     """in tokens, on average"""
     accuracy: float
-    """share of the keys that the model would write whole"""
+    """share of the keys that the model would generate completely"""
     nats: float
-    """of a token of the key, on average; 0 is certainty"""
+    """mean loss per token of the key; 0 is certainty"""
 
 
 def filler(rng: random.Random) -> str:

@@ -22,8 +22,8 @@ FILE = "spans.json"
 
 
 def save_fitted(model: PreTrainedModel, tokenizer: Any, out: Path, figures: dict) -> None:
-    """The model with its spans, its tokenizer and the figures, in one folder. config.json comes last: a folder without
-    it is no model, so a process that is killed while it saves leaves none that is taken for whole."""
+    """The model with its spans, its tokenizer and the figures, in one folder. config.json is written last: a folder
+    without it is not a model, so a process killed while saving leaves nothing that looks complete."""
     try:
         with hidden_folder(out / "model") as new:
             model.save_pretrained(new)
@@ -39,7 +39,7 @@ def save_fitted(model: PreTrainedModel, tokenizer: Any, out: Path, figures: dict
 
 
 def load_fitted(name: str, dtype: torch.dtype | str = "auto") -> tuple[PreTrainedModel, Any, bool]:
-    """(model, tokenizer, whether it has spans) of whatever `load_model` takes, or of a folder with spans."""
+    """(model, tokenizer, whether it has spans) of anything that `load_model` takes, or of a folder with spans."""
     if not _has_spans(Path(name) / "config.json"):
         return *load_model(name, dtype), False
     return from_pretrained(name, dtype=dtype).requires_grad_(False).eval(), load_tokenizer(name), True
@@ -53,5 +53,5 @@ def _has_spans(config: Path) -> bool:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise ValueError(f"{config} is not a table in JSON; expected a model's configuration")
+        raise ValueError(f"{config} is not a JSON object; expected a model's configuration")
     return CONFIG in found

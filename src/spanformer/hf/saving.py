@@ -1,6 +1,6 @@
-"""A model with spans back from the folder that its own `save_pretrained` wrote.
+"""Load a model with spans from the folder that `save_pretrained` wrote.
 
-The folder is an ordinary one of Hugging Face: safetensors with `….spans.ratio` among the weights, and how the spans are
+The folder is an ordinary Hugging Face folder: safetensors with `….spans.ratio` among the weights, and how the spans are
 attached under "spanformer" in config.json. Nothing in it is executed. Loaded without spanformer it is the model without
 spans, and transformers names the ratios as unexpected.
 """
@@ -27,8 +27,8 @@ _TAIL = f".{NAME}.ratio"
 
 
 def from_pretrained(folder: str | Path, *, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
-    """The model that `save_pretrained` left in a folder, with its spans attached. dtype: of the model's weights, those
-    of the file unless given; ratios stay as they were saved."""
+    """The model that `save_pretrained` left in a folder, with its spans attached. dtype: of the model's weights;
+    default: that of the file; ratios keep the dtype in which they were saved."""
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json; expected a folder that save_pretrained wrote")
@@ -40,7 +40,7 @@ def from_pretrained(folder: str | Path, *, dtype: torch.dtype | str = "auto") ->
         )
     _check(settings, folder)
     if type(config) not in AutoModelForCausalLM._model_mapping:  # pyright: ignore[reportOperatorIssue]
-        raise ValueError(f"{folder} holds a model of type {config.model_type!r}, which is no causal language model")
+        raise ValueError(f"{folder} holds a model of type {config.model_type!r}, which is not a causal language model")
     delattr(config, CONFIG)
     ratios = read_ratios(folder)
     with _ratios_expected(config):
@@ -49,7 +49,7 @@ def from_pretrained(folder: str | Path, *, dtype: torch.dtype | str = "auto") ->
     layers = head_spans(model)
     if set(layers) != set(ratios):
         odd = sorted(set(layers) ^ set(ratios))
-        raise ValueError(f"the spans in {folder} do not fit its model: {odd[0]} has them on one side only")
+        raise ValueError(f"the spans in {folder} do not fit its model: {odd[0]} has spans in only one of the two")
     for name, spans in layers.items():
         ratio = ratios[name]
         if ratio.shape != spans.ratio.shape or not bool(((ratio >= 0) & (ratio <= 1)).all()):
@@ -92,7 +92,7 @@ def _check(settings: object, folder: Path) -> None:
 
 @contextmanager
 def _ratios_expected(config: object) -> Iterator[None]:
-    """While the model is loaded, its class does not report ratios as unexpected: they are read here."""
+    """While the model is loaded, its class does not report ratios as unexpected keys: this module reads them."""
     kind = AutoModelForCausalLM._model_mapping[type(config)]  # type: ignore[index]
     attribute = "_keys_to_ignore_on_load_unexpected"
     own, before = attribute in vars(kind), getattr(kind, attribute, None)

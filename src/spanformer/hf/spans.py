@@ -1,8 +1,8 @@
 """The learned spans of one attention layer of a Hugging Face model, and the tokens its heads keep in the KV cache.
 
 With ratio ρ, max_span S and ramp R, a head weighs a key at distance d by m = clip((ρ·S + R − d) / R, 0, 1): a ramp
-centred on z = ρ·S + R/2. It sees ⌈z + R/2⌉ tokens, S at most, and beside them the text's first `sink_tokens`:
-that is what it keeps in a cache. At ρ = 1 nothing within S is dimmed.
+centred on z = ρ·S + R/2. It sees ⌈z + R/2⌉ tokens, at most S, and the text's first `sink_tokens`:
+these are in its KV cache. At ρ = 1 every key within S has weight 1.
 
 Shapes: H query heads, Hkv key/value heads.
 """
@@ -26,8 +26,8 @@ NAME = "spans"
 class HeadSpans(AdaptiveSpan):
     """One learned span per key/value head (per="kv_head") or per query head. `ratio` [Hkv] or [H] is z's share of S.
 
-    window: the sliding window the layer has of its own, None for none. It stays in force, and such a layer keeps no
-    sink_tokens: beyond its window it has never seen them.
+    window: the layer's own sliding window, None for none. It still applies, and such a layer keeps no
+    sink_tokens: it never saw tokens beyond its window.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class HeadSpans(AdaptiveSpan):
         self.groups, self.window = kv_heads, window
         self.sink_tokens = 0 if window is not None else sink_tokens
         self.head_size = head_size
-        """numbers that one token costs a key/value head, keys and values together"""
+        """numbers per token and key/value head, key and value together"""
         self._still: tuple[tuple[int, int], Rule, float] | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HeadSpans:
-        """What `.to`, `.bfloat16` and the like call. A ratio moves, but never below float32: eight bits of thousands of
-        tokens would be another span."""
+        """`.to`, `.bfloat16` and the like call this. It moves ratios, but never below float32: 8 bits for thousands of
+        tokens would change the span."""
 
         def move(t: Tensor) -> Tensor:
             moved = fn(t)
@@ -71,13 +71,13 @@ class HeadSpans(AdaptiveSpan):
         return Rule(self.heads, span=self._spans(), ramp=self.ramp, reach=reach, sink_tokens=self.sink_tokens)
 
     def rule_for(self, keys: int) -> Rule:
-        """The rule for a call over this many keys. Without gradients it is made once and kept until the spans change,
-        and what hides and dims nothing among so few keys is left out."""
+        """The rule for a call over this many keys. Without gradients it is cached until the spans change,
+        and terms that have no effect on so few keys are left out."""
         if (torch.is_grad_enabled() and self.ratio.requires_grad) or torch.compiler.is_compiling():
             return self.rule()
         if self._still is None or self._still[0] != self._change():
             rule, known = self.rule(), self._read[0] == self._change()
-            on_host = known or self.ratio.device.type == "cpu"  # a forward pass does not make the host wait
+            on_host = known or self.ratio.device.type == "cpu"  # a forward pass must not make the host wait
             shortest = min(self.tokens()) - self.ramp if on_host else -1.0
             self._still = (self._change(), rule, shortest)
         _, rule, shortest = self._still
@@ -91,8 +91,8 @@ class HeadSpans(AdaptiveSpan):
         return [z + self.ramp for z in self._read[1]]
 
     def keeps(self) -> list[int]:
-        """[Hkv] how many of the latest tokens each key/value head keeps, sink_tokens aside; a group keeps its
-        longest."""
+        """[Hkv] how many of the latest tokens each key/value head keeps, without sink_tokens; a group keeps as many as
+        its longest head."""
         most = self.max_span if self.window is None else min(self.max_span, self.window)
         seen = [min(most, math.ceil(t)) for t in self.tokens()]
         each = len(seen) // self.groups
@@ -104,7 +104,7 @@ class HeadSpans(AdaptiveSpan):
 
 
 def head_spans(model: nn.Module) -> dict[str, HeadSpans]:
-    """Every layer's spans by the name of its attention module, in order. PEFT's copy of a module stands for it."""
+    """Every layer's spans by the name of its attention module, in order. PEFT's active copy replaces a module."""
     found: dict[str, HeadSpans] = {}
     for name, module in model.named_modules():
         if NAME in module._modules:
@@ -113,7 +113,7 @@ def head_spans(model: nn.Module) -> dict[str, HeadSpans]:
                 found[name] = spans
     if not found:
         raise ValueError(f"{type(model).__name__} has no spans; call spanformer.hf.attach on it first")
-    read_spans(list(found.values()))  # in one wait for the device
+    read_spans(list(found.values()))  # with one device sync
     return found
 
 
@@ -142,7 +142,7 @@ def clamp_spans(model: nn.Module) -> None:
 def cache_bytes(model: nn.Module, context: int, *, batch: int = 1, dtype: torch.dtype | None = None) -> tuple[int, int]:
     """(bytes that the heads keep of a context of this many tokens, bytes of all of it), keys and values together.
 
-    dtype: of the cache; the model's own unless given.
+    dtype: of the KV cache; default: the model's.
     """
     size = (dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())).itemsize
     layers = head_spans(model).values()
@@ -152,11 +152,11 @@ def cache_bytes(model: nn.Module, context: int, *, batch: int = 1, dtype: torch.
 
 
 def check_attach(max_span: int | None, init: float, ramp: float, per: str, sink_tokens: int) -> None:
-    """What `attach` was given, as far as it can be judged without a model; AdaptiveSpan checks the rest."""
+    """Check the arguments of `attach` that do not depend on the model; AdaptiveSpan checks the rest."""
     if per not in ("kv_head", "head"):
-        raise ValueError(f"per is {per!r}; expected 'kv_head' (a cache can then forget) or 'head'")
+        raise ValueError(f"per is {per!r}; expected 'kv_head' (so that a KV cache can drop tokens) or 'head'")
     if isinstance(sink_tokens, bool) or not isinstance(sink_tokens, int) or sink_tokens < 0:
-        raise ValueError(f"sink_tokens is {sink_tokens!r}; expected a number of tokens, 0 or more")
+        raise ValueError(f"sink_tokens is {sink_tokens!r}; expected a number of tokens, at least 0")
     if max_span is not None and (isinstance(max_span, bool) or not isinstance(max_span, int)):
         raise ValueError(f"max_span is {max_span!r}; expected a whole number of tokens")
 

@@ -1,4 +1,5 @@
-"""What each key/value head would lose with a shorter window, for all heads and windows from a few passes over text.
+"""What each key/value head would lose with a shorter window, measured for all heads and windows by a few passes over
+text.
 
 For head h and window w let δ be the change of the head's output when it sees w tokens and the sink_tokens instead of
 all. Near the full model the predictions change by
@@ -6,10 +7,10 @@ all. Near the full model the predictions change by
     KL(full ‖ cut) ≈ ½ · δᵀ F δ        F = E_y[g gᵀ],   g = ∂ log p(y) / ∂ output,   y drawn from the full model itself
 
 (F is the Fisher information), so one backward pass from drawn targets prices every head and window at once: the cost
-is ½ E[(g · δ)²]. Batch targets make g average zero, so products of different queries average out as far as their
+is ½ E[(g · δ)²]. The mean of g is zero, so products of different queries cancel as far as their
 effects on the predictions do not overlap; they are summed within blocks of queries and squared block by block.
 
-From the same passes: the share of attention that falls outside each window, which asks for no gradients.
+The same passes measure the share of attention outside each window, which needs no gradients.
 
 Shapes: L layers, H query heads, Hkv key/value heads, G windows tried, T tokens, D head size, Y drawings.
 """
@@ -35,12 +36,12 @@ BLOCK = 64
 
 @dataclass(frozen=True, eq=False)
 class Survey:
-    """Both tables are [L, Hkv, G]: of a head that keeps grid[g] tokens beside the sink_tokens, all others keeping all.
-    A layer with a sliding window of its own has no sink_tokens, and loses nothing at that window and beyond."""
+    """Both tables are [L, Hkv, G]: for a head that keeps grid[g] tokens besides the sink_tokens, while all others keep
+    everything. A layer with its own sliding window has no sink_tokens, and loses nothing at that window and beyond."""
 
     grid: list[int]
     costs: Tensor
-    """nats per token that the predictions move, KL from the full model"""
+    """KL from the full model, in nats per token"""
     lost: Tensor
     """share of the attention that falls outside, averaged over queries from `start` on and the heads of a group"""
 
@@ -64,7 +65,7 @@ def survey(
     seed: int = 0,
     on_progress: OnCount | None = None,
 ) -> Survey:
-    """Survey a model that spans are attached to (their present values play no part), one text at a time."""
+    """Survey a model with spans attached (their values are not used), one text at a time."""
     grid = grid or default_grid(texts.context - sink_tokens)
     generator = torch.Generator().manual_seed(seed)
     costs = lost = None
@@ -134,7 +135,7 @@ def _price(layer, grads: list[Tensor], grid: list[int], sink_tokens: int, start:
     costs, lost = torch.zeros(groups, len(grid)), torch.zeros(groups, len(grid))
     pad = -length % BLOCK
     for n, window in enumerate(grid):
-        if own is not None and window >= own:  # nothing more is hidden
+        if own is not None and window >= own:  # such a window hides nothing more
             continue
         cut = attend(q, k, v, Rule(heads, reach=window, sink_tokens=sink_tokens if own is None else 0), scale=scaling)
         change = (cut.out - full.detach()).float()

@@ -1,7 +1,7 @@
 """Text for fitting and measuring a pretrained model: windows of tokens, and bits per byte on the end of each.
 
 A window's first part is context only. Loss is counted on the targets at positions `start` … T − 1, where a head that
-looks far back has something to see; it is given per byte of the text those tokens spell, so that tokenizers compare.
+looks far back has enough context. Loss is per byte of the text of those tokens, so that tokenizers can be compared.
 
 Shapes: N windows, T tokens of one, E width of the hidden states.
 """
@@ -26,7 +26,7 @@ from spanformer.hf.pretrained import load_causal_lm, load_tokenizer
 
 @dataclass(frozen=True, eq=False)
 class TextChunks:
-    """ids [N, T]; bytes [N]: how many bytes the targets of each chunk spell, those at positions `start` … T − 1."""
+    """ids [N, T]; bytes [N]: the bytes of each chunk's targets, at positions `start` … T − 1."""
 
     ids: Tensor
     bytes: Tensor
@@ -50,7 +50,8 @@ class TextChunks:
 
 
 def load_model(name: str, dtype: torch.dtype | str = torch.float32) -> tuple[PreTrainedModel, Any]:
-    """(model, tokenizer) of a folder in Hugging Face's format, a .gguf file or a folder with one, or a hub's name."""
+    """(model, tokenizer) of a folder in Hugging Face's format, a .gguf file or a folder with one, or a name on the
+    hub."""
     path = Path(name)
     where, gguf = name, ""
     if path.suffix == ".gguf" or (path.is_dir() and not (path / "config.json").exists()):
@@ -72,7 +73,7 @@ def load_model(name: str, dtype: torch.dtype | str = torch.float32) -> tuple[Pre
 
 
 def _forget_packing(model: PreTrainedModel, name: str) -> None:
-    """The weights of a GGUF file are plain numbers by now; transformers still calls the model quantised, and would not
+    """The weights of a GGUF file are unpacked by now, but transformers still marks the model as quantised and would not
     save it."""
     quantizer = getattr(model, "hf_quantizer", None)
     if getattr(quantizer, "packed_modules", None):
@@ -94,14 +95,14 @@ def read_text(source: str) -> str:
 
 
 def beginning(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before every text by itself (a beginning-of-text token), if anything: a model that has
-    always seen it is another one without."""
+    """The tokens that the tokenizer puts before every text (a beginning-of-text token), if any: a model that was
+    trained with them predicts worse without."""
     whole, plain = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
     return whole[: next((n for n in range(len(whole)) if whole[n : n + len(plain)] == plain), 0)]
 
 
 def make_chunks(text: str, tokenizer: Any, *, context: int, start: int, limit: int = 0) -> TextChunks:
-    """Chunks of `context` tokens one after another, each a text with its beginning; limit: at most this many, spread
+    """Chunks of `context` tokens one after another, each with these first tokens; limit: at most this many, spread
     over the text (0: all)."""
     first = beginning(tokenizer)
     if not max(1, len(first)) <= start < context:
@@ -144,13 +145,13 @@ def logits_of(model: PreTrainedModel, states: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_logits(model: PreTrainedModel) -> None:
-    """Refuse a model that does more between hidden states and logits than `logits_of` knows."""
+    """Refuse a model whose logits `logits_of` cannot compute from hidden states."""
     ids = torch.arange(1, 5)[None] % model.config.vocab_size
     own = model(input_ids=ids, use_cache=False).logits.float()
     ours = logits_of(model, model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
     if float((ours - own).abs().max()) > 0.05 * float(own.abs().max()):
         raise ValueError(
-            f"{type(model).__name__} changes its logits behind the output layer in a way that is not known here, so "
+            f"{type(model).__name__} changes its logits after the output layer in a way that is not supported here, so "
             "its loss cannot be measured in parts; spans can be attached and learned with spanformer.hf.attach"
         )
 
@@ -163,7 +164,7 @@ def chunks(length: int, size: int = 256) -> Iterator[slice]:
 
 @torch.no_grad()
 def chunk_bits(model: PreTrainedModel, texts: TextChunks, on_progress: OnCount | None = None) -> list[float]:
-    """The bits that the counted targets of each chunk take, [N]. Divide their sum by the sum of bytes."""
+    """[N] the bits of the counted targets of each chunk. Divide their sum by the sum of bytes."""
     found = []
     for number, row in enumerate(texts.ids):
         states = hidden_states(model, row[None], texts.start)[0]

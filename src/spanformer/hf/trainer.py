@@ -1,4 +1,4 @@
-"""Spans in transformers' Trainer: the price of spans, their range, and a line about them in every log."""
+"""Spans in transformers' Trainer: the span penalty, clamping, and figures about spans in every log."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class SpanCallback(TrainerCallback):
     """Trainer(..., callbacks=[SpanCallback(penalty=2e-6)])
 
     A callback cannot change the loss, but the penalty's gradient does not depend on the data: it is added just before
-    each optimiser step, after the gradients were clipped. The logged loss is that of the data alone; logs gain
+    each optimiser step, after the gradients were clipped. The logged loss has no penalty; logs also have
     `spans_mean`, the tokens a key/value head keeps on average (sinks included), and `spans_penalty`.
     """
 
     def __init__(self, penalty: float) -> None:
         if not 0 <= penalty < math.inf:
-            raise ValueError(f"penalty is {penalty}; expected 0 or more (a negative one would reward long spans)")
+            raise ValueError(f"penalty is {penalty}; expected at least 0 (a negative penalty would reward long spans)")
         self.penalty = penalty
 
     def on_train_begin(
