@@ -41,11 +41,11 @@ struct Plan {  // who visits which block of queries
 
   explicit Plan(const Scene& scene) : s(scene), group(scene.c.H / scene.c.Hkv) {
     const Call& c = s.c;
-    // A function of the shape alone: what is summed, and in which order, must not depend on the threads.
+    // Depends on the shape only: the sums and their order must not depend on the number of threads.
     size = std::clamp(round_up(c.Tk * c.B * c.Hkv / 8, 64), 128L, c.Tk < 4096 ? 512L : 1024L);
     // Far blocks of a pattern make a block of queries be visited by as many segments as there are, so not more than so.
     if (s.sparse()) size = std::max(size, round_up(c.Tk / 8, 64));
-    if (c.d_distance_vec) size = std::max(size, round_up(c.Tk / 8, 64));  // each segment sums vectors by itself
+    if (c.d_distance_vec) size = std::max(size, round_up(c.Tk / 8, 64));  // each segment has its own sum of vectors
     segments = (c.Tk + size - 1) / size;
     blocks = (c.Tq + BACK_QUERIES - 1) / BACK_QUERIES;
     const long cells = c.B * c.H * blocks;
@@ -276,7 +276,7 @@ class SegmentBackward {
       low[p] = high[p] = 0;
       s.runs(panel[p], jc, je, [&](long ja, long jb, bool masked) {
         long a = ja - jc, b = jb - jc;
-        if (!s.general) a = a / ROWS * ROWS, b = std::min(keys, round_up(b, ROWS));  // the table hides what is beyond
+        if (!s.general) a = a / ROWS * ROWS, b = std::min(keys, round_up(b, ROWS));  // the table hides rows beyond
         if (high[p] == 0)
           low[p] = a;
         else
@@ -296,7 +296,7 @@ class SegmentBackward {
     }
   }
 
-  // Weights P and score gradients dS of rows [a, b) of the chunk at jc, and what they add to dQ and the rule's terms.
+  // Weights P and score gradients dS of rows [a, b) of the chunk at jc, and their contributions to dQ and the rule's terms.
   void run(const Panel& p, long index, long jc, long a, long b, bool masked) {
     const long n = b - a, ja = jc + a, ld = BACK_QUERIES;
     float *P = w.P + a * ld + index * PANEL, *dS = w.dS + a * ld + index * PANEL;

@@ -59,14 +59,14 @@ struct Call {
 // Head g of row b keeps `capacity[g]` slots from slot `first[g]` of that row on; the key at position p lies in slot
 // first[g] + p mod capacity[g]. The newest position of row b is newest[b] (−1: the row is empty). The first `sink_tokens`
 // positions lie in as many slots before first[g] instead: every query sees them, whatever reach and span say.
-// What changes from token to token stands first, so that ops/kernel.py writes only that anew.
+// Fields that change from token to token come first, so that ops/kernel.py rewrites only those.
 struct Decode {
   int64_t threads;
   Rows q, out;          // [B, H, 1, ·]
   float* lse;           // [B, H]
   Rows new_k, new_v;    // [B, Hkv, 1, ·] to be written at the newest positions first; null: they are there already
   const float* span;
-  int64_t dtype, bits;  // bits: of keys and values, 8 with a scale for each slot, or 0 for those of the dtype
+  int64_t dtype, bits;  // bits of keys and values: 8 with a scale for each slot, or 0 for the dtype
   int64_t B, H, Hkv, D, Dv;
   int64_t shift, sink_tokens;
   double scale, ramp;
@@ -110,7 +110,7 @@ struct Linear {
 struct Kernel {  // one instruction set's code
   void (*forward)(const Call&);
   void (*backward)(const Call&);
-  void (*span_edge_gradient)(const Call&);  // of the gradients, d_span alone
+  void (*span_edge_gradient)(const Call&);  // writes d_span only
   void (*decode)(const Decode&);
   void (*linear_forward)(const Linear&);
   void (*linear_backward)(const Linear&);

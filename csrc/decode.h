@@ -7,7 +7,7 @@ namespace spanformer {
 namespace SPANFORMER_ISA {
 
 constexpr long DECODE_KEYS = 1024;  // per part of a head: long heads are shared between threads
-// A number is used once here, so that what takes time is waiting for memory: as long as this many multiply-adds.
+// Each number is used once here, so memory bounds the time: loading one takes as long as this many multiply-adds.
 constexpr double MEMORY = 16;
 
 SPANFORMER_INLINE vf load_row(const float* p) { return load(p); }

@@ -1,4 +1,4 @@
-// The slow, obvious version, pair by pair, for what the fast one leaves aside: rows with NaN or infinity in sight
+// The slow, obvious version, pair by pair, for the cases that the fast one skips: rows that see NaN or infinity
 // (0 · NaN must not leak from a key that is hidden), and distance vectors at positions given one by one.
 #pragma once
 #include "scores.h"
@@ -16,7 +16,7 @@ static inline T* row_of(const Rows& r, long b, long h, long t) {
 }
 template <class A, class B>
 static inline float exact_dot(const A* a, const B* b, long n) {
-  float part[8] = {};  // eight sums, so that they need not wait for one another
+  float part[8] = {};  // eight independent sums, to hide latency
   long d = 0;
   for (; d + 8 <= n; d += 8)
     for (long e = 0; e < 8; e++) part[e] += to_float(a[d + e]) * to_float(b[d + e]);

@@ -46,7 +46,7 @@ SPANFORMER_INLINE void product_rows(long K, const float* __restrict A, long lda,
 #pragma GCC unroll 4
     for (int n = 0; n < N; n++) {
       float* to = C + m * ldc + n * W;
-      store(to, ADD ? load(to) + c[m][n] : c[m][n]);  // what was there joins last: its error does not grow with K
+      store(to, ADD ? load(to) + c[m][n] : c[m][n]);  // add the old value last: its error does not grow with K
     }
 }
 
@@ -61,7 +61,7 @@ static inline void product_dispatch(long r, long K, const float* A, long lda, co
   }
 }
 
-// Any number of rows, split evenly: a last group of one row would wait on the latency of its own sums. N vectors wide.
+// Any number of rows, split evenly: a last group of one row would be bound by the latency of its sums. N vectors wide.
 template <Layout LAYOUT, bool ADD, int N = VECS, bool HALVES = false>
 static inline void product(long M, long K, const float* A, long lda, const float* B, long ldb, float* C, long ldc,
                            Halves halves = {0, 0}) {

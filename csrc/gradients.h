@@ -76,7 +76,7 @@ static void sink_gradients(const Call& c) {
     for (long b = 0; b < c.B; b++)
       for (long i = 0; i < c.Tq; i++) {
         const long at = (b * c.H + h) * c.Tq + i;
-        if (c.lse[at] == -std::numeric_limits<float>::infinity()) continue;  // saw nothing, and its sink is −inf too
+        if (c.lse[at] == -std::numeric_limits<float>::infinity()) continue;  // sees no key, and its sink logit is −inf too
         const float delta = exact_dot(row<T>(c.out, b, h, i), row<T>(c.g, b, h, i), c.Dv);
         total += std::exp(c.sink_logits[h] - c.lse[at]) * ((c.g_lse ? c.g_lse[at] : 0.f) - delta);
       }

@@ -18,7 +18,7 @@ constexpr long PAD = PANEL + 16;  // tables may be read this far past either end
 constexpr long FAR = 1L << 40;    // a reach beyond any sequence, as ops/rule.py
 constexpr long LONG_TABLE = 1L << 22;  // longer than this, a table must be worth its memory
 
-// The ramp joins what is left of a span, never the whole of it: beside z, a short ramp would be rounded away.
+// Add the ramp to the fraction of z, not to z: added to a long span, a short ramp would be rounded away.
 static inline long reach_of_span(double z, double ramp) {  // how many distances 0, 1, … have m > 0
   if (z + ramp >= (double)FAR) return FAR;
   const double whole = std::floor(z), n = whole + std::ceil(z - whole + ramp);
@@ -32,9 +32,9 @@ static inline long floor_div(long a, long b) { return a >= 0 ? a / b : -((b - 1 
 
 struct Head {
   long first, last;            // the band: first ≤ d ≤ last
-  long plain_first, plain_last;  // distances that need no table: visible, nothing added
+  long plain_first, plain_last;  // distances that need no table: visible, without bias
   long table_first, table_last;
-  const float *bias = nullptr, *slope = nullptr;  // by d: log2 of what multiplies the weight; 1/(m·ramp) on the ramp
+  const float *bias = nullptr, *slope = nullptr;  // by d: log2 of the factor of the weight; 1/(m·ramp) on the ramp
   std::vector<float> store;
 
   // The table's value for any distance (|d| where `folded`).
@@ -45,7 +45,7 @@ struct Head {
   float slope_at(long d) const { return d < table_first || d > table_last ? 0.f : slope[d]; }
 };
 
-// How many distances a head reaches, dynamic spans aside.
+// How many distances a head reaches, without dynamic spans.
 static inline long limit_of(const Call& c, long h) {
   const long limit = c.reach ? std::min(FAR, (long)c.reach[h]) : FAR;
   return c.span && !c.dynamic ? std::min(limit, reach_of_span(c.span[h], c.ramp)) : limit;
@@ -181,7 +181,7 @@ class Scene {
   const float* key_span(long b, long h) const {
     return c.key_span ? c.key_span + b * c.key_span_batch + h * c.key_span_head : nullptr;
   }
-  // How many distances the head's dynamic spans, and those of its keys, reach at most.
+  // The most distances that the head's dynamic spans and its key spans reach.
   long longest(long b, long h) const {
     const long limit = c.dynamic ? longest_[b * c.H + h] : FAR;
     return c.key_span ? std::min(limit, lasting_[b * c.H + h]) : limit;
@@ -310,7 +310,7 @@ class Scene {
     }
   }
 
-  // mask[r][lane]: what to add to the score of key ja + r. For positions this is the table itself.
+  // mask[r][lane]: the term to add to the score of key ja + r. For positions this is the table itself.
   void fill_mask(const Panel& p, long ja, long n, float* mask) const {
     const bool by_blocks = sparse();
     for (long r = 0; r < n && (!by_blocks || c.q_documents); r++)

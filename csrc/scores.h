@@ -93,7 +93,7 @@ static inline void add_key_bias(const float* bias, const Tile& t) {
   }
 }
 
-// m of every lane for the key at row r of the tile, unclipped; z: spans of the lanes, or that of the key.
+// m of every lane for the key at row r of the tile, unclipped; z: spans of the lanes, or the key's span.
 SPANFORMER_INLINE vf ramp_of(const Scene& s, const Tile& t, long r, int v, vf z) {
   vf d = lanes() + set1((float)(t.p.at + v * W - (t.ja + r)));
   d = vmax(d, -d);

@@ -1,4 +1,4 @@
-// The gradient of whole static spans at their two edges, by the conventions of the paper's code (attention/span_edge_gradient.py).
+// The gradient of whole-number static spans at their two edges, by the conventions of the paper's code (attention/span_edge_gradient.py).
 #pragma once
 #include "exact.h"
 #include "work.h"
@@ -11,7 +11,7 @@ template <class T>
 static double span_edge_sum(const Call& c, long b, long h, double far) {
   const double at = c.span[h] + far;
   const long d = (long)at, kv = h / (c.H / c.Hkv);
-  if ((double)d != at || (c.reach && d >= c.reach[h])) return 0;  // no whole number, or beyond the cap
+  if ((double)d != at || (c.reach && d >= c.reach[h])) return 0;  // not a whole number, or beyond the cap
   const float* table = c.distance_vec && d < c.vec_length ? c.distance_vec + h * c.vec_head + d * c.D : nullptr;
   const float bias = c.distance_bias && d < c.bias_length ? c.distance_bias[h * c.bias_length + d] : 0.f;
   const long back = c.Tk - c.Tq - c.shift - d;

@@ -159,7 +159,7 @@ def test_a_start_of_another_kind_is_refused(tmp_path, begun, change, said):
         ("\n \n", "is empty"),
         ('{"event": "start", "form', "does not begin with a start event"),
         ('{"event": "step"}\n', "does not begin with a start event"),
-        ("BEGUN\nnonsense\n", "line 2 is not JSON; expected one event a line"),
+        ("BEGUN\nnonsense\n", "line 2 is not JSON; expected one event per line"),
         ("BEGUN\nnonsense\n{}\n", "line 2 is not JSON"),
         ("BEGUN\nnonsense\nnonsense", "line 2 is not JSON"),
         ("BEGUN\n" + "[" * 100_000 + "\n", "line 2 is not JSON"),

@@ -92,7 +92,7 @@ KIND = f'"kind": "{report.KIND}"'
         ("{", "is not JSON"),
         ("[]", "another kind"),
         (f'{{{KIND}, "format": 9}}', "has format 9; expected 1"),
-        (f'{{{KIND}, "format": 1, "machine": {{"cpu": "x"}}, "rows": []}}', "holds no machine or no rows"),
+        (f'{{{KIND}, "format": 1, "machine": {{"cpu": "x"}}, "rows": []}}', "has no machine or no rows"),
     ],
 )
 def test_other_files_are_refused(tmp_path, content, said):

@@ -42,7 +42,7 @@ def test_the_ruler_stands_where_bars_end():
 
 @pytest.mark.parametrize("spans, reach", [([], []), ([[1.0]], [[1, 2]]), ([[]], [[]])])
 def test_tables_that_do_not_fit_are_refused(spans, reach):
-    with pytest.raises(ValueError, match=r"spans has .* heads by layer; expected as reach has"):
+    with pytest.raises(ValueError, match=r"spans has .* heads by layer; expected .*, as reach has"):
         spans_table(spans, reach, 8)
 
 

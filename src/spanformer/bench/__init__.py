@@ -1,4 +1,4 @@
-"""Benchmarks: speeds that stand beside a proof that the result is right."""
+"""Benchmarks: each result is checked before it is timed."""
 
 from spanformer.bench.attention import bench_attention
 from spanformer.bench.config import AttentionBench

@@ -29,12 +29,14 @@ def bench_attention(
 ) -> Results:
     """Run the benchmark and write `config.out`/attention.json, anew after every step: what was measured is kept.
 
-    extra: contenders of your own, beside the built-in ones.
+    extra: your contenders, besides the built-in ones.
     """
     plan = steps(config)
     if not plan:
         parts, modes = " ".join(config.chosen_parts), " ".join(config.chosen_modes)
-        raise ValueError(f"no step of parts {parts} has modes {modes}; there is nothing to measure")
+        raise ValueError(
+            f"no step of parts {parts} has modes {modes}; so there is nothing to measure; choose other parts or modes"
+        )
     config.out.mkdir(parents=True, exist_ok=True)  # now rather than after the first step, should it be refused
     leave_out = ("flex",) if config.quick else ()
     taking_part = [*field.choose(config.contenders, config.original, leave_out=leave_out), *extra]
@@ -102,7 +104,7 @@ def time_step(step: Step, taking_part: Sequence[Contender], config: AttentionBen
 
 
 def memory_step(step: Step, taking_part: Sequence[Contender], config: AttentionBench, on_round: OnRound) -> list[Row]:
-    """Measure each contender's peak in a process of its own, and check it there."""
+    """Measure each contender's peak memory in a separate process, and check its result there."""
     rows = []
     for number, contender in enumerate(taking_part):
         on_round("", number / len(taking_part))

@@ -130,7 +130,7 @@ def decode(bench: Bench[DecodeBench]) -> dict:
         bench.begin(f"a token after {context:,}")
         for name, read in contenders.items():
             whole[name].append(_seconds_a_token(lm, cache, read, tokens))
-            clock.seconds = 0.0  # in a pass of its own: the clock itself costs something
+            clock.seconds = 0.0  # in a separate pass, because the clock itself takes time
             _seconds_a_token(lm, cache, clock.wrap(read), tokens)
             attention[name].append(clock.seconds / (tokens + 1))
         bench.end()

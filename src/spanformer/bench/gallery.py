@@ -46,11 +46,11 @@ COMPOSED = {
         'those that the pattern holds, counted (`spanformer cost --kinds "Window(256) | Global([0])"`)',
     ),
 }  # fmt: skip
-"""what is made of several kinds or of an expression"""
+"""entries made of several kinds or of an expression"""
 
 
 def entries() -> dict[str, Shown]:
-    """All of the gallery: every kind of self-attention, and what is composed of them."""
+    """All entries of the gallery: every kind of self-attention, and compositions of them."""
     kinds = {
         name: Shown(kind.drawn, kind.timed, kind.build, f"{kind.cost.keys} ({kind.help})")
         for name, kind in KINDS.items()

@@ -27,7 +27,7 @@ class LongformerBench(BenchOptions):
         spanformer bench longformer --parts flat
 
     SDPA has one set of projections, so in `ours` the global tokens' own queries, keys and values are the layer's: the
-    pattern is the same work as `dense`. `projected` is Longformer with projections of its own, two products over all
+    pattern is the same work as `dense`. `projected` is Longformer with separate projections, two products over all
     tokens more; `dense projected` does that by SDPA, a second time for the global rows. Results that should be the same
     are checked against each other first.
     """

@@ -1,4 +1,4 @@
-"""Peak memory of a contender beyond its inputs, measured in a fresh process of its own.
+"""Peak memory of a contender beyond its inputs, measured in a separate process.
 
 The C library keeps freed memory unless told otherwise, so the process runs with MALLOC_MMAP_THRESHOLD_ low: what is
 freed is really returned.
@@ -82,7 +82,7 @@ def _run_job(job: Job) -> Peak:
         return Peak(None, reason=reason)
     small = replace(work, length=128, streaming=min(work.streaming, 64))
     inputs = make_inputs(small)
-    runner(contender, inputs, contender.build(inputs))()  # loads what is loaded at first use, and starts the threads
+    runner(contender, inputs, contender.build(inputs))()  # first use loads libraries and starts threads
     inputs = make_inputs(work)
     peak, seconds = peak_of(lambda: runner(contender, inputs, contender.build(inputs))())
     wrong, errors = "", None

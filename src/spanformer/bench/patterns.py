@@ -96,7 +96,7 @@ def speed(bench: Bench[PatternsBench]) -> list[dict]:
     for name, (text, causal, aim) in SPEED.items():
         pattern = parse(text)
         mask = pattern.visible(at[:, None], at, causal=causal, length=length)
-        if not mask.any(-1).all():  # of what sees nothing, SDPA makes NaN
+        if not mask.any(-1).all():  # SDPA gives NaN for queries that see nothing
             bench.say(f"{name:48} left out: at {length} tokens some queries see nothing")
             bench.end()
             continue

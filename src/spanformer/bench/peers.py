@@ -45,7 +45,7 @@ def _flex_cannot(work: Work) -> str | None:
 
 
 def flex_block_mask(reaches: list[int], length: int, size: int, mask_mod):
-    """A BlockMask of causal bands by index arithmetic, [H, n, n] integers: nothing of L × L is built."""
+    """A BlockMask of causal bands by index arithmetic, [H, n, n] integers: no L × L tensor is built."""
     from torch.nn.attention.flex_attention import BlockMask
 
     start = torch.arange(-(-length // size)) * size
@@ -120,7 +120,8 @@ def _local_rule(inputs: Inputs) -> Rule:
 
 
 def original(path: Path | None) -> Contender:
-    """SeqAttention of a clone of facebookresearch/adaptive-span, imported from where it lies; nothing of it is here."""
+    """SeqAttention of a clone of facebookresearch/adaptive-span, imported from that clone; no code of it is in this
+    project."""
 
     def cannot(work: Work) -> str | None:
         if path is None:

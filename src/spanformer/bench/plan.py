@@ -19,7 +19,7 @@ class Step:
     part: str
     work: Work
     in_process: bool = True
-    """False: measured in a process of its own, for its memory"""
+    """False: measured in a separate process, for its memory"""
     without: tuple[str, ...] = ()
     """contenders left out"""
 

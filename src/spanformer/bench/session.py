@@ -1,4 +1,4 @@
-"""What all benchmarks share: options, timing in turn, the result file, and progress.
+"""The common parts of all benchmarks: options, timing in turn, the result file, and progress.
 
 `spanformer bench NAME` runs bench/NAME.py: OPTIONS is the dataclass of its options, run(bench) measures and prints.
 """

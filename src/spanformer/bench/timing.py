@@ -76,7 +76,7 @@ def round_robin(
 
     shortest: a sample repeats its function until it lasted this many seconds. budget: after this many seconds no new
     round begins, once two are done; a third of them may go into waiting for other processes and
-    measuring again. wait: False measures nothing again, for functions that leave things otherwise than they found them.
+    measuring again. wait: False never measures again, for functions that change state.
     """
     done = 0
     patience = Patience(WAITING_SHARE * budget if wait else 0.0, lambda what: on_round(what, done / repeats))

@@ -103,7 +103,7 @@ OPTIONS = TrainStepBench
 
 @dataclass(frozen=True)
 class Job:
-    """One contender on one profile, for a process of its own."""
+    """One contender on one profile, in a separate process."""
 
     profile: dict
     threads: int
@@ -175,7 +175,7 @@ def measure(job: Job) -> dict:
     step, share = original_steps(p, Path(job.original)) if job.original else our_steps(p, job.checkpointing)
     x, y = torch.randint(0, VOCAB, (2, p.batch, p.block))
     times: list[float] = []
-    if not job.original:  # as `spanformer train` does; theirs runs as it is
+    if not job.original:  # as in `spanformer train`; the paper's code runs unchanged
         keep_freed_memory(not job.checkpointing)
     for _ in range(p.steps + 1):
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Tables of an attention benchmark, from its result file alone."""
+"""Tables of an attention benchmark, from its result file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TITLES = {
 
 
 def load(path: Path) -> dict:
-    """A result file, refused if it is something else."""
+    """Read a result file; raise a ValueError for any other file."""
     try:
         results = json.loads(Path(path).read_text())
     except FileNotFoundError:
@@ -41,11 +41,13 @@ def load(path: Path) -> dict:
     except (json.JSONDecodeError, UnicodeDecodeError):
         raise ValueError(f"{path} is not JSON; expected the result file of an attention benchmark") from None
     if not isinstance(results, dict) or results.get("kind") != KIND:
-        raise ValueError(f"{path} is JSON of another kind; expected the result file of an attention benchmark")
+        raise ValueError(
+            f"{path} is JSON, but not a benchmark result; expected the result file of an attention benchmark"
+        )
     if results.get("format") != FORMAT:
         raise ValueError(f"{path} has format {results.get('format')}; expected {FORMAT}: measure again")
     if not all(results.get(name) for name in ("machine", "rows")):
-        raise ValueError(f"{path} holds no machine or no rows; expected a result file as the benchmark wrote it")
+        raise ValueError(f"{path} has no machine or no rows; expected an unchanged result file of the benchmark")
     return results
 
 
@@ -79,7 +81,8 @@ def groups(rows: Iterable[dict], *keys: str) -> dict[tuple, list[dict]]:
 
 
 def tables(results: dict) -> list[Table]:
-    """One table for each part, mode and choice of terms; then who was WRONG, and who was skipped and why."""
+    """One table for each part, mode and choice of terms; then the contenders that were WRONG, and those skipped, with
+    the reason."""
     made = []
     for rows in groups(results["rows"], "part", "mode", "terms", "streaming", "batch").values():
         if any(row["status"] == "ok" for row in rows):
@@ -178,7 +181,7 @@ def _about(results: dict) -> Table:
     table.add_row("%", share)
     if any(_disturbed(row) for row in results["rows"]):
         table.add_row("~", "other processes disturbed most samples: measure again on a quiet machine")
-    table.add_row("", "every speed here belongs to a result that equalled the float64 oracle on that very shape")
+    table.add_row("", "each timed result was checked against the float64 oracle on the same shape")
     if results["machine"].get("memory_is_kept"):
         table.add_row(
             "", "malloc kept freed memory while timing, for every contender alike (--no-keep-memory: as it is)"

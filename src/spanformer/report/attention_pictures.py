@@ -1,4 +1,4 @@
-"""Pictures of an attention benchmark, from its result file alone: cost against length, and speed-ups.
+"""Pictures of an attention benchmark, from its result file: cost against length, and speed-ups.
 
 matplotlib is imported only when a picture is drawn.
 """
@@ -125,7 +125,7 @@ def _panels(count: int, *, width: float, height: float, sharey: bool):
 
 
 def _frame(figure, title: str, results: dict, note: str, *, beside: float = 0.0) -> None:
-    """Title above, what the lines mean and where it was measured below; `beside`: inches kept free right of a panel."""
+    """Title above, legend and machine below; `beside`: free inches to the right of a panel."""
     below = f"{note} Every speed shown equalled a float64 oracle on that shape.\n{machine_line(results)}"
     if mostly_disturbed(results):
         below += "  ·  OTHER PROCESSES DISTURBED THIS RUN: measure again on a quiet machine"

@@ -27,7 +27,7 @@ from spanformer.report.rows import LARGEST
 
 
 def compare_pictures(runs: Sequence[Run], names: Sequence[str]) -> list[Picture]:
-    """Every picture these runs allow together; names: one for each run, no two alike."""
+    """Every picture that these runs allow together; names: one for each run, all different."""
     named = {name: run for name, run in zip(names, runs, strict=True) if len(quality(run).bits)}
     if len(named) < 2 or len({run.start.bits_unit for run in named.values()}) > 1:
         return []
@@ -72,7 +72,7 @@ def bits_picture(named: dict[str, Run]) -> Picture:
 
 def sweep_picture(runs: list[Run]) -> Picture | None:
     """The paper's Figure 3: quality, average span and, where it is known, cost against the span limit, by kind of
-    attention. The cost is predicted for attention; where it cannot be, the whole step's as counted."""
+    attention. The cost is predicted for attention; if it cannot be, it is the counted cost of the whole step."""
     kinds: dict[str, list[Run]] = {}
     for run in runs:
         if run.steps:
@@ -153,7 +153,7 @@ def _by_limit(runs: list[Run], value_of) -> tuple[list[float], list[float]]:
 
 
 def _limit_ticks(axis, limits: list[int]) -> None:
-    """Each limit named, but those whose names would touch the one before."""
+    """Label each limit, except where labels would overlap."""
     kept = [limits[0]]
     for limit in limits[1:]:
         if limit >= 1.7 * kept[-1]:

@@ -32,7 +32,7 @@ HEADER = ["run", BITS, "test bits", "parameters", "tokens", "time", "a step", "F
 
 def side_by_side(runs: Sequence[Run], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """A header and a row for each run. FLOPs are those of a training step; of full: the same model with full attention.
-    Spans: how far heads look, back or (an encoder's) to either side. Best by: the costs for which no other run is both
+    Spans: how far heads look back, or in an encoder to either side. Best by: the costs for which no other run is both
     better and cheaper."""
     best, units = best_by(runs, names), {run.start.bits_unit for run in runs}
     header = [f"bits per {next(iter(units))}" if name == BITS and len(units) == 1 else name for name in HEADER]
@@ -57,7 +57,7 @@ def best_by(runs: Sequence[Run], names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def numbers(runs: Sequence[Run], names: Sequence[str]) -> list[dict]:
-    """The same as plain numbers; null if a run does not have it."""
+    """The same as plain numbers; null for a missing value."""
     best, found = best_by(runs, names), []
     for run, name in zip(runs, names, strict=True):
         curve, last = quality(run), run.steps[-1] if run.steps else None

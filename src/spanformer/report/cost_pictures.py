@@ -41,8 +41,8 @@ MEASURED = (
 
 
 def cost_picture(run: Run) -> Picture | None:
-    """Predicted operations by part above, where the time of a step goes and what else was measured below, where it is
-    known; learned spans, or whatever a run has in their place, beside full attention."""
+    """Predicted operations by part above; below, the time of a step by part and other measurements, if
+    known. Learned spans, or the run's attention, compared with full attention."""
     costs, times, measured = predicted(run), step_times(run), latest(run)
     panels = [(title, show, measured[key]) for key, title, show in MEASURED if key in measured]
     heights = [2.15] * (costs is not None) + [2.15] * (times is not None) + [2.0] * bool(panels)
@@ -114,7 +114,7 @@ def _stacked(axis, bars: Mapping[str, Mapping[str, float]], key: dict[str, tuple
 
 
 def _key(axis, parts: list[tuple[str, str]]) -> None:
-    """The parts' names in their colours, in the order of the bars, in one line under them."""
+    """A legend of one line under the bars, in their order."""
     from matplotlib.offsetbox import AnchoredOffsetbox, HPacker, TextArea
 
     words = []
@@ -142,7 +142,7 @@ def _measured(axis, title: str, show, values: dict[str, float], name: str) -> No
 
 
 def _ratio(learned: float, whole: float) -> str:
-    """Full attention against learned spans, as one would say it."""
+    """The ratio of full attention to learned spans, in words."""
     if learned <= 0 or whole <= 0:
         return "no ratio"
     times = f"{max(whole / learned, learned / whole):.3g}"

@@ -1,4 +1,4 @@
-"""What every picture shares: a figure without a screen, its frame, labels beside lines, axes for spans and times.
+"""Helpers of all pictures: a figure without a screen, its frame, labels of lines, axes for spans and times.
 
 matplotlib is imported only when a picture is drawn.
 """
@@ -36,7 +36,7 @@ class Picture:
 
 
 def save_figure(figure: Any, path: Path, dpi: int) -> Path:
-    """Write a picture whole or not at all, in the format of the path's ending."""
+    """Write a picture completely or not at all, in the format of the path's suffix."""
     with replace_file(path) as new:
         figure.savefig(new, dpi=dpi)
     return path
@@ -58,13 +58,14 @@ def subplots(lines: int, columns: int, *, width: float, height: float, **options
 
 
 def frame(figure, title: str, below: str, *, beside: float = 0.0) -> None:
-    """Title above, small print below; `beside`: inches kept free right of every panel."""
+    """Title above, small print below; `beside`: free inches to the right of every panel."""
     inches, lines = figure.get_size_inches()[1], below.count("\n") + 1
     right = 1 - beside / figure.get_size_inches()[0]
     room = (0, (0.12 + 0.14 * lines) / inches, right, 1 - 0.4 / inches)
     figure.tight_layout(rect=room, pad=0.7, w_pad=1.5 + beside * 72 / 10, h_pad=2.0)
     head = figure.suptitle(title, x=0.012, y=1 - 0.1 / inches, ha="left", va="top", fontsize=13, fontweight="bold")
-    if (wide := head.get_window_extent().width / figure.bbox.width) > 0.976:  # a long one is written smaller, not cut
+    # shrink a long title instead of cutting it
+    if (wide := head.get_window_extent().width / figure.bbox.width) > 0.976:
         head.set_fontsize(13 * 0.976 / wide)
     figure.text(0.012, 0.08 / inches, below, fontsize=8, color="#555555", va="bottom")
 
@@ -111,13 +112,13 @@ def _start(run: list[float], gap: float) -> float:
 
 
 def span_ticks(top: float) -> list[int]:
-    """0, 1 and powers of four up to the limit, which is named itself."""
+    """0, 1, powers of four up to the limit, and the limit."""
     powers = [4**n for n in range(1 + int(math.log(max(top, 1), 4) + 1e-9))]
     return [0, *(power for power in powers if power <= top / 2), round(top)]
 
 
 def span_axis(axis, top: float) -> None:
-    """y as spans in tokens: 0 has a place, and each doubling the same height."""
+    """y as spans in tokens, on a logarithmic scale that includes 0."""
     from matplotlib.ticker import NullFormatter, NullLocator
 
     axis.set_yscale("symlog", base=2, linthresh=1, linscale=0.8)
@@ -129,7 +130,7 @@ def span_axis(axis, top: float) -> None:
 
 
 def bits_axis(axis, unit: str, bits: np.ndarray) -> None:
-    """y as bits per unit, logarithmic, so that the first fall does not press the rest flat."""
+    """y as bits per unit, logarithmic, so that later differences stay visible."""
     axis.set_yscale("log")
     log_ticks(axis.yaxis, list(bits), lambda value: f"{value:g}")
     axis.set_ylabel(f"bits per {unit} (lower is better)")
@@ -153,9 +154,9 @@ def log_ticks(along, values: list[float], show) -> None:
         ticks = ticks[:: max(1, len(ticks) // 6)]
     kept: list[float] = []
     for tick in (tick for tick in ticks if low / 1.1 <= tick <= high * 1.1):
-        if kept and show(tick) == show(kept[-1]):  # one of a name is enough, rather one that is to be seen
+        if kept and show(tick) == show(kept[-1]):  # two ticks with one label: keep the visible one
             kept[-1] = tick if kept[-1] < low else kept[-1]
-        elif not kept or tick > kept[-1] * (high / low) ** 0.18:  # its name does not touch the one before
+        elif not kept or tick > kept[-1] * (high / low) ** 0.18:  # labels do not overlap
             kept.append(tick)
     along.set_ticks(kept, [show(tick) for tick in kept])
     along.set_minor_locator(NullLocator())
@@ -177,7 +178,7 @@ def whole_steps(axis) -> None:
 
 
 def plain(text: str, longest: int = 48, *, family: str = "DejaVu Sans") -> str:
-    """Text of a file as it stands: no line breaks, no formulas (matplotlib reads $…$ as one), not too long."""
+    """Text from a file made safe to draw: no line breaks, no formulas (matplotlib reads $…$ as one), not too long."""
     text = text if len(text) <= longest else text[: longest - 1] + "…"
     glyphs = _glyphs(family)
     text = "".join(" " if not char.isprintable() else char if ord(char) in glyphs else "□" for char in text)

@@ -10,13 +10,13 @@ from spanformer.report.drawing import CYCLE, GREY, Picture, frame, plain, small_
 from spanformer.report.events import Run
 from spanformer.report.measures import tokens
 
-WIDE, LINES, NAMED = 80, 4, 5  # characters a line, lines of text, heads told apart by colour
+WIDE, LINES, NAMED = 80, 4, 5  # characters a line, lines of text, heads in colour
 FONT = "DejaVu Sans Mono"
 SHOWN = {" ": "␣", "\n": "↵", "\t": "⇥"}
 
 
 def dynamic_picture(run: Run) -> Picture | None:
-    """Spans of the heads that vary most, over the characters they were read at; the other heads in grey."""
+    """Spans of the heads that vary most, at each character of the text; the other heads in grey."""
     row = next((row for row in reversed(run.dynamics) if row.text), None)
     if row is None:
         return None

@@ -1,8 +1,8 @@
-"""A training run, read back from its event file: one JSON object a line, in the order things happened.
+"""A training run, read back from its event file: one JSON object per line, in order of time.
 
-A run that was killed and resumed wrote some steps twice. What came after the checkpoint it resumed from was undone, so
-those rows are dropped, and of two rows of the same step the later one counts. A kill may also leave a line half
-written, the last one before the end or before the resumption: it is passed over.
+A run that was killed and resumed wrote some steps twice. The steps after the checkpoint were undone, so
+their rows are dropped, and of two rows of one step the later counts. A kill may also leave an incomplete
+line at the end or before the resumption, which is skipped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Run:
 
     path: Path
     name: str
-    """as it is shown; `read_runs` tells runs of one name apart"""
+    """the name to show; `read_runs` makes equal names distinct"""
     start: StartEvent
     steps: list[StepEvent]
     evals: list[EvalEvent]
@@ -54,7 +54,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """A run from its folder or its event file; refused with one sentence if it is something else."""
+    """A run from its folder or its event file; raises a ValueError for anything else."""
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     lines = _lines(file)
     first = next(lines, None)
@@ -82,7 +82,7 @@ def read_run(path: Path) -> Run:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Several runs; those of one name are called by the end of their paths, as much of it as tells them apart."""
+    """Several runs; runs with the same name are named by the shortest distinct ends of their paths."""
     runs = [read_run(Path(path)) for path in paths]
     names = [run.name for run in runs]
     places = [_place(run.path) for run in runs]
@@ -101,7 +101,7 @@ def _place(file: Path) -> Path:
 
 
 def _own_end(place: Path, others: Sequence[Path], names: Sequence[str]) -> str:
-    """The shortest end of a path that is the end of no other, and no run's name."""
+    """The shortest end of a path that no other path ends with, and that is no run's name."""
     for count in range(1, len(place.parts)):
         end = place.parts[-count:]
         name = printable(Path(*end))
@@ -123,7 +123,7 @@ def _of(kind: type[Kind], rows: list) -> list[Kind]:
 
 
 def _lines(file: Path) -> Iterator[Line]:
-    """Every whole line of the file as an object."""
+    """Every complete line of the file as an object."""
     check_regular(file, "the file of events")
     try:
         content = file.read_bytes()
@@ -134,7 +134,7 @@ def _lines(file: Path) -> Iterator[Line]:
     if not content.strip():
         raise ValueError(f"{file} is empty; expected the {FILE} of a training run")
     raw = content.split(b"\n")
-    broken = None  # a line that is no JSON, forgiven if nothing but a resumption follows it
+    broken = None  # a line that is not JSON, ignored if it is the last or a resumption follows
     for number, text in enumerate(raw, start=1):
         if not text.strip():
             continue
@@ -149,10 +149,10 @@ def _lines(file: Path) -> Iterator[Line]:
             continue
         line = Line(record, f"{file}, line {number}")
         if not isinstance(record, dict):
-            raise ValueError(f"{line.where} is JSON but no object; expected one event")
+            raise ValueError(f"{line.where} is JSON but not an object; expected one event")
         if broken is not None and record.get("event") != ResumeEvent.kind:
             break
         broken = None
         yield line
     if broken is not None:
-        raise ValueError(f"{broken} is not JSON; expected one event a line")
+        raise ValueError(f"{broken} is not JSON; expected one event per line")

@@ -1,4 +1,4 @@
-"""Summary statistics of attention maps: over one text, how far heads look; over two, how much the attention to the one
+"""Summary statistics of attention maps: for one text, how far heads look; for two texts, how much the attention to one
 changes from token to token of the other.
 
 Shapes: H heads, Tq queries, Tk keys.
@@ -37,7 +37,7 @@ class HeadStats:
         return f"Where each head of {whose} looks"
 
     def measure(self, weights: np.ndarray) -> float:
-        """How many tokens a head of weights [Tq, Tk] looks away, on average over queries and weights."""
+        """The mean distance, weighted by attention [Tq, Tk], that a head looks at, in tokens."""
         weights = weights[self.above :, self.above :]
         at = np.arange(len(weights))
         total = weights.sum()
@@ -55,7 +55,7 @@ class HeadStats:
         )
 
     def chosen(self, layer: int = 0, head: int = 0) -> tuple[int, int]:
-        """The (layer, head), counted from 1, of the greatest measure; of one layer or one head alone, if it is not
+        """The (layer, head), counted from 1, of the greatest measure; within one layer or head number if it is not
         0."""
         found = self._measures()
         fitting = [place for place in found if layer in (0, place[0]) and head in (0, place[1])]
@@ -85,7 +85,7 @@ class CrossHeadStats(HeadStats):
     rows = "a row is a token as it is written, a column one of the source"
 
     def measure(self, weights: np.ndarray) -> float:
-        """The share of the weights [Tq, Tk] that is not where the head looks on average."""
+        """The share of the weights [Tq, Tk] that differs from the head's mean attention."""
         return float(np.abs(weights - weights.mean(0)).sum(1).mean() / 2)
 
     def title(self, name: str) -> str:

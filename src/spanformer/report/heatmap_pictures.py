@@ -8,8 +8,8 @@ from spanformer.report.drawing import GREEN, Picture, frame, plain, subplots
 from spanformer.report.head_stats import HeadStats
 
 NAMED = 90  # tokens: more names than this cannot be read beside a picture
-NAME = 0.11  # inches: what a small name takes
-WIDEST = 17.0  # inches: where names beside every small picture would take more, there are none
+NAME = 0.11  # inches that a small name takes
+WIDEST = 17.0  # inches; names that would make the figure wider are left out
 
 
 def maps_picture(stats: HeadStats, name: str) -> Picture:

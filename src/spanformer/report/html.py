@@ -31,7 +31,7 @@ th, td { text-align: left; padding: 0.25rem 0.7rem; border-bottom: 1px solid var
 .numbers td:not(:first-child), .numbers th:not(:first-child) { text-align: right }
 summary { cursor: pointer; margin: 1rem 0 0.5rem; font-weight: 600 }
 """
-# Should an escape ever be forgotten, the browser still runs nothing and asks nobody for anything.
+# In case an escape is missing: the browser runs no script and loads nothing.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 

@@ -26,7 +26,7 @@ class Curve:
 
 
 def bits_per_unit(run: Run, loss: float | np.ndarray) -> float | np.ndarray:
-    """Nats per token of the training text as bits per byte, character or word of it; of tokens that are asked for, as
+    """Nats per token of the training text as bits per byte, character or word of it; for masked tokens, as
     bits of each of them."""
     if run.start.objective in ASKED:
         return loss / math.log(2)
@@ -49,7 +49,7 @@ def evals(run: Run, split: str) -> list[EvalEvent]:
 
 
 def _usable(loss: float) -> bool:
-    """Whether a loss is a number that can stand on a logarithmic axis: training that diverged leaves others."""
+    """Whether a loss can be drawn on a logarithmic axis: training that diverged logs other values."""
     return 0 < loss < 1e9
 
 
@@ -59,7 +59,7 @@ def _curve(rows: list, bits: list) -> Curve:
 
 
 def smooth(values: np.ndarray) -> tuple[np.ndarray, int]:
-    """A running mean, and over how many rows it is taken; near the ends over as many as there are on either side."""
+    """A running mean and its window in rows; near the ends the window is smaller."""
     half = len(values) // 60
     sums = np.concatenate([[0.0], np.cumsum(values)])
     at = np.arange(len(values))
@@ -77,13 +77,13 @@ def quality(run: Run) -> Curve:
 
 
 def looks_back(row: StepEvent) -> np.ndarray:
-    """[layers, heads] a head's span in tokens; where none is learned, all it looks at."""
+    """[layers, heads] a head's span in tokens; its reach if it learns none."""
     return np.where(np.isnan(row.spans), row.reach, row.spans)
 
 
 def predicted(run: Run, row: StepEvent | None = None) -> tuple[StepCost, StepCost] | None:
-    """A step's least cost with the spans of this row (the last one), and with full attention; memories filled. Of
-    language models alone: the arithmetic is theirs."""
+    """The predicted cost of a step with the spans of this row (default: the last), and with full attention, memories
+    filled. For language models only."""
     if not run.steps or run.start.objective != "lm":
         return None
     row = row or run.steps[-1]
@@ -109,14 +109,14 @@ def pace(run: Run) -> float:
     """Seconds a step took in training on average, so that they multiply to its time; NaN when unknown."""
     if len(run.steps) < 2:
         return run.steps[0].seconds / run.steps[0].step if run.steps and run.steps[0].step else math.nan
-    first, last = run.steps[0], run.steps[-1]  # what came before the first row may be more than steps
+    first, last = run.steps[0], run.steps[-1]  # the time before the first row may include more than steps
     return (last.seconds - first.seconds) / (last.step - first.step)
 
 
 TIMED = ("step", "attention", "products", "optimizer")
-"""what was timed: a whole step, and parts of it that do not overlap"""
+"""what was timed: a whole step, and disjoint parts of it"""
 TIME_PARTS = {"attention": "attention", "products": "other products", "optimizer": "optimiser", "rest": "the rest"}
-"""of a step, as a report calls them"""
+"""the parts' names in a report"""
 
 
 def time_parts(seconds: Mapping[str, float]) -> dict[str, float]:
@@ -151,7 +151,7 @@ def seconds_per_step(run: Run) -> float:
 
 
 def attention_per_token(run: Run) -> float:
-    """Predicted operations for each token that the spans decide; NaN for a run without steps."""
+    """Predicted operations per token that depend on spans; NaN for a run without steps."""
     costs = predicted(run)
     return costs[0].by_span / run.start.shape.tokens if costs else math.nan
 

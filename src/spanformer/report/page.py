@@ -38,9 +38,9 @@ from spanformer.report.spans_text import summary
 
 
 def write_report(runs: Sequence[Path], out: Path) -> Path:
-    """Read the runs' event files, write every picture and report.html into `out`, and return the page's path.
+    """Read the runs' event files, write every picture and report.html to `out`, and return the page's path.
 
-    A picture that the rows do not allow (no measured cost, no evaluation, one run only) is left out.
+    A picture without data (no measured cost, no evaluation, only one run) is left out.
     """
     if not runs:
         raise ValueError("no run was given; expected the folder of at least one training run")
@@ -61,7 +61,7 @@ def write_report(runs: Sequence[Path], out: Path) -> Path:
         body += _alone(run, out, prefix)
     path = out / "report.html"
     page = html.page(f"Training report: {title}", body)
-    write_text(path, page.encode(errors="replace").decode())  # JSON can hold halves of characters
+    write_text(path, page.encode(errors="replace").decode())  # JSON can contain lone surrogates
     return path
 
 
@@ -147,7 +147,7 @@ def _heads(run: Run) -> str:
 
 
 def _notes(run: Run) -> str:
-    """What training had to say, in the order of its steps."""
+    """Notes of training, in the order of steps."""
     told = [(note.step, note.text) for note in run.notes]
     told += [(skip.step, f"Skipped: {skip.reason}") for skip in run.skips]
     told += [(resume.step, "Resumed from here.") for resume in run.resumes]

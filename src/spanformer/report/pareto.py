@@ -1,4 +1,4 @@
-"""Quality against cost: every run a point, for each kind of cost, and the front of those that nothing beats."""
+"""Quality against cost: every run as a point, for each kind of cost, and the Pareto front."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ PREDICTED: Axis = ("attention FLOPs per token, predicted", attention_per_token, 
 
 
 def cost_axes(named: dict[str, Run]) -> dict[str, dict[str, float]]:
-    """What quality can be held against: each kind of cost by run, where at least two runs know it. Operations are
-    those that were counted; where some run's were not, the predicted ones of attention."""
+    """Each kind of cost by run, if at least two runs have it. Operations are
+    those counted; if some run has no count, the predicted ones of attention."""
     found = {}
     for label, cost_of, _ in (COUNTED if known(COUNTED, list(named.values())) else PREDICTED, TIME, MEMORY):
         costs = {name: cost_of(run) for name, run in named.items()}
@@ -38,7 +38,7 @@ def cost_axes(named: dict[str, Run]) -> dict[str, dict[str, float]]:
 
 
 def known(cost: Axis, runs: Sequence[Run]) -> bool:
-    """Whether every run knows this cost."""
+    """Whether every run has this cost."""
     return all(math.isfinite(cost[1](run)) for run in runs)
 
 
@@ -94,7 +94,7 @@ def _points(named: dict[str, Run], costs: dict[str, float]) -> dict[str, tuple[f
 
 
 def _list_names(figure, axes, numbers: dict[str, str], colour: dict[str, str]) -> None:
-    """What the numbers stand for, right of the last panel, which makes room for it."""
+    """A list of numbered runs, to the right of the last panel."""
     wide, high = figure.get_size_inches()
     first, keep = axes[0].get_position().x0, 1 - 2.2 / wide
     for axis in axes:
@@ -106,7 +106,7 @@ def _list_names(figure, axes, numbers: dict[str, str], colour: dict[str, str]) -
 
 
 def pareto_front(points: dict[str, tuple[float, float]]) -> list[str]:
-    """Names that no other point beats, being nowhere worse and somewhere better; in ascending order of cost."""
+    """Names of the points that no other dominates, in ascending order of cost."""
     beats = lambda a, b: a[0] <= b[0] and a[1] <= b[1] and a != b  # noqa: E731
     front = [name for name, here in points.items() if not any(beats(other, here) for other in points.values())]
     return sorted(front, key=lambda name: points[name])

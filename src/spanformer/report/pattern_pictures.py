@@ -10,12 +10,12 @@ import numpy as np
 
 from spanformer.report.drawing import FAINT, GREEN, Picture, frame, plain, subplots
 
-GRID = 72  # tokens: up to here the squares are told apart by lines between them
+GRID = 72  # tokens: up to this size, lines separate the squares
 COLUMNS = 4
 
 
 def pattern_picture(name: str, seen: Mapping[str, np.ndarray], sentence: str, *, causal: bool) -> Picture:
-    """seen: [n, n] of bool (or of shares, 0 … 1) by what to call it: one picture of a pattern, or one for each kind of
+    """seen: [n, n] of bool (or of shares, 0 … 1) by title: one picture of a pattern, or one for each kind of
     head."""
     columns = min(COLUMNS, len(seen))
     lines = -(-len(seen) // columns)
@@ -38,7 +38,7 @@ def pattern_picture(name: str, seen: Mapping[str, np.ndarray], sentence: str, *,
 
 
 def draw_pattern(axis: Any, matrix: np.ndarray, *, causal: bool) -> None:
-    """One matrix, drawn on an axis; where the future may not be seen it is grey."""
+    """One matrix, drawn on an axis; the future is grey if causal."""
     from matplotlib.colors import LinearSegmentedColormap
 
     n = len(matrix)

@@ -1,4 +1,4 @@
-"""The lost-in-the-middle curve: how surely a model fetches a fact, by where in the text it stands."""
+"""The lost-in-the-middle curve: how well a model retrieves a fact, by its depth in the text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ TASKS = {"key": "a pass key in filler", "pair": "one box of many"}
 
 
 def depth_picture(found: dict[str, list[dict]]) -> Picture:
-    """found: by the name of a model, rows of context, depth, find and nats, as `spanformer probe --save` keeps them."""
+    """found: by the name of a model, rows of context, depth, find and nats, as `spanformer probe --save` writes
+    them."""
     rows = [row for each in found.values() for row in each]
     contexts = sorted({row["context"] for row in rows})
     finds = sorted({row["find"] for row in rows})

@@ -1,6 +1,6 @@
-"""Reads rows of a run's event file (core/events.py), each checked while it is read.
+"""Reads rows of a run's event file (core/events.py), and checks each value.
 
-What a file holds was written by others: a value of another type is refused with a sentence that names the file, the
+A file is untrusted: a value of another type raises an error that names the file, the
 line and the key. Numbers that training could not compute (null, NaN) are read as NaN.
 """
 
@@ -30,11 +30,11 @@ from spanformer.core.events import (
 )
 from spanformer.core.shape import Shape
 
-LARGEST = 2**53  # no run counts farther, and up to here every whole number is a float too
+LARGEST = 2**53  # no run counts further, and float64 holds every whole number up to it
 
 
 class Line:
-    """One line's object; its values are asked for by key and kind."""
+    """One line's object; values are read by key and kind."""
 
     def __init__(self, record: dict, where: str) -> None:
         self.record, self.where = record, where
@@ -50,7 +50,7 @@ class Line:
     def whole(self, key: str, *default: int) -> int:
         value = self.record.get(key, *default)
         if not _whole(value):
-            raise self.refuse(key, "a whole number, 0 or more")
+            raise self.refuse(key, "a whole number of at least 0")
         return value
 
     def number(self, key: str, *default: float) -> float:
@@ -70,7 +70,7 @@ class Line:
         value = self.record.get(key, *default)
         if not isinstance(value, str):
             raise self.refuse(key, "text")
-        return value.encode(errors="replace").decode()  # JSON can hold halves of characters, which cannot be printed
+        return value.encode(errors="replace").decode()  # JSON can contain lone surrogates, which cannot be printed
 
     def table(self, key: str, *default: dict) -> dict:
         value = self.record.get(key, *default)
@@ -138,7 +138,7 @@ def read_start(line: Line) -> StartEvent:
 
 
 def read_row(line: Line, shape: Shape) -> Event | None:
-    """The event of a line after the first; None for a kind that this version does not know."""
+    """The event of a line after the first; None for an unknown kind."""
     read = READERS.get(line.text("event"))
     return read(line, shape) if read else None
 
@@ -164,7 +164,7 @@ def _eval(line: Line, shape: Shape) -> EvalEvent:
 def _cost(line: Line, shape: Shape) -> CostEvent:
     names = [each.name for each in fields(CostEvent) if each.name not in ("step", "time", "tokens")]
     measured: dict[str, Any] = {name: line.both(name) for name in names}
-    if not measured["optimizer_seconds"]:  # older files: the time of forward and backward, which is no step's
+    if not measured["optimizer_seconds"]:  # older files have only the time of forward and backward, not of a step
         measured["step_seconds"] = {}
     return CostEvent(line.whole("step"), **measured, tokens=line.whole("tokens", 0))
 

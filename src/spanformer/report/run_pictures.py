@@ -1,4 +1,4 @@
-"""Pictures of one training run, from its event file alone; each comes with a sentence of what it shows."""
+"""Pictures of one training run, from its event file; each has a sentence that describes it."""
 
 from __future__ import annotations
 

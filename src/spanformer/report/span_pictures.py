@@ -1,4 +1,4 @@
-"""Pictures of the spans heads have learned: now, and on the way there."""
+"""Pictures of learned spans: their last values, and their history."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spanformer.report.drawing import (
 from spanformer.report.events import Run
 from spanformer.report.measures import looks_back, tokens
 
-COLUMNS = 700  # more steps than this are not told apart in the picture
+COLUMNS = 700  # most steps that a picture can show
 WHERE = {"lm": (" back", ""), "encoder": ("", " to either side")}
 """where heads look, before and after a number of tokens; an encoder–decoder's do both"""
 
@@ -118,7 +118,7 @@ def history_picture(run: Run) -> Picture | None:
 
 
 def trend_picture(run: Run) -> Picture | None:
-    """Average and longest span, and what is executed, against steps."""
+    """Average, longest and executed span against steps."""
     if not _learned(run):
         return None
     chosen = _thinned(run.steps)
@@ -152,7 +152,7 @@ def trend_picture(run: Run) -> Picture | None:
 
 
 def _learned(run: Run) -> bool:
-    """Whether any head learns a span, and there is time to see it in."""
+    """Whether any head learns a span, over at least two steps."""
     return len(run.steps) > 1 and not np.isnan(run.steps[-1].spans).all()
 
 

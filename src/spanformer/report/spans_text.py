@@ -32,12 +32,12 @@ def spans_table(
 ) -> str:
     """Every head's span and reach in tokens, layer by layer, with bars on a logarithmic scale.
 
-    spans, reach: [layers][heads]; a span of None (or NaN) belongs to a head that learns none. A bar is solid up to
+    spans, reach: [layers][heads]; None or NaN for a head that learns no span. A bar is solid up to
     the span and shaded over the ramp, up to the reach.
     """
     sizes = [len(layer) for layer in reach]
     if not sizes or not all(sizes) or sizes != [len(layer) for layer in spans]:
-        raise ValueError(f"spans has {[len(layer) for layer in spans]} heads by layer; expected as reach has, {sizes}")
+        raise ValueError(f"spans has {[len(layer) for layer in spans]} heads by layer; expected {sizes}, as reach has")
     if max_span < 1:
         raise ValueError(f"max_span is {max_span}; expected at least 1 token")
     top = max(max_span, *(r for layer in reach for r in layer))
@@ -78,7 +78,7 @@ def _bar(look: float, reach: float, top: float, ascii_only: bool) -> str:
 
 
 def _picture(looks: list[float], top: float, ascii_only: bool) -> str:
-    """One character a head."""
+    """One character per head."""
     shades = ".:-=+*#@" if ascii_only else HEIGHTS
     return "".join(shades[min(7, int(8 * _height(look, top)))] for look in looks)
 

@@ -31,8 +31,8 @@ def beside(pictures: Mapping[str, str], width: int = 80) -> str:
 def shades(weights: np.ndarray, queries: Sequence[str], keys: Sequence[str], width: int = 80) -> str:
     """weights [Tq, Tk] in 0 … 1: a line a query, its token before it, and two characters a key where they have room.
 
-    A weight is shown by its square root: what a row spreads over many keys would not be seen otherwise. Keys that do
-    not fit are taken together, the largest of their weights counting.
+    Shades follow the square root of weights, so that small ones are visible. Keys that do
+    not fit are merged, with the largest of their weights.
     """
     named = [query[:8] for query in queries]
     margin = max(map(len, named)) + 2
