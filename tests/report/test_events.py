@@ -163,7 +163,7 @@ def test_a_start_of_another_kind_is_refused(tmp_path, begun, change, said):
         ("BEGUN\nnonsense\n{}\n", "line 2 is not JSON"),
         ("BEGUN\nnonsense\nnonsense", "line 2 is not JSON"),
         ("BEGUN\n" + "[" * 100_000 + "\n", "line 2 is not JSON"),
-        ("BEGUN\n[]\n", "line 2 is JSON but no object"),
+        ("BEGUN\n[]\n", "line 2 is JSON but not an object; expected one event"),
         ("BEGUN\nBEGUN\n", "line 2 starts a second run"),
     ],
 )

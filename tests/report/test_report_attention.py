@@ -90,7 +90,7 @@ KIND = f'"kind": "{report.KIND}"'
     [
         (None, "does not exist"),
         ("{", "is not JSON"),
-        ("[]", "another kind"),
+        ("[]", "not a benchmark result"),
         (f'{{{KIND}, "format": 9}}', "has format 9; expected 1"),
         (f'{{{KIND}, "format": 1, "machine": {{"cpu": "x"}}, "rows": []}}', "has no machine or no rows"),
     ],
