@@ -70,5 +70,5 @@ def test_count_of_a_generation_names_the_argument(name: str, value: float) -> No
 @pytest.mark.parametrize("name", ["batch", "slack"])
 def test_cache_of_a_negative_or_broken_size_names_the_argument(name: str) -> None:
     for value in (-1, 1.5):
-        with pytest.raises(ValueError, match=f"{name} is {value}; expected a whole number, 0 or more"):
+        with pytest.raises(ValueError, match=f"{name} is {value}; expected a whole number of at least 0"):
             LM(SMALL).cache(**{"batch": 1, name: value})  # pyright: ignore

@@ -129,6 +129,7 @@ LINEAR = Table(
 """linear attention with a state; from `g` on, for the backward pass alone"""
 TABLES = (CALL, DECODE, LINEAR)
 
+
 def differs(layout: str, tables: tuple[Table, ...] = TABLES) -> str | None:
     """A sentence about the first field at another offset in the library (lines of "Call.q rows at byte 120"); None
     if all agree."""
