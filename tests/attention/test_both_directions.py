@@ -49,7 +49,7 @@ def test_the_equation(name: str) -> None:
     torch.testing.assert_close(mechanism(q, k, v, mechanism.rule(view), view).out, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_the_original_does_not_look_ahead() -> None:
+def test_paper_compat_needs_causal() -> None:
     with pytest.raises(
         ValueError, match="paper_compat is True with causal=False; its heads only look back, so pass causal=True"
     ):

@@ -180,7 +180,7 @@ def test_bad_structures_are_refused(structure, message):
         module_run(made(1, 6, 2, 1), structure, GlobalLocal(H, D, 2, clip=1))
 
 
-def test_a_layer_that_cannot_serve_it_is_told():
+def test_etc_bad_layers():
     module, q = GlobalLocal(H, D, 2), torch.randn(1, H, 6, D)
     with pytest.raises(ValueError, match=r"view.segments is missing; expected the number \[B, n\]"):
         module(q, q, q, module.rule(), View())

@@ -179,7 +179,7 @@ def test_causality() -> None:
     assert not torch.equal(before[:, :, 25:], after[:, :, 25:])
 
 
-def test_refusals() -> None:
+def test_mixed_bad_parts() -> None:
     with pytest.raises(
         ValueError, match="the heads of one layer have causal = True and False; expected one value for all"
     ):

@@ -151,7 +151,7 @@ def test_the_order_of_an_image() -> None:
     assert order(4, 4, (2, 2)).tolist() == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
 
 
-def test_what_is_refused() -> None:
+def test_sparse_bad_arguments() -> None:
     for words, make in (
         ("use is 'both'; expected one of merged, heads, layers", lambda: StridedSparse(2, 8, use="both")),
         (

@@ -131,7 +131,7 @@ def test_weights_per_token_counts_only_what_is_chosen():
         ({"kind": "tanh"}, "kind is 'tanh'; expected one of relu, gelu, swiglu"),
     ],
 )
-def test_refusals(change, message):
+def test_experts_bad_arguments(change, message):
     options = {"experts": 4, "per_token": 2, "kind": "relu", "bias": True, "dropout": 0.0, "balance": 0.0} | change
     with pytest.raises(ValueError) as caught:
         Experts(DIM, HIDDEN, **options)

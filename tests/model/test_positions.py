@@ -176,6 +176,6 @@ def test_scaled_rotary_reaches_the_model() -> None:
         ({"length": -1}, "model.position.length is -1; expected at least 0"),
     ],
 )
-def test_refusals(options: dict, message: str) -> None:
+def test_position_config_bad_options(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         PositionConfig(**options)

@@ -265,7 +265,7 @@ def test_tables_hold_for_both_parts_of_a_union(causal: bool) -> None:
         ),
     ],
 )
-def test_rules_that_are_refused(make, message: str) -> None:
+def test_tables_bad_rules(make, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         make()
 
@@ -294,14 +294,14 @@ def test_rules_that_are_refused(make, message: str) -> None:
         ),
     ],
 )
-def test_calls_that_are_refused(rule: Rule, message: str) -> None:
+def test_tables_bad_calls(rule: Rule, message: str) -> None:
     q, k, v = (torch.randn(1, 1, 5, 3) for _ in range(3))
     with pytest.raises(ValueError, match=f"^{message}$"):
         attend(q, k, v, rule)
 
 
 @pytest.mark.slow
-def test_traced_they_are_the_same() -> None:
+def test_tables_compiled_equal_eager() -> None:
     g = torch.Generator().manual_seed(0)
     q, k, v, vectors, values, biases = (
         torch.randn(*shape, generator=g, requires_grad=True)

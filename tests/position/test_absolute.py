@@ -65,6 +65,6 @@ def test_a_table_ends() -> None:
         (lambda: Learned(4, 0), "dim is 4 and length 0; expected at least 1 each"),
     ],
 )
-def test_refusals(make, message: str) -> None:
+def test_absolute_positions_bad_arguments(make, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make()

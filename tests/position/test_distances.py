@@ -131,6 +131,6 @@ def test_a_rule_over_distances_leaves_the_future_to_the_mechanism(module):
         (lambda: Table(2, 4, 0), "heads is 2, head_dim 4 and length 0; expected at least 1 each"),
     ],
 )
-def test_refusals(make, message):
+def test_distance_encodings_bad_arguments(make, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make()

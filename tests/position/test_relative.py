@@ -170,6 +170,6 @@ def test_a_head_that_prefers_what_is_near_does_not_overflow_far_away() -> None:
         ),
     ],
 )
-def test_refusals(make, message: str) -> None:
+def test_relative_positions_bad_arguments(make, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make()

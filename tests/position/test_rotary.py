@@ -110,7 +110,7 @@ def test_half_precision_is_rounded_once():
     torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-5)
 
 
-def test_refusals():
+def test_rotary_bad_arguments():
     for size in (7, 0, -2):
         message = f"head_dim is {size}; expected an even number, because rotary positions rotate pairs of components"
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):

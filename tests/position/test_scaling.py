@@ -96,6 +96,6 @@ def test_yarn_sharpens_scores_by_the_square_of_its_length() -> None:
         ),
     ],
 )
-def test_refusals(options: dict, message: str) -> None:
+def test_rotary_scaling_bad_options(options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         Rotary(**{"head_dim": 8, **options})
