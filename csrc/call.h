@@ -36,6 +36,9 @@ struct Call {
   int64_t q_positions_batch, k_positions_batch;
   const int64_t *q_documents, *k_documents;
   int64_t q_documents_batch, k_documents_batch;
+  // Places in `orders` other orders, [orders, 1 or B, T] or null: a pair that is within reach in one of them is hidden.
+  const int64_t *q_orders, *k_orders;
+  int64_t orders, q_orders_order, q_orders_batch, k_orders_order, k_orders_batch;
   const float* sink_logits;  // [H] or null
   const int64_t *block_offsets, *block_columns, *block_mask_ids;
   const uint8_t* block_masks;  // [M, size, size]

@@ -43,6 +43,7 @@ static Pair exact_pair(const Scene& s, long b, long h, long i, long j) {
   const float table = head.at(key);
   if (table <= HIDDEN_AT_MOST) return p;
   if (c.q_documents && s.q_document(b, i) != s.k_document(b, j)) return p;
+  if (c.q_orders && s.in_other_order(b, h, i, j)) return p;
   if (c.block_offsets && !s.in_blocks(h, s.q_position(b, i), s.k_position(b, j))) return p;
   float bias = 0.f;
   if (const float* kb = s.key_bias(b, h)) bias = kb[j] * LOG2E;

@@ -161,7 +161,7 @@ class Scene {
         longest_.push_back(reach_of_span(most, c.ramp));
       }
     if (c.key_span) make_key_spans();
-    general = positioned || c.q_documents || c.block_offsets || c.key_span;
+    general = positioned || c.q_documents || c.q_orders || c.block_offsets || c.key_span;
     if (c.block_offsets && !positioned) tile = c.block_size;
     if (general) make_tiles();
     if (sparse()) make_masks();
@@ -173,6 +173,19 @@ class Scene {
   long k_position(long b, long j) const { return c.k_positions ? c.k_positions[b * c.k_positions_batch + j] : j; }
   long q_document(long b, long i) const { return c.q_documents[b * c.q_documents_batch + i]; }
   long k_document(long b, long j) const { return c.k_documents[b * c.k_documents_batch + j]; }
+  long q_order(long e, long b, long i) const { return c.q_orders[e * c.q_orders_order + b * c.q_orders_batch + i]; }
+  long k_order(long e, long b, long j) const { return c.k_orders[e * c.k_orders_order + b * c.k_orders_batch + j]; }
+  // How many distances a query sees, by its head's reach and span.
+  long seen_distances(long b, long h, long i) const {
+    const long limit = limit_of(c, h);
+    return c.dynamic ? std::min(limit, reach_of_span(dynamic_span(b, h, i), c.ramp)) : limit;
+  }
+  bool in_other_order(long b, long h, long i, long j) const {
+    const uint64_t limit = (uint64_t)seen_distances(b, h, i);
+    for (long e = 0; e < c.orders; e++)
+      if ((uint64_t)(q_order(e, b, i) - k_order(e, b, j) - c.shift) < limit) return true;
+    return false;
+  }
   const float* key_bias(long b, long h) const {
     return c.key_bias ? c.key_bias + b * c.key_bias_batch + h / c.key_bias_group * c.key_bias_head : nullptr;
   }
@@ -313,6 +326,10 @@ class Scene {
   // mask[r][lane]: the term to add to the score of key ja + r. For positions this is the table itself.
   void fill_mask(const Panel& p, long ja, long n, float* mask) const {
     const bool by_blocks = sparse();
+    if (!positioned && !by_blocks) {
+      fill_ids(p, ja, n, mask);
+      return;
+    }
     for (long r = 0; r < n && (!by_blocks || c.q_documents); r++)
       for (long t = 0; t < PANEL; t++) {
         const long i = p.i + std::min(t, p.n - 1), j = ja + r;
@@ -330,6 +347,7 @@ class Scene {
           }
         }
         if (c.q_documents && q_document(p.b, i) != k_document(p.b, j)) value = HIDDEN;
+        if (c.q_orders && in_other_order(p.b, p.h, i, j)) value = HIDDEN;
         if (c.block_offsets && positioned && !in_blocks(p.h, q_position(p.b, i), k_position(p.b, j))) value = HIDDEN;
         mask[r * PANEL + t] = value;
       }
@@ -350,6 +368,29 @@ class Scene {
         t = end;
       }
       j = next;
+    }
+  }
+
+  // The mask where only documents and other orders hide pairs: lanes side by side, so that compilers use vectors.
+  void fill_ids(const Panel& p, long ja, long n, float* mask) const {
+    int64_t lane[PANEL];
+    std::memset(mask, 0, sizeof(float) * n * PANEL);
+    if (c.q_documents) {
+      const int64_t* keys = c.k_documents + p.b * c.k_documents_batch + ja;
+      for (long t = 0; t < PANEL; t++) lane[t] = q_document(p.b, p.i + std::min(t, p.n - 1));
+      for (long r = 0; r < n; r++)
+        for (long t = 0; t < PANEL; t++) mask[r * PANEL + t] = lane[t] == keys[r] ? 0.f : HIDDEN;
+    }
+    if (!c.q_orders) return;
+    uint64_t limit[PANEL];
+    for (long t = 0; t < PANEL; t++)
+      limit[t] = (uint64_t)seen_distances(p.b, p.h, p.i + std::min(t, p.n - 1));
+    for (long e = 0; e < c.orders; e++) {
+      const int64_t* keys = c.k_orders + e * c.k_orders_order + p.b * c.k_orders_batch + ja;
+      for (long t = 0; t < PANEL; t++) lane[t] = q_order(e, p.b, p.i + std::min(t, p.n - 1)) - c.shift;
+      for (long r = 0; r < n; r++)
+        for (long t = 0; t < PANEL; t++)
+          mask[r * PANEL + t] = (uint64_t)(lane[t] - keys[r]) < limit[t] ? HIDDEN : mask[r * PANEL + t];
     }
   }
 
@@ -472,8 +513,18 @@ class Scene {
     if (c.q_documents) {
       const Range& r = documents_[p.b * tiles + t];
       if (r.lo > p.document_hi || r.hi < p.document_lo) return NOTHING;
-      if (r.lo != r.hi || p.document_lo != p.document_hi) kind = PARTLY;
+      if (r.lo != r.hi || p.document_lo != p.document_hi) {
+        kind = PARTLY;
+        // sorted ids, as of buckets, leave a part of the tile
+        const long first = t * tile, end = std::min((long)c.Tk, first + tile);
+        auto outside = [&](long j) { return k_document(p.b, j) < p.document_lo || k_document(p.b, j) > p.document_hi; };
+        hi = end - first;
+        while (lo < hi && outside(first + lo)) lo++;
+        while (hi > lo && outside(first + hi - 1)) hi--;
+        if (hi <= lo) return NOTHING;
+      }
     }
+    if (c.q_orders) kind = PARTLY;
     if (sparse()) {
       const long column = base[p.b] / tile + t;
       bool even = true;  // every lane sees the same stretch of keys

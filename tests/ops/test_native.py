@@ -281,7 +281,7 @@ def test_no_rows_or_no_keys_leave_no_gradient_unwritten(b: int, tk: int) -> None
 
     q, k = torch.randn(b, 2, 5, 8), torch.randn(b, 2, tk, 8)
     terms = Terms(torch.tensor([3.0, 4.0]), None, None, None, None)
-    fixed = Fixed(1.0, 8.0, 0.0, False, 0, 0, *[None] * 6, 0, *[None] * 7)
+    fixed = Fixed(1.0, 8.0, 0.0, False, 0, 0, *[None] * 8, 0, *[None] * 7)
     out, lse = run_forward(q, k, k, terms, fixed)
     empty_like = torch.empty_like
     try:  # what is not written stays NaN

@@ -84,6 +84,8 @@ CALL = Table(
     "int q_positions_batch k_positions_batch",
     "address q_documents k_documents",
     "int q_documents_batch k_documents_batch",
+    "address q_orders k_orders",
+    "int orders q_orders_order q_orders_batch k_orders_order k_orders_batch",
     "address sink_logits block_offsets block_columns block_mask_ids block_masks",
     "int block_size block_rows block_head",
     "address seed drop_heads drop_queries drop_keys",

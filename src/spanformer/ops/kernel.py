@@ -67,6 +67,8 @@ class Fixed(NamedTuple):
     k_positions: Tensor | None
     q_documents: Tensor | None
     k_documents: Tensor | None
+    q_orders: Tensor | None  # [E, 1 or B, T] int64
+    k_orders: Tensor | None
     block_size: int
     block_offsets: Tensor | None
     block_columns: Tensor | None
@@ -78,10 +80,10 @@ class Fixed(NamedTuple):
 
     def ids(self) -> tuple[Tensor | None, ...]:
         """The tensors from q_positions on, without block_size."""
-        return (*self[8:12], *self[13:])
+        return (*self[8:14], *self[15:])
 
     def with_ids(self, ids: Sequence[Tensor | None]) -> Fixed:
-        return Fixed(*self[:8], *ids[:4], self.block_size, *ids[4:])  # pyright: ignore[reportCallIssue]
+        return Fixed(*self[:8], *ids[:6], self.block_size, *ids[6:])  # pyright: ignore[reportCallIssue]
 
 
 class Terms(NamedTuple):
@@ -136,6 +138,7 @@ def _rule(h: int, terms: Terms, fixed: Fixed) -> tuple[int, ...]:
           if key_span is not None else (0, 0, 0)),
         *_pair(fixed.q_positions, fixed.k_positions),
         *_pair(fixed.q_documents, fixed.k_documents),
+        *_orders(fixed.q_orders, fixed.k_orders),
         _ptr(sink_logits),
         *_blocks(fixed),
         _ptr(fixed.seed),
@@ -161,6 +164,13 @@ def _pair(q: Tensor | None, k: Tensor | None) -> tuple[int, int, int, int]:
     if q is None or k is None:
         return _NO_ROWS
     return (q.data_ptr(), k.data_ptr(), q.stride(0) if q.shape[0] > 1 else 0, k.stride(0) if k.shape[0] > 1 else 0)
+
+
+def _orders(q: Tensor | None, k: Tensor | None) -> tuple[int, ...]:
+    if q is None or k is None:
+        return (0, 0, 0, 0, 0, 0, 0)
+    strides = [s for t in (q, k) for s in (t.stride(0), t.stride(1) if t.shape[1] > 1 else 0)]
+    return (q.data_ptr(), k.data_ptr(), q.shape[0], *strides)
 
 
 def rows(t: Tensor) -> tuple[int, int, int, int]:
@@ -234,7 +244,9 @@ def run_span_edge_gradient(
     """[H] float32: the gradient of whole-number spans [H] at the ramp's edge, as the paper's code has it
     (attention/span_edge_gradient.py)."""
     none = (None, None, None, None)
-    fixed = Fixed(1 / math.sqrt(q.shape[3]), ramp, 0.0, True, 1, 0, reach, None, *none, 0, *none, None, None, None)
+    fixed = Fixed(
+        1 / math.sqrt(q.shape[3]), ramp, 0.0, True, 1, 0, reach, None, *none, None, None, 0, *none, None, None, None
+    )
     terms = Terms(as_float(span), as_float(bias), as_float(vec), None, None)
     found = torch.empty(q.shape[1], dtype=torch.float32)
     gradients = (*rows(g_out), *_NO_ROWS, *_NO_ROWS, *_NO_ROWS, _ptr(g_lse), _ptr(found), 0, 0, 0, 0, 0)

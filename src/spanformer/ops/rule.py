@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spanformer.ops.blocks import BlockIndex
-from spanformer.ops.rule_checks import KEY_TERMS, as_reach, check_numbers, check_shapes, per_head
+from spanformer.ops.rule_checks import KEY_TERMS, as_reach, check_numbers, check_orders, check_shapes, per_head
 from spanformer.ops.tables import (
     TABLES,
     add_tables,
@@ -74,6 +74,10 @@ class Rule:
     documents: Tensor | tuple[Tensor, Tensor] | None = None
     """[Tk] or [B, Tk] integer ids: a token sees only tokens of its own document. Queries are the last Tq of them;
     a pair (queries' ids [.., Tq], keys' ids [.., Tk]) gives both."""
+    orders: tuple[Tensor, Tensor] | None = None
+    """([E, 1 or B, Tq], [E, 1 or B, Tk]) int64: places of queries and keys in E other orders of the tokens. A pair that
+    reach and span show in one of them (its distance there counts as d) is hidden: another call has seen it. Only in a
+    causal rule beside reach, span, documents and key_bias (rounds of LSH attention)."""
     sink_logits: Tensor | None = None
     """[H] a learned logit in every softmax, without a value: it takes up unneeded attention weight."""
     sink_tokens: int = 0
@@ -110,6 +114,7 @@ class Rule:
                     "of them"
                 )
         check_shapes(self)
+        check_orders(self)
         check_max_future(self)
         for name, span in (("span", self.span), ("key_span", self.key_span)):
             if span is not None and span.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -201,6 +206,7 @@ class Rule:
             key_span=_either(self.key_span, other.key_span, _no_two("key_span")),
             forget=_either(self.forget, other.forget, lambda a, b: a + b),
             documents=_either(self.documents, other.documents, _same_documents),
+            orders=_either(self.orders, other.orders, _no_two("orders")),
             sink_logits=_either(
                 self.sink_logits, other.sink_logits, torch.logaddexp
             ),  # the denominator has exp of both: one logit, their logsumexp

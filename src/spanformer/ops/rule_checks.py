@@ -78,6 +78,25 @@ def check_shapes(rule: Rule) -> None:
         expect(rule.blocks.offsets.shape[0] in (1, h), "blocks.offsets", rule.blocks.offsets, f"[1 or {h}, rows + 1]")
 
 
+def check_orders(rule: Rule) -> None:
+    if rule.orders is None:
+        return
+    pair = rule.orders
+    if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(t, Tensor) for t in pair):
+        raise ValueError("orders is no pair of tensors; expected the places (of queries, of keys)")
+    for t in pair:
+        expect(t.ndim == 3 and t.shape[0] == pair[0].shape[0] and t.dtype == torch.int64, "orders", t,
+               "[E, 1 or B, T] of int64, one E for queries and keys")  # fmt: skip
+    beside = [name for name in (*TABLES, "key_span", "forget", "blocks") if getattr(rule, name) is not None]
+    beside += ["sink_tokens"] if rule.sink_tokens else []
+    beside += [name for name, plain in (("stride", 1), ("skip", 0)) if getattr(rule, name) != plain]
+    if beside or not rule.causal:
+        raise ValueError(
+            f"orders is beside {' and '.join(beside) or 'causal=False'}; expected a causal rule of reach, span, documents "
+            "and key_bias"
+        )
+
+
 def as_reach(reach: Tensor | Sequence[int] | int, heads: int) -> Tensor:
     if isinstance(reach, int):
         reach = [reach] * heads

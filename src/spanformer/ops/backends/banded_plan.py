@@ -70,6 +70,8 @@ class Plan:
     q_documents: Tensor | None
     k_documents: Tensor | None
     blocks: BlockIndex | None
+    q_orders: Tensor | None
+    k_orders: Tensor | None
 
 
 def make_plan(call: Lowered) -> Plan:
@@ -102,7 +104,7 @@ def make_plan(call: Lowered) -> Plan:
     return Plan(
         steps, offset, call.reach_list(), least, least_key, call.causal, call.max_future, call.shift, call.ramp,
         call.scale, call.dropout, call.seed, call.numbered() if call.dropout else None, *call.positions(),
-        call.q_documents, call.k_documents, blocks,
+        call.q_documents, call.k_documents, blocks, call.q_orders, call.k_orders,
     )  # fmt: skip
 
 
@@ -256,3 +258,8 @@ def _block_lines(blocks: BlockIndex, head: int, rows: Tensor) -> Tensor:
 def _block_column(k_pos: Tensor, size: int, width: int) -> Tensor:
     column = k_pos // size
     return torch.where((column >= 0) & (column < width - 1), column, width - 1)
+
+
+def ends(near: int, far: int, causal: bool) -> tuple[int, int]:
+    """The least and the greatest distance, from signed ones."""
+    return (near, far) if causal else (0, max(abs(near), abs(far)))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spanformer.ops import dropout as dropping
-from spanformer.ops.backends.banded_plan import Plan, Step, block_visible
+from spanformer.ops.backends.banded_plan import Plan, Step, block_visible, ends
 from spanformer.ops.rule import UNLIMITED
 from spanformer.ops.tables import entry
 
@@ -113,7 +113,7 @@ class Diagonals:
         self.size, self.width, self.count = step.size, step.width, step.size + step.width - 1
         last = plan.offset + step.start + step.size - 1 - plan.shift - step.lo
         d = last - torch.arange(self.count, device=device)
-        self.near, self.far = _ends(last - self.count + 1, last, plan.causal)
+        self.near, self.far = ends(last - self.count + 1, last, plan.causal)
         self.d = (d if plan.causal else d.abs()).view(1, 1, 1, 1, -1)
         self.entry = entry(d, plan.causal, plan.max_future).view(1, 1, 1, 1, -1)
 
@@ -155,7 +155,7 @@ class Pairs:
             k = key_numbers(step, device)[:1].view(1, 1, 1, 1, -1)
             first = plan.offset + step.start - plan.shift
             last_key = plan.k_positions.shape[1] if step.columns is not None else step.lo + step.width
-            self.near, self.far = _ends(first - last_key + 1, first + step.size - 1 - step.lo, plan.causal)
+            self.near, self.far = ends(first - last_key + 1, first + step.size - 1 - step.lo, plan.causal)
         d = q - k - plan.shift
         self.d, self.limit = d if plan.causal else d.abs(), min(step.limit, self.far + 1)
         self.entry, self.max_future = entry(d, plan.causal, plan.max_future), plan.max_future
@@ -215,8 +215,7 @@ def look(plan: Plan, x: Learned, step: Step, work: torch.dtype) -> Sight:
     if min(reach) <= far:
         hidden.append(d >= torch.tensor(reach, device=device).view(1, -1, 1, 1, 1))
     if x.span is not None and (plan.least_span is None or min(plan.least_span[h] for h in heads) < far):
-        z = take_q(x.span[..., None], step) if dynamic else pick(x.span[None], heads).view(1, -1, 1, 1, 1)
-        gone, bias, seen.slope = _soft(z.to(work), d, plan.ramp)
+        gone, bias, seen.slope = _soft(_spans(step, x.span).to(work), d, plan.ramp)
         hidden.append(gone)
         biases.append(bias)
     if x.distance_bias is not None and x.distance_bias.shape[1]:
@@ -240,11 +239,25 @@ def look(plan: Plan, x: Learned, step: Step, work: torch.dtype) -> Sight:
     if plan.q_documents is not None and plan.k_documents is not None:
         q_ids = take_q(plan.q_documents[:, None, :, None], step)
         seen.hidden.append(q_ids != take_k(plan.k_documents[:, None, :, None], step, (0,)).transpose(-1, -2))
+    if plan.q_orders is not None and plan.k_orders is not None:
+        orders = zip(plan.q_orders, plan.k_orders, strict=True)
+        seen.hidden += (_in_other_order(plan, x, step, q, k) for q, k in orders)
     if plan.blocks is not None:
         q_pos = plan.q_positions[:, step.start : step.start + step.size]
         k_pos = plan.k_positions[:, key_numbers(step, device)[0]]
         seen.hidden.append(~block_visible(plan.blocks, heads[0], q_pos, k_pos)[:, None, None])
     return seen
+
+
+def _spans(step: Step, span: Tensor) -> Tensor:
+    return take_q(span[..., None], step) if span.ndim == 3 else pick(span[None], step.heads).view(1, -1, 1, 1, 1)
+
+
+def _in_other_order(plan: Plan, x: Learned, step: Step, q: Tensor, k: Tensor) -> Tensor:
+    """Where reach and span show a pair in another order of the tokens, at places q [1 or B, Tq] and k [1 or B, Tk]."""
+    d = take_q(q[:, None, :, None], step) - take_k(k[:, None, :, None], step, (0,)).transpose(-1, -2) - plan.shift
+    near = (d >= 0) & (d < torch.tensor([plan.reach[h] for h in step.heads], device=d.device).view(1, -1, 1, 1, 1))
+    return near if x.span is None else near & ~_soft(_spans(step, x.span.detach()), d, plan.ramp)[0]
 
 
 def _soft(z: Tensor, d: Tensor, ramp: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -266,11 +279,6 @@ def kept(plan: Plan, step: Step) -> Tensor:
     queries = take_q(plan.numbers.queries[:, None, :, None], step)
     keys = take_k(plan.numbers.keys[:, None, :, None], step, (0,)).transpose(-1, -2)
     return dropping.keep(plan.seed, plan.dropout, heads, queries, keys)
-
-
-def _ends(near: int, far: int, causal: bool) -> tuple[int, int]:
-    """The smallest and largest distance, from signed ones."""
-    return (near, far) if causal else (0, max(abs(near), abs(far)))
 
 
 def _sum_to(t: Tensor, shape: tuple[int, ...]) -> Tensor:

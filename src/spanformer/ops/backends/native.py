@@ -59,7 +59,7 @@ def _fixed(call: Lowered) -> Fixed:
     pattern = (None, None, None, None) if blocks is None else blocks.tensors()
     return Fixed(
         call.scale, call.ramp, call.dropout, call.causal, call.shift, call.max_future, reach, call.seed,
-        call.q_positions, call.k_positions, call.q_documents, call.k_documents,
+        call.q_positions, call.k_positions, call.q_documents, call.k_documents, call.q_orders, call.k_orders,
         0 if blocks is None else blocks.size, *pattern, *(call.numbers or (None, None, None)),
     )  # fmt: skip
 
@@ -112,6 +112,7 @@ _INPUTS = (
 _FIXED = (
     "float scale, float ramp, float dropout, bool causal, int shift, int max_future, Tensor? reach, Tensor? seed, "
     "Tensor? q_positions, Tensor? k_positions, Tensor? q_documents, Tensor? k_documents, "
+    "Tensor? q_orders, Tensor? k_orders, "
     "int block_size, Tensor? block_offsets, Tensor? block_columns, Tensor? block_mask_ids, Tensor? block_masks, "
     "Tensor? drop_heads, Tensor? drop_queries, Tensor? drop_keys"
 )
@@ -196,7 +197,7 @@ def _fold_by_key(grad: Tensor, term: Tensor) -> Tensor:
     return grad.sum(0, keepdim=True) if term.shape[0] == 1 else grad
 
 
-_unserved = unserved_terms(Lowered, "the native kernel", (*COMMON, "key_span"))
+_unserved = unserved_terms(Lowered, "the native kernel", (*COMMON, "key_span", "q_orders", "k_orders"))
 
 
 def _refuses(call: Lowered) -> list[str]:

@@ -142,9 +142,25 @@ def visible_pairs(call: Lowered, distance: Tensor) -> Tensor:
         seen = seen & shown.repeat_interleave(h // shown.shape[1], 1)[:, :, None]
     if call.q_documents is not None and call.k_documents is not None:
         seen = seen & (call.q_documents[:, None, :, None] == call.k_documents[:, None, None, :])
+    if call.q_orders is not None and call.k_orders is not None:
+        seen = seen & ~_in_other_order(call, call.q_orders, call.k_orders)
     if call.blocks is not None:
         seen = seen & call.blocks.visible(*call.positions())
     return seen
+
+
+def _in_other_order(call: Lowered, q_orders: Tensor, k_orders: Tensor) -> Tensor:
+    """[B, H, Tq, Tk], True where reach and span show a pair in another order."""
+    found = torch.zeros((), dtype=torch.bool, device=call.q.device)
+    for q, k in zip(q_orders, k_orders, strict=True):  # [1 or B, T]
+        d = q[:, None, :, None] - k[:, None, None, :] - call.shift
+        near = d >= 0
+        if call.reach is not None:
+            near = near & (d < torch.as_tensor(call.reach_list(), device=d.device)[None, :, None, None])
+        for m in span_masks(call, d):
+            near = near & (m.detach() > 0)
+        found = found | near
+    return found
 
 
 def span_masks(call: Lowered, distance: Tensor) -> list[Tensor]:

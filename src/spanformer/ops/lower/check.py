@@ -160,6 +160,10 @@ def _check_rule(call: Call) -> None:
         _check_lengths(call, tables)
     if rule.blocks is not None:
         _check_blocks(call, rule.blocks)
+    if rule.orders is not None:
+        for name, t, length in zip(("orders[0]", "orders[1]"), rule.orders, (tq, tk), strict=True):
+            if t.device != call.q.device or t.shape[1] not in (1, b) or t.shape[2] != length:
+                raise ValueError(f"{name} has shape {list(t.shape)} on {t.device}; expected [E, 1 or {b}, {length}]")
 
 
 def _check_blocks(call: Call, blocks: BlockIndex) -> None:
