@@ -13,6 +13,7 @@ from spanformer.attention.expire_span import ExpireSpan
 from spanformer.attention.forgetting import Forgetting
 from spanformer.attention.full import Full
 from spanformer.attention.image_local import ImageLocal1D, ImageLocal2D
+from spanformer.attention.lsh import LSH
 from spanformer.attention.longformer import Longformer
 from spanformer.attention.mixed import Mixed
 from spanformer.attention.mixed_memory import MixedMemory, mix, new_memory
@@ -23,6 +24,7 @@ from spanformer.attention.sparse import FixedSparse, StridedSparse
 from spanformer.attention.window import Window
 
 __all__ = [
+    "LSH",
     "AdaptiveSpan",
     "Additive",
     "Attention",

@@ -103,6 +103,13 @@ def additive(s: Sizes) -> Kept:
     return chunked(s, *TILE)
 
 
+def bucketed(s: Sizes, rounds: int, *, keys: int, itself: bool) -> Kept:
+    """Queries, values and output as of one softmax, `keys` numbers for each of q in the place of keys, values of each
+    query head; and for each round four numbers of 8 bytes a token. Itself: what rows that see nothing else need."""
+    own = Kept(0, 3 * s.rows) if itself else Kept(0)
+    return Kept((3 + keys) * s.queried, s.rows * (1 + 8 * rounds)) + own
+
+
 def cross(s: Sizes, m: int) -> Kept:
     """k and v are of the other text's m tokens."""
     return Kept(2 * s.queried + s.keyed * m / s.length, s.rows)

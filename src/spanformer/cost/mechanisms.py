@@ -57,6 +57,8 @@ class Cost:
     """operations forward for each pair and number of a head"""
     extra: Callable[[Sizes, Params], int] | None = None
     """operations forward beside those of pairs, of one text in one layer"""
+    forward: Callable[[Sizes, Params], int] | None = None
+    """the same of operations that have no gradient, such as hashing"""
     stored: Callable[[int, int, Params], int] | None = None
     """(n, D, p): numbers one head holds in the place of weights, where they are not one a pair"""
     state: Callable[[int, Params], int] | None = None
@@ -143,6 +145,7 @@ def attention_cost(name: str, about: str, cost: Cost, params: Mapping[str, float
     p, n, d = SimpleNamespace(**params), sizes.length, sizes.head_dim
     seen = None if cost.pairs is None else cost.pairs(n, sizes.causal and cost.cached is not None, p)
     own = cost.extra(sizes, p) if cost.extra else 0
+    once = cost.forward(sizes, p) if cost.forward else 0
     flops = cost.per_pair * sizes.heads * d * (seen or 0)
     held = seen if cost.stored is None else cost.stored(n, d, p)
     assert held is not None
@@ -155,7 +158,7 @@ def attention_cost(name: str, about: str, cost: Cost, params: Mapping[str, float
         about=about,
         pairs=seen,
         keys=None if seen is None else seen / n,
-        flops=int(times * (flops + own)),
+        flops=int(times * (flops + own + once)),
         flops_backward=int(times * (BACKWARD * flops + BESIDE * own)),
         weight_bytes=int(b * times * sizes.heads * held),
         activation_bytes=None if kept is None else round(times * (b * kept.numbers + LSE * kept.wide)),

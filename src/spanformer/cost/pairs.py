@@ -7,6 +7,8 @@ most a loop over blocks, never over pairs.
 
 from __future__ import annotations
 
+import math
+
 from spanformer.cost.attention import head_pairs
 
 
@@ -135,6 +137,28 @@ def image_2d(n: int, causal: bool, width: int, high: int, wide: int, above: int,
         else:
             total += size * _pixels(n, width, high, wide, top - lines, top + high, left - before, left + wide + after)
     return total
+
+
+def buckets(n: int, count: int, w: int, *, itself: bool) -> int:
+    """the last w tokens of the query's bucket, n tokens dealt to `count` buckets in turn; w counts the token itself if
+    it sees itself"""
+    small, larger = divmod(n, count)
+    each = [(small + 1, larger), (small, count - larger)]
+    return sum(times * head_pairs(w, size if itself else max(size - 1, 0), size if itself else max(size - 1, 0))
+               for size, times in each)  # fmt: skip
+
+
+def even_factors(count: int) -> tuple[int, int]:
+    """two even numbers, as alike as possible, whose product is `count`"""
+    first = next(a for a in range(math.isqrt(count) // 2 * 2, 1, -2) if count % a == 0 and count // a % 2 == 0)
+    return first, count // first
+
+
+def ring_numbers(d: int, count: int, w: int, rounds: int) -> int:
+    """what a ring of w tokens for each of `count` buckets and rounds holds, in numbers of 4 bytes: keys, values and
+    marks of 8 bytes; and the tokens of each bucket"""
+    slot = 2 * d + 2 * (rounds + 1)
+    return rounds * ((count * w + 1) * slot + 2 * count)
 
 
 def random(n: int, causal: bool, r: int) -> int:

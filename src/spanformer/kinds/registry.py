@@ -77,6 +77,7 @@ KINDS: Registry[Kind] = Registry(
         "chunked",
         "longformer",
         "etc",
+        "lsh",
     ),
 )
 POSITIONS: Registry[PositionKind] = Registry(

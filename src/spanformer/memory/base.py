@@ -77,6 +77,8 @@ class MemoryShape:
     """how many tokens `crop` must be able to remove"""
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
+    in_place: bool = False
+    """whether `keep` may write over this memory, as decoding lets it; otherwise it must stay as it is"""
 
 
 class LayerMemory(Protocol):

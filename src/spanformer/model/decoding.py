@@ -54,7 +54,7 @@ def make_cache(
             notes=config.heads // config.groups if mechanism.rule_needs() == "states" else 0,
         )  # fmt: skip
 
-    shape = MemoryShape(batch, config.groups, config.head_dim, slack, weight.dtype, weight.device)
+    shape = MemoryShape(batch, config.groups, config.head_dim, slack, weight.dtype, weight.device, in_place=True)
     layers = [new_memory(mechanism, shape, rings) for mechanism in mechanisms]
     return Cache(lm, layers, place, settings, sources)
 

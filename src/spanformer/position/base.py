@@ -40,6 +40,11 @@ class Position(nn.Module):
         """Whether it changes queries and keys, instead of only adding to the tokens or to the rule."""
         return type(self).encode is not Position.encode
 
+    @property
+    def absolute(self) -> bool:
+        """Whether it only adds to the tokens: queries, keys and rules stay as they are."""
+        return type(self).encode is Position.encode and type(self).rule is Position.rule
+
     def embed(self, x: Tensor, start: int | Tensor) -> Tensor:
         """x [B, T, dim], the embedded tokens (or a layer's input, for an encoding of that layer) at positions start,
         start + 1, …, or at positions [T] or [B, T]; absolute encodings add to them."""
@@ -83,6 +88,10 @@ class SomeHeads(Position):
     @property
     def rotates(self) -> bool:
         return self._whole[0].rotates
+
+    @property
+    def absolute(self) -> bool:
+        return self._whole[0].absolute
 
     def encode(self, q: Tensor, k: Tensor, view: Places) -> tuple[Tensor, Tensor]:
         return self._whole[0].encode_for(self._heads)(q, k, view)

@@ -1,0 +1,110 @@
+"""The base of mechanisms whose tokens see the last tokens of their own bucket (LSH, routing).
+
+    seen_i = the last w tokens before i whose bucket is that of i, in any of R rounds of buckets
+
+Shapes: B batch, H heads, Hkv key/value heads, N = B·H, R rounds, T tokens, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spanformer.attention.adaptive_span import AdaptiveSpan
+from spanformer.attention.base import Attention, View
+from spanformer.memory.base import MemoryShape, OwnMemory
+from spanformer.memory.buckets import Buckets, BucketSizes
+from spanformer.ops import AnyRule, Attended, Rule
+from spanformer.ops.buckets import Placed, Seen, attend_buckets, sort_tokens
+
+
+class Bucketed(Attention):
+    """A subclass gives `vectors` (queries and keys) and `hashed` (buckets). Queries and keys are one vector each, so a
+    layer's key projection is not used."""
+
+    def __init__(self, heads: int, window: int, buckets: int, rounds: int) -> None:
+        super().__init__()
+        for name, n in (("heads", heads), ("window", window), ("rounds", rounds)):
+            if n < 1:
+                raise ValueError(f"{name} is {n}; expected at least 1")
+        self.heads, self.window, self.buckets, self.rounds, self.causal = heads, window, buckets, rounds, True
+        self.span: AdaptiveSpan | None = None
+        """learned, in ranks of the bucket"""
+
+    def vectors(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's queries [B, H, T, D] → the queries and keys that are multiplied."""
+        raise NotImplementedError
+
+    def hashed(self, q: Tensor) -> Tensor:
+        """The layer's queries [B, H, T, D] → buckets [B, H, R, T] in 0 … buckets − 1, or `buckets` where q is NaN."""
+        raise NotImplementedError
+
+    def seen(self, batch: int) -> Seen:
+        """What a token sees of its bucket, for this many texts."""
+        raise NotImplementedError
+
+    def finish(self, found: Attended, q: Tensor, k: Tensor, v: Tensor) -> Attended:
+        """The output, from what was seen in buckets; q, k, v [N, T, D]."""
+        return found
+
+    def supports(
+        self, *, position: object | None = None, cache: bool = False, mixed: bool = False, persistent: bool = False
+    ) -> list[str]:
+        if position is None or getattr(position, "absolute", False):
+            return []
+        return [
+            f"{type(self).__name__} compares tokens by content and knows no distances in the text; use positions that "
+            "are added to the embeddings (none, sinusoidal or learned)"
+        ]
+
+    def rule(self, view: View) -> AnyRule:
+        """Not what it sees, which depends on the queries: only its heads and direction."""
+        return Rule(self.heads, causal=self.causal)
+
+    def context_length(self) -> list[int]:
+        """No earlier hidden states: `Buckets` remembers what it needs."""
+        return [0] * self.heads
+
+    def mean_context(self) -> list[int]:
+        """[heads] how many keys a token sees at most, itself included."""
+        if self.span is None:
+            return [self.rounds * self.window + 1] * self.heads
+        return [self.rounds * min(n + 1, self.window) + 1 for n in self.span.context_length()]
+
+    def new_memory(self, shape: MemoryShape) -> OwnMemory | None:
+        return Buckets(shape, BucketSizes(self.heads, self.rounds, self.buckets, self.window))
+
+    def place(self, q: Tensor, v: Tensor, view: View) -> Placed:
+        """The layer's queries [B, H, T, D] and values [B, Hkv, T, D] with their buckets. Padding is in a bucket that no
+        token sees."""
+        (b, h, t, _), documents, padding = q.shape, view.documents, view.padding
+        with torch.no_grad():
+            ids = self.hashed(q.detach())
+            real = torch.full((b,), t, device=q.device)
+            if padding is not None:
+                padding = padding[:, padding.shape[1] - t :]
+                ids = ids.masked_fill(padding[:, None, None], self.buckets + 1)
+                real = t - padding.sum(1)
+        if documents is not None:
+            documents = documents[0] if isinstance(documents, tuple) else documents[:, documents.shape[1] - t :]
+            documents = documents.long()[:, None].expand(-1, h, -1).reshape(b * h, t)
+        mapped, keys = self.vectors(q)
+        values = v.repeat_interleave(h // v.shape[1], 1) if v.shape[1] < h else v
+        return Placed(*(x.reshape(b * h, t, -1) for x in (mapped, keys, values)), ids.flatten(0, 1), documents, real)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: AnyRule, view: View) -> Attended:
+        placed = self.place(q, v, view)
+        among = sort_tokens(placed.ids, placed.documents)
+        found = attend_buckets(placed.q, placed.k, placed.v, among, self.seen(len(q)))
+        found = self.finish(found, placed.q, placed.k, placed.v)
+        return Attended(found.out.view(*q.shape[:3], -1), found.lse.view(q.shape[:3]))
+
+    def penalty(self, rule: AnyRule, view: View) -> Tensor | None:
+        return None if self.span is None else self.span.penalty()
+
+    def spans(self) -> list[float | None]:
+        return super().spans() if self.span is None else self.span.spans()
+
+    def after_step(self) -> None:
+        if self.span is not None:
+            self.span.after_step()

@@ -1,0 +1,135 @@
+"""Reformer: The Efficient Transformer (Kitaev, Kaiser, Levskaya, 2020). https://arxiv.org/abs/2001.04451
+
+    k_j = q_j / |q_j|        h_r(x) = argmax([x·R_r; −x·R_r])        s_ij = q_i·k_j
+    P_i = ∪_r {j < i : h_r(q_j) = h_r(q_i), at most w tokens of the bucket back}        a_ij ∝ exp(s_ij), j ∈ P_i
+
+A token sees itself only if P_i is empty. The score is trax's q·k/|k|: the length of q is the temperature, and no 1/√D
+beside it. The paper cuts sorted tokens into chunks, whose borders move with later tokens; a window in the bucket does
+not. More than 128 buckets are hashed as two factors, one argmax each, so that the cost does not grow with the text.
+Shapes: B batch, H heads, N = B·H, R rounds, T tokens, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spanformer.attention.adaptive_span import AdaptiveSpan
+from spanformer.attention.base import View, own_output
+from spanformer.attention.bucketed import Bucketed
+from spanformer.attention.lsh_chunks import attend_chunks
+from spanformer.kinds import HeadSpec
+from spanformer.memory.base import MemoryShape, OwnMemory
+from spanformer.ops import AnyRule, Attended
+from spanformer.ops.buckets import Seen, with_itself
+
+FACTORED = 128  # more buckets than this are the product of two numbers
+
+
+class LSH(Bucketed):
+    """`learned`: each head learns how many tokens of its bucket it sees, up to `window`, on a ramp of ranks. `chunked`:
+    the paper's form, in which later tokens decide which earlier ones are seen; for comparison only."""
+
+    rotations: Tensor
+    """[H, R, D, columns]: of one factor after the other, half of its buckets each"""
+
+    def __init__(
+        self, heads: int, head_dim: int, window: int, *, buckets: int = 64, rounds: int = 4, learned: bool = False,
+        chunked: bool = False, seed: int = 0, ramp: float = 32.0, init: float = 0.0, penalty: float = 2e-6,
+    ) -> None:  # fmt: skip
+        super().__init__(heads, window, buckets, rounds)
+        self.factors, self.chunked = factors_of(buckets), chunked
+        if learned and chunked:
+            raise ValueError("learned is true beside chunked; a span needs ranks, which chunks do not have; drop one")
+        own = torch.Generator().manual_seed(seed)  # never the global one, which is the user's
+        columns = sum(self.factors) // 2
+        self.register_buffer("rotations", torch.randn(heads, rounds, head_dim, columns, generator=own))
+        if learned:
+            self.span = AdaptiveSpan(heads, window, ramp=ramp, init=init, penalty=penalty)
+            self.window = window + math.ceil(ramp)
+
+    @classmethod
+    def build(cls, spec: HeadSpec) -> LSH:
+        p, s = spec.p, spec.section
+        return cls(
+            spec.heads, spec.head_dim, p.window, buckets=p.buckets, rounds=p.rounds, learned=p.learned,
+            chunked=p.chunked, seed=p.seed, ramp=p.ramp, init=s.init, penalty=s.penalty,
+        )  # fmt: skip
+
+    def supports(
+        self, *, position: object | None = None, cache: bool = False, mixed: bool = False, persistent: bool = False
+    ) -> list[str]:
+        reasons = super().supports(position=position)
+        if cache and self.chunked:
+            reasons.append(
+                "LSH with chunked=true has no KV cache: later tokens move the borders of its chunks, so that what a "
+                "token sees depends on the future; use chunked=false"
+            )
+        return [*reasons, *(own_output(self, cache=False, mixed=mixed) if self.chunked else [])]
+
+    def start_from(self, query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
+        key.requires_grad_(False)  # keys are the queries: what is not used must not wait for a gradient
+
+    def vectors(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        return q, F.normalize(q, dim=-1, eps=1e-6)
+
+    def hashed(self, q: Tensor) -> Tensor:
+        at = q.device.type
+        with torch.autocast(at, enabled=False) if torch.amp.is_autocast_available(at) else nullcontext():
+            wide = q.to(torch.promote_types(q.dtype, torch.float32))
+            found = [self._round(wide @ self.rotations[:, n].to(wide.dtype)) for n in range(self.rounds)]
+        return torch.stack(found, 2)
+
+    def _round(self, turned: Tensor) -> Tensor:
+        """[B, H, T, columns] → [B, H, T]"""
+        ids, times = torch.zeros((), dtype=torch.int64, device=turned.device), 1
+        for part, size in zip(turned.split([n // 2 for n in self.factors], -1), self.factors, strict=True):
+            (top, at), (low, below) = part.max(-1), part.min(-1)
+            ids, times = ids + times * torch.where(top >= -low, at, below + size // 2), times * size
+        return torch.where(turned.isnan().any(-1), self.buckets, ids)
+
+    def seen(self, batch: int) -> Seen:
+        dropout = self.dropout if self.training else 0.0
+        if self.span is None:
+            return Seen(self.window, dropout=dropout, backend=self.backend)
+        span = self.span.rule().span
+        assert span is not None
+        return Seen(self.window, span=span.repeat(batch), ramp=self.span.ramp, dropout=dropout, backend=self.backend)
+
+    def finish(self, found: Attended, q: Tensor, k: Tensor, v: Tensor) -> Attended:
+        return with_itself(found, (q * k).sum(-1), v)
+
+    def new_memory(self, shape: MemoryShape) -> OwnMemory | None:
+        return None if self.chunked else super().new_memory(shape)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: AnyRule, view: View) -> Attended:
+        if not self.chunked:
+            return super().forward(q, k, v, rule, view)
+        placed = self.place(q, v, view)
+        found = attend_chunks(placed, self.window)
+        found = self.finish(found, placed.q, placed.k, placed.v)
+        return Attended(found.out.view(*q.shape[:3], -1), found.lse.view(q.shape[:3]))
+
+    def extra_repr(self) -> str:
+        more = (", learned=True" if self.span is not None else "") + (", chunked=True" if self.chunked else "")
+        return f"heads={self.heads}, window={self.window}, buckets={self.buckets}, rounds={self.rounds}{more}"
+
+
+def factors_of(buckets: int) -> tuple[int, ...]:
+    """The buckets of each argmax: one, or two even ones as alike as possible."""
+    if buckets < 2 or buckets % 2:
+        raise ValueError(
+            f"buckets is {buckets}; expected an even number, since each rotation gives one bucket per sign"
+        )
+    if buckets <= FACTORED:
+        return (buckets,)
+    for a in range(math.isqrt(buckets) // 2 * 2, 1, -2):
+        if buckets % a == 0 and buckets // a % 2 == 0:
+            return a, buckets // a
+    raise ValueError(
+        f"buckets is {buckets}; beyond {FACTORED} they are hashed as two even factors, so expected a multiple of 4"
+    )
