@@ -21,7 +21,7 @@ def test_attention_page_lists_every_term() -> None:
     assert {f.name for f in fields(Rule)} - ROWS.keys() == set()
 
 
-@pytest.mark.parametrize("name", ["key_span", "distance_scale", "distance_bias", "max_future"])
+@pytest.mark.parametrize("name", ["key_span", "orders", "distance_scale", "distance_bias", "max_future"])
 def test_attention_page_names_the_backends_of(name: str) -> None:
     class Given:
         """A lowered call with this term alone."""

@@ -15,6 +15,7 @@ from spanformer.model.config import AttentionConfig, ModelConfig, PositionConfig
 
 KINDS = (
     "lsh(5, 4, 3)", "lsh(3, 6, 1)", "lsh(6, 4, 2, learned=true)", "2 window(5) + 4 lsh(4, 4, 2)", "lsh(64, 2, 2)",
+    "routing(5, 4)", "3 window(6) + 3 routing(3, 2)",
 )  # fmt: skip
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from spanformer.attention.etc import Structure
+from support.content_oracle import by_content
 from support.etc_oracle import PARTS, oracle
-from support.oracles import distances, full, log_weights, parts
+from support.oracles import BY_CONTENT, distances, full, log_weights, parts
 from support.position_oracles import PER_LAYER, absolute, scores, values
 
 Padding = Tensor | None
@@ -73,6 +74,9 @@ def two_streams(layer, long: Tensor, top: Tensor, structure: Structure) -> tuple
 def attended(layer, kind: str, place, position: str, x: Tensor, padding: Padding, causal: bool) -> Tensor:
     """[B, T, dim] of a layer's attention among x [B, T, dim]."""
     m, d, scoring = layer.mechanism, distances(x), parts(kind)[0].kind
+    if scoring in BY_CONTENT:
+        q, k, v = (split(x, linear, layer.heads) for linear in (layer.query, layer.key, layer.value))
+        return joined(by_content(m, scoring, q, k, v, causal), layer.out)
     unseen = torch.zeros_like(d, dtype=torch.float64).masked_fill((d < 0) & causal, -math.inf)
     if padding is not None:
         unseen = unseen.masked_fill(padding[:, None, None], -math.inf)

@@ -164,6 +164,9 @@ PATTERNS: dict[str, Oracle] = {
 TWO_STREAMS = ("etc", "etc_projected")
 """kinds with tokens beside those of the text, whose oracle is `dense_models.two_streams`"""
 
+BY_CONTENT = ("lsh", "routing")
+"""kinds whose pairs depend on the queries, whose oracle is `content_oracle.by_content`"""
+
 
 def parts(text: str) -> list[HeadSpec]:
     """The heads of a layer, as a run file writes it."""

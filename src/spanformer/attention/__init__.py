@@ -18,6 +18,7 @@ from spanformer.attention.longformer import Longformer
 from spanformer.attention.mixed import Mixed
 from spanformer.attention.mixed_memory import MixedMemory, mix, new_memory
 from spanformer.attention.patterned import Patterned
+from spanformer.attention.routing import Routing
 from spanformer.attention.scoring import Additive, Bilinear, Dot, General
 from spanformer.attention.sinks import Sinks
 from spanformer.attention.sparse import FixedSparse, StridedSparse
@@ -48,6 +49,7 @@ __all__ = [
     "Mixed",
     "MixedMemory",
     "Patterned",
+    "Routing",
     "Sinks",
     "StridedSparse",
     "View",

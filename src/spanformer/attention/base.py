@@ -145,6 +145,10 @@ class Attention(nn.Module):
     def start_from(self, query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
         """A layer calls this with its initial projections; a mechanism with its own projections may copy them."""
 
+    def advice(self) -> str | None:
+        """What a user should know about how it trains, in a sentence; None while all is well. May read from a device."""
+        return None
+
     def after_step(self) -> None:
         """Called after every optimiser step, for example to clamp parameters."""
 

@@ -17,6 +17,9 @@ from spanformer.memory.buckets import Buckets, BucketSizes
 from spanformer.ops import AnyRule, Attended, Rule
 from spanformer.ops.buckets import Placed, Seen, attend_buckets, sort_tokens
 
+MOST = 1 << 16
+"""buckets: each has room for as many tokens as a text may hold"""
+
 
 class Bucketed(Attention):
     """A subclass gives `vectors` (queries and keys) and `hashed` (buckets). Queries and keys are one vector each, so a
@@ -27,6 +30,8 @@ class Bucketed(Attention):
         for name, n in (("heads", heads), ("window", window), ("rounds", rounds)):
             if n < 1:
                 raise ValueError(f"{name} is {n}; expected at least 1")
+        if not 1 <= buckets <= MOST:
+            raise ValueError(f"the number of buckets or clusters is {buckets}; expected 1 … {MOST:,}")
         self.heads, self.window, self.buckets, self.rounds, self.causal = heads, window, buckets, rounds, True
         self.span: AdaptiveSpan | None = None
         """learned, in ranks of the bucket"""

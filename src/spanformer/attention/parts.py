@@ -49,6 +49,10 @@ class Parts(Attention):
     def mean_context(self) -> list[int]:
         return [n for part in self.each() for n in part.mean_context()]
 
+    def advice(self) -> str | None:
+        found = [text for part in self.each() if (text := part.advice())]
+        return "; ".join(found) or None
+
     def after_step(self) -> None:
         for part in self.each():
             part.after_step()

@@ -78,6 +78,7 @@ KINDS: Registry[Kind] = Registry(
         "longformer",
         "etc",
         "lsh",
+        "routing",
     ),
 )
 POSITIONS: Registry[PositionKind] = Registry(

@@ -78,7 +78,7 @@ class Buckets:
         rule = mechanism.rule(view)
         if self._held is None and self._waiting is None:
             found = mechanism(call.q, call.k, call.v, rule, view)
-            self._pending = lambda: self._place(mechanism, call, self.tensors()["counts"])
+            self._pending = torch.no_grad()(lambda: self._place(mechanism, call, self.tensors()["counts"]))
             return found, mechanism.penalty(rule, view)
         placed = self._place(mechanism, call, self.tensors()["counts"])
         self._pending = lambda: placed

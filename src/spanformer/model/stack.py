@@ -115,6 +115,11 @@ class TransformerStack(nn.Module):
         for mechanism in self.mechanisms():
             mechanism.after_step()
 
+    def advice(self) -> dict[str, str]:
+        """What users should know about how mechanisms train, by layer."""
+        found = ((f"layer {n}", m.advice()) for n, m in enumerate(self.mechanisms(), 1))
+        return {name: text for name, text in found if text}
+
     def compile_feedforwards(self) -> None:
         """torch.compile norm, feed-forward and sum of every block. Attention is not compiled: its shapes follow the
         spans, so it would be recompiled often. Nor are experts: their shapes follow the tokens."""

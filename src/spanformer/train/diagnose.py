@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from spanformer.core.checks import finite_number
 from spanformer.train.config import RunConfig
@@ -54,6 +54,12 @@ class Diagnosis:
             )))  # fmt: skip
         new = [text for kind, text in found if kind not in self.said]
         self.said |= {kind for kind, _ in found}
+        return new
+
+    def advice(self, found: Mapping[str, str]) -> list[str]:
+        """What mechanisms say of their layers, once for each layer."""
+        new = [f"{layer}: {text}" for layer, text in found.items() if layer not in self.said]
+        self.said |= set(found)
         return new
 
     def state(self) -> dict:

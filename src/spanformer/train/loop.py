@@ -236,7 +236,8 @@ class TrainingLoop:
     def _log_step(self, grad_norm: float) -> None:
         self.log_event(step_event(self, grad_norm))
         self.progress.clear()
-        self._log_notes(self.diagnosis.check(self.progress.step, learned_spans(self.model)))
+        advice = self.diagnosis.advice(self.model.advice())
+        self._log_notes([*self.diagnosis.check(self.progress.step, learned_spans(self.model)), *advice])
 
     def _evaluate(self) -> None:
         """Measure bits per unit and exactness on the validation split."""

@@ -286,7 +286,7 @@ def _full_precision(t: Tensor) -> contextlib.AbstractContextManager:
 
 # The plan depends on numbers read from the spans, so it cannot be traced.
 _untraced = cast(Callable[[Lowered], Attended], torch.compiler.disable(attend_banded))
-_unserved = unserved_terms(Lowered, "banded", (*COMMON, "distance_scale", "key_span", "q_orders", "k_orders"))
+_unserved = unserved_terms(Lowered, "banded", (*COMMON, "distance_scale", "key_span", "orders"))
 
 
 def _refuses(call: Lowered) -> list[str]:

@@ -70,8 +70,7 @@ class Plan:
     q_documents: Tensor | None
     k_documents: Tensor | None
     blocks: BlockIndex | None
-    q_orders: Tensor | None
-    k_orders: Tensor | None
+    orders: tuple[Tensor, Tensor] | None
 
 
 def make_plan(call: Lowered) -> Plan:
@@ -104,7 +103,7 @@ def make_plan(call: Lowered) -> Plan:
     return Plan(
         steps, offset, call.reach_list(), least, least_key, call.causal, call.max_future, call.shift, call.ramp,
         call.scale, call.dropout, call.seed, call.numbered() if call.dropout else None, *call.positions(),
-        call.q_documents, call.k_documents, blocks, call.q_orders, call.k_orders,
+        call.q_documents, call.k_documents, blocks, call.orders,
     )  # fmt: skip
 
 

@@ -239,9 +239,8 @@ def look(plan: Plan, x: Learned, step: Step, work: torch.dtype) -> Sight:
     if plan.q_documents is not None and plan.k_documents is not None:
         q_ids = take_q(plan.q_documents[:, None, :, None], step)
         seen.hidden.append(q_ids != take_k(plan.k_documents[:, None, :, None], step, (0,)).transpose(-1, -2))
-    if plan.q_orders is not None and plan.k_orders is not None:
-        orders = zip(plan.q_orders, plan.k_orders, strict=True)
-        seen.hidden += (_in_other_order(plan, x, step, q, k) for q, k in orders)
+    if plan.orders is not None:
+        seen.hidden += (_in_other_order(plan, x, step, q, k) for q, k in zip(*plan.orders, strict=True))
     if plan.blocks is not None:
         q_pos = plan.q_positions[:, step.start : step.start + step.size]
         k_pos = plan.k_positions[:, key_numbers(step, device)[0]]

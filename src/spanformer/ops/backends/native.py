@@ -59,7 +59,7 @@ def _fixed(call: Lowered) -> Fixed:
     pattern = (None, None, None, None) if blocks is None else blocks.tensors()
     return Fixed(
         call.scale, call.ramp, call.dropout, call.causal, call.shift, call.max_future, reach, call.seed,
-        call.q_positions, call.k_positions, call.q_documents, call.k_documents, call.q_orders, call.k_orders,
+        call.q_positions, call.k_positions, call.q_documents, call.k_documents, *(call.orders or (None, None)),
         0 if blocks is None else blocks.size, *pattern, *(call.numbers or (None, None, None)),
     )  # fmt: skip
 
@@ -197,7 +197,7 @@ def _fold_by_key(grad: Tensor, term: Tensor) -> Tensor:
     return grad.sum(0, keepdim=True) if term.shape[0] == 1 else grad
 
 
-_unserved = unserved_terms(Lowered, "the native kernel", (*COMMON, "key_span", "q_orders", "k_orders"))
+_unserved = unserved_terms(Lowered, "the native kernel", (*COMMON, "key_span", "orders"))
 
 
 def _refuses(call: Lowered) -> list[str]:

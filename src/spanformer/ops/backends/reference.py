@@ -142,17 +142,17 @@ def visible_pairs(call: Lowered, distance: Tensor) -> Tensor:
         seen = seen & shown.repeat_interleave(h // shown.shape[1], 1)[:, :, None]
     if call.q_documents is not None and call.k_documents is not None:
         seen = seen & (call.q_documents[:, None, :, None] == call.k_documents[:, None, None, :])
-    if call.q_orders is not None and call.k_orders is not None:
-        seen = seen & ~_in_other_order(call, call.q_orders, call.k_orders)
+    if call.orders is not None:
+        seen = seen & ~_in_other_order(call, call.orders)
     if call.blocks is not None:
         seen = seen & call.blocks.visible(*call.positions())
     return seen
 
 
-def _in_other_order(call: Lowered, q_orders: Tensor, k_orders: Tensor) -> Tensor:
+def _in_other_order(call: Lowered, orders: tuple[Tensor, Tensor]) -> Tensor:
     """[B, H, Tq, Tk], True where reach and span show a pair in another order."""
     found = torch.zeros((), dtype=torch.bool, device=call.q.device)
-    for q, k in zip(q_orders, k_orders, strict=True):  # [1 or B, T]
+    for q, k in zip(*orders, strict=True):  # [1 or B, T]
         d = q[:, None, :, None] - k[:, None, None, :] - call.shift
         near = d >= 0
         if call.reach is not None:

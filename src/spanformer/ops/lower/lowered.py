@@ -43,10 +43,8 @@ class Lowered(Inputs):
     sink_logits: Tensor | None = None
     """[H]"""
     blocks: BlockIndex | None = None
-    q_orders: Tensor | None = None
-    """[E, 1 or B, Tq] int64, with k_orders"""
-    k_orders: Tensor | None = None
-    """[E, 1 or B, Tk] int64"""
+    orders: tuple[Tensor, Tensor] | None = None
+    """[E, 1 or B, Tq] and [E, 1 or B, Tk] int64"""
 
     @property
     def heads(self) -> int:
@@ -66,9 +64,7 @@ class Lowered(Inputs):
 
     def ids(self) -> list[Tensor]:
         """Its tensors that have no gradient."""
-        given = (
-            self.q_positions, self.k_positions, self.q_documents, self.k_documents, self.q_orders, self.k_orders
-        )  # fmt: skip
+        given = (self.q_positions, self.k_positions, self.q_documents, self.k_documents, *(self.orders or ()))
         pattern = () if self.blocks is None else self.blocks.tensors()
         return [t for t in (*given, *pattern) if t is not None]
 
@@ -116,5 +112,5 @@ def _shared(call: Call) -> tuple:
         call.q, call.k, call.v, call.scale, call.dropout, call.seed, call.q_positions, call.k_positions,
         call.q_documents, call.k_documents, call.numbers, rule.causal, call.shift, rule.max_future, rule.ramp,
         rule.reach, rule.span, rule.distance_bias, rule.distance_vec, rule.distance_scale, rule.key_bias, rule.key_span,
-        rule.sink_logits, rule.blocks, *(rule.orders or (None, None)),
+        rule.sink_logits, rule.blocks, rule.orders,
     )  # fmt: skip

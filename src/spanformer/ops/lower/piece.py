@@ -26,8 +26,8 @@ def piece(call: Some, queries: slice, keys: slice) -> Some:
     cut = {name: t[..., keys] for name in KEY_TERMS if (t := getattr(terms, name, None)) is not None}
     if terms.dynamic and terms.span is not None:
         cut["span"] = terms.span[..., queries]
-    if isinstance(call, Lowered) and call.q_orders is not None and call.k_orders is not None:
-        cut |= {"q_orders": call.q_orders[..., queries], "k_orders": call.k_orders[..., keys]}
+    if isinstance(call, Lowered) and call.orders is not None:
+        cut["orders"] = (call.orders[0][..., queries], call.orders[1][..., keys])
     if isinstance(call, Call):
         cut = {"rule": replace(call.rule, documents=None, **cut)}  # the call has them
     return replace(
