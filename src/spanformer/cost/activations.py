@@ -110,6 +110,15 @@ def bucketed(s: Sizes, rounds: int, *, keys: int, itself: bool) -> Kept:
     return Kept((3 + keys) * s.queried, s.rows * (1 + 8 * rounds)) + own
 
 
+def routing(s: Sizes, clusters: int, w: int) -> Kept:
+    """Causal: queries before and after their norm, and how far they are from their centroids. In an encoder keys have
+    the same, and clusters take w tokens each: q, k, v and two outputs of theirs, with indices of 8 bytes."""
+    if s.causal:
+        return bucketed(s, 1, keys=1, itself=False) + Kept(s.queried, 2.5 * s.rows)
+    taken = clusters * min(w, s.length)
+    return Kept((4 + 5 * taken / s.length) * s.queried, 5.5 * s.rows + 11 * s.heads * taken)
+
+
 def cross(s: Sizes, m: int) -> Kept:
     """k and v are of the other text's m tokens."""
     return Kept(2 * s.queried + s.keyed * m / s.length, s.rows)

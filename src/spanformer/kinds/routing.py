@@ -23,7 +23,7 @@ KIND = Kind(
         lambda n, p: n,
         forward=lambda s, p: 2 * s.queried * p.clusters,
         state=lambda d, p: pairs.ring_numbers(d, p.clusters, p.window, 1),
-        kept=lambda s, p: activations.bucketed(s, 1, keys=1, itself=False),
+        kept=lambda s, p: activations.routing(s, p.clusters, p.window),
     ),
     zero=("decay", "commitment", "seed"),
     drawn="2 routing(6, 4)",
