@@ -172,9 +172,9 @@ def test_chunked_form_leaks_and_says_so() -> None:
 
 
 def test_learned_span_is_priced_clamped_and_reported() -> None:
-    config = ModelConfig(vocab=9, dim=16, layers=1, heads=2, position=PositionConfig(kind="none"),
-                         attention=AttentionConfig(kind="lsh(10, 4, 2, learned=true)", ramp=4, init=0.5, penalty=0.1))  # fmt: skip
-    lm = LM(config)
+    attention = AttentionConfig(kind="lsh(10, 4, 2, learned=true)", ramp=4, init=0.5, penalty=0.1)
+    position = PositionConfig(kind="none")
+    lm = LM(ModelConfig(vocab=9, dim=16, layers=1, heads=2, position=position, attention=attention))
     x = torch.randint(9, (2, 40))
     assert float(lm(x, targets=x).penalty.detach()) == pytest.approx(0.1 * 5)
     assert lm.spans() == [[5.0, 5.0]] and lm.distances() == [[2 * 9 + 1] * 2]

@@ -228,8 +228,10 @@ def test_collapse_is_logged_once(tmp_path) -> None:
 
 
 def test_encoder_reads_both_ways() -> None:
-    config = ModelConfig(vocab=13, dim=24, layers=1, heads=4, kind="encoder", position=PositionConfig(kind="sinusoidal"),
-                         attention=AttentionConfig(kind="routing(30, 2)"))  # fmt: skip
+    attention, position = AttentionConfig(kind="routing(30, 2)"), PositionConfig(kind="sinusoidal")
+    config = ModelConfig(
+        vocab=13, dim=24, layers=1, heads=4, kind="encoder", position=position, attention=attention
+    )  # fmt: skip
     torch.manual_seed(0)
     encoder, x = Encoder(config).eval(), torch.randint(13, (1, 20))
     other = x.clone()

@@ -135,12 +135,14 @@ def test_packed_call_reads_by_name() -> None:
         "dynamic": 1, "bias_length": 9, "vec_length": 10, "vec_head": 80, "key_bias_batch": 14, "key_bias_head": 7,
         "key_bias_group": 2, "key_span_batch": 28, "key_span_head": 7, "q_positions_batch": 5, "k_positions_batch": 7,
         "q_documents_batch": 5, "k_documents_batch": 7, "orders": 3, "q_orders_order": 10,
-        "q_orders_batch": 5, "k_orders_order": 14, "k_orders_batch": 7, "block_size": 32, "block_rows": 2, "block_head": 3,
+        "q_orders_batch": 5, "k_orders_order": 14, "k_orders_batch": 7, "block_size": 32,
+        "block_rows": 2, "block_head": 3,
         "drop_queries_batch": 5, "drop_keys_batch": 7, "seed": seed.data_ptr(),
     }  # fmt: skip
     expected |= {name: t.data_ptr() for name, t in terms._asdict().items()}
     names = ("q_positions", "k_positions", "q_documents", "k_documents", "q_orders", "k_orders",
-             "block_offsets", "block_columns", "block_mask_ids", "block_masks", "drop_heads", "drop_queries", "drop_keys")  # fmt: skip
+             "block_offsets", "block_columns", "block_mask_ids", "block_masks",
+             "drop_heads", "drop_queries", "drop_keys")  # fmt: skip
     expected |= {name: t.data_ptr() for name, t in zip(names, (*ids, *blocks, *drop), strict=True)}
     for name, t in (("q", q), ("k", k), ("v", v), ("out", out), ("g", g), ("dq", q), ("dk", k), ("dv", v)):
         expected |= dict(zip((f"{name}_{part}" for part, _ in c_layout.ROWS), kernel.rows(t), strict=True))

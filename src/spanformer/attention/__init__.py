@@ -13,8 +13,8 @@ from spanformer.attention.expire_span import ExpireSpan
 from spanformer.attention.forgetting import Forgetting
 from spanformer.attention.full import Full
 from spanformer.attention.image_local import ImageLocal1D, ImageLocal2D
-from spanformer.attention.lsh import LSH
 from spanformer.attention.longformer import Longformer
+from spanformer.attention.lsh import LSH
 from spanformer.attention.mixed import Mixed
 from spanformer.attention.mixed_memory import MixedMemory, mix, new_memory
 from spanformer.attention.patterned import Patterned

@@ -146,7 +146,7 @@ class Attention(nn.Module):
         """A layer calls this with its initial projections; a mechanism with its own projections may copy them."""
 
     def advice(self) -> str | None:
-        """What a user should know about how it trains, in a sentence; None while all is well. May read from a device."""
+        """What a user should know about how it trains, in a sentence; None while all is well."""
         return None
 
     def after_step(self) -> None:

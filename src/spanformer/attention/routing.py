@@ -6,8 +6,9 @@ https://arxiv.org/abs/2003.05997
     μ_c: moving average of the x of its tokens        loss += β · mean ‖x − μ_c(x)‖²
 
 The paper lets each cluster take its w nearest tokens, so that later tokens push earlier ones out. Here a token is in
-exactly one cluster and sees its past; the paper's form serves encoders (routing_top.py). The paper's code scales q before
-LayerNorm, which undoes it; here 1/√D multiplies the scores. Shapes: B batch, H heads, T tokens, C clusters, D head size.
+exactly one cluster and sees its past; the paper's form serves encoders (routing_top.py). The paper's code scales q
+before LayerNorm, which undoes it; here 1/√D multiplies the scores.
+Shapes: B batch, H heads, T tokens, C clusters, D head size.
 """
 
 from __future__ import annotations
@@ -137,8 +138,8 @@ class Routing(Bucketed):
         return self._loss
 
     def _learn(self, found: list[tuple[Tensor, Tensor]]) -> None:
-        """From x [B, H, T, D] and clusters [B, H, T]: the commitment loss, and sums for `after_step`. Not in evaluation;
-        a backward pass that computes a layer again does not count its tokens again."""
+        """From x [B, H, T, D] and clusters [B, H, T]: the commitment loss, and sums for `after_step`. Not in
+        evaluation; a backward pass that computes a layer again does not count its tokens again."""
         self._loss = None
         if not (self.training and torch.is_grad_enabled()):
             return

@@ -2,8 +2,8 @@
 
     out_i = mean over the clusters c that took i of Σ_j softmax_j(q_i·k_j / √D) v_j,   j among the w keys of c
 
-A token that no cluster took gives zeros; one that several took gives their mean. Which tokens a cluster takes depends on
-the whole text, so this is not causal. Shapes: B batch, H heads, T tokens, C clusters, w tokens of a cluster.
+A token that no cluster took gives zeros; one that several took gives their mean. Which tokens a cluster takes depends
+on the whole text, so this is not causal. Shapes: B batch, H heads, T tokens, C clusters, w tokens of a cluster.
 """
 
 from __future__ import annotations

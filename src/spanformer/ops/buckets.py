@@ -1,6 +1,6 @@
 """Attention among the tokens of a bucket, in several rounds of buckets, under one softmax.
 
-    P_i = ∪_r {j : b_r(j) = b_r(i), n_r(j) among the last w before n_r(i)}      n_r(i): how many of its bucket came before
+    P_i = ∪_r {j : b_r(j) = b_r(i), 0 < n_r(i) − n_r(j) ≤ w}        n_r(i): how many of its bucket came before i
     out_i = Σ_{j ∈ P_i} exp(s_ij − lse_i) v_j
 
 Sorted by (bucket, position), "the last w tokens of my bucket" is a window with buckets as documents. It depends on no
@@ -125,12 +125,11 @@ def near(apart: Tensor, seen: Seen) -> Tensor:
 
 def with_itself(found: Attended, own: Tensor, v: Tensor) -> Attended:
     """Rows that saw nothing see themselves. own: the score of a row with itself."""
-    nothing = found.lse == -math.inf
+    nothing, known = found.lse == -math.inf, torch.where(own.detach().isnan(), math.nan, 1.0).to(v.dtype)
     return Attended(
-        torch.where(nothing[..., None], v * torch.where(own.detach() == own.detach(), 1.0, math.nan)[..., None].to(v.dtype),
-                    found.out),
+        torch.where(nothing[..., None], v * known[..., None], found.out),
         torch.where(nothing, own.to(found.lse.dtype), found.lse),
-    )  # fmt: skip
+    )
 
 
 def pick_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -141,11 +140,10 @@ def pick_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 class _Rounds(torch.autograd.Function):
-    """Rounds one after the other, added up by lse. All rounds are parts of one softmax, so that its out and lse give the
-    gradient of each."""
+    """Rounds one after the other, added up by lse."""
 
     @staticmethod
-    def forward(ctx, q, k, v, span, among: Sorted, seen: Seen, seed: int):  # noqa: PLR0913
+    def forward(ctx, q, k, v, span, among: Sorted, seen: Seen, seed: int):
         seen = replace(seen, span=None if span is None else span.detach())
         out, lse = v.new_empty(v.shape), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         for rows in _pieces(q):

@@ -92,8 +92,8 @@ def check_orders(rule: Rule) -> None:
     beside += [name for name, plain in (("stride", 1), ("skip", 0)) if getattr(rule, name) != plain]
     if beside or not rule.causal:
         raise ValueError(
-            f"orders is beside {' and '.join(beside) or 'causal=False'}; expected a causal rule of reach, span, documents "
-            "and key_bias"
+            f"orders is beside {' and '.join(beside) or 'causal=False'}; expected a causal rule of reach, span, "
+            "documents and key_bias"
         )
 
 
