@@ -68,7 +68,7 @@ def test_published_figures_stand_beside_ours(capsys):
         (("--kinds", "1 window + 11 full", "--kv-heads", "6"), "expected multiples of 2 heads"),
         (
             ("--kinds", "6 etc + 6 window"),
-            "etc(radius=32, segment=16, clip=12, hard=false) cannot share a layer with other kinds",
+            "etc(radius=32, segment=16, clip=12) cannot share a layer with other kinds",
         ),
         (("--kinds", "6 longformer(8, 4) + 6 window"), "cannot share a layer with other kinds"),
         (("--kinds", "Wndow(3)"), "is not a pattern; expected one of"),

@@ -347,7 +347,6 @@ CACHED = {
     "Blockwise([0, 1, 2, 3], 16)": "blockwise(4, 16, shift=0)",
     "Blockwise([3, 0, 1, 2], 16)": "blockwise(4, 16, shift=1)",
     "lsh(9, 16, 3)": "lsh(9, 16, 3)",
-    "lsh(9, 16, 3, learned=true)": "lsh(9, 16, 3, learned=true, ramp=16)",
     "routing(12, 8)": "routing(12, 8)",
 }
 """the kind of a run file, and the same with its numbers"""

@@ -95,7 +95,8 @@ class Bucketed(Attention):
             documents = documents.long()[:, None].expand(-1, h, -1).reshape(b * h, t)
         mapped, keys = self.vectors(q)
         values = v.repeat_interleave(h // v.shape[1], 1) if v.shape[1] < h else v
-        return Placed(*(x.reshape(b * h, t, -1) for x in (mapped, keys, values)), ids.flatten(0, 1), documents, real)
+        mapped, keys, values = (x.reshape(b * h, t, -1) for x in (mapped, keys, values))
+        return Placed(mapped, keys, values, ids.flatten(0, 1), documents, real)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: AnyRule, view: View) -> Attended:
         placed = self.place(q, v, view)

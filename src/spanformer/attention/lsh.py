@@ -57,7 +57,7 @@ class LSH(Bucketed):
         p, s = spec.p, spec.section
         return cls(
             spec.heads, spec.head_dim, p.window, buckets=p.buckets, rounds=p.rounds, learned=p.learned,
-            chunked=p.chunked, seed=p.seed, ramp=p.ramp, init=s.init, penalty=s.penalty,
+            chunked=p.chunked, ramp=s.ramp, init=s.init, penalty=s.penalty,
         )  # fmt: skip
 
     def supports(

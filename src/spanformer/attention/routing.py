@@ -74,8 +74,8 @@ class Routing(Bucketed):
     def build(cls, spec: HeadSpec) -> Routing:
         p = spec.p
         return cls(
-            spec.heads, spec.head_dim, p.window, clusters=p.clusters, decay=p.decay, commitment=p.commitment,
-            seed=p.seed, causal=spec.causal,
+            spec.heads, spec.head_dim, p.window, clusters=p.clusters, commitment=p.commitment,
+            causal=spec.causal,
         )  # fmt: skip
 
     def supports(
@@ -132,7 +132,7 @@ class Routing(Bucketed):
             ids = [each.masked_fill(hidden, self.buckets) for each in ids]
             nearest = [near.masked_fill(hidden[..., None], -math.inf) for near in nearest]
         self._learn(list(zip((x, y), ids, strict=True)))
-        return attend_top(x, y, v, *nearest, self.window, self.seen(len(q)))
+        return attend_top(x, y, v, nearest[0], nearest[1], self.window, self.seen(len(q)))
 
     def penalty(self, rule: AnyRule, view: View) -> Tensor | None:
         return self._loss

@@ -59,7 +59,7 @@ def price(text: str, length: int, where: str = "kind") -> Priced:
         return _pattern(text)
     kind, given = parse_kind(text, where, {**KINDS, **COSTED}, assumed=True)
     params = fill(kind, given, Section(max_span=length), where)
-    shown = {name: value for name, value in params.items() if name != "max_span" or name in given}
+    shown = {name: v for name, v in params.items() if name in given or (name != "max_span" and v is not False)}
     return Priced(written(kind, shown), kind.help, kind.cost, params)
 
 

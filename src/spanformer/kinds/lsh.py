@@ -1,12 +1,14 @@
 """Spec of LSH attention."""
 
-import math
 from types import SimpleNamespace
 
 from spanformer.cost import activations, pairs
 from spanformer.cost.mechanisms import Cost
 from spanformer.cost.sizes import Sizes
 from spanformer.kinds.spec import INHERIT, Kind
+
+RAMP = 32
+"""ranks beyond a learned span that a ring holds, as the [model.attention] section has them by default"""
 
 
 def _pairs(n: int, causal: bool, p: SimpleNamespace) -> int:
@@ -22,7 +24,7 @@ def _hash(s: Sizes, p: SimpleNamespace) -> int:
 
 KIND = Kind(
     "lsh",
-    "the last `window` tokens of its bucket, by the hash of its query, in any of `rounds`",
+    "the last `window` tokens of its bucket, in any of `rounds` (LSH)",
     "spanformer.attention.lsh:LSH.build",
     params={
         "window": INHERIT,
@@ -30,19 +32,16 @@ KIND = Kind(
         "rounds": 4,
         "learned": False,
         "chunked": False,
-        "seed": 0,
-        "ramp": INHERIT,
     },
     cost=Cost(
         "rounds·window",
         _pairs,
         lambda n, p: n,
         forward=_hash,
-        state=lambda d, p: pairs.ring_numbers(d, p.buckets, p.window + p.learned * math.ceil(p.ramp), p.rounds),
+        state=lambda d, p: pairs.ring_numbers(d, p.buckets, p.window + p.learned * RAMP, p.rounds),
         kept=lambda s, p: activations.bucketed(s, p.rounds, keys=1, itself=True),
         alone=lambda p: p.chunked,
     ),
-    zero=("seed",),
     drawn="2 lsh(6, 4, 1)",
     timed="lsh(128, 64, 4)",
     tested=("lsh(5, 4, 3)",),

@@ -14,9 +14,9 @@ def _pairs(n: int, causal: bool, p: SimpleNamespace) -> int:
 
 KIND = Kind(
     "routing",
-    "the last `window` tokens of its cluster, by the nearest of `clusters` centroids",
+    "the last `window` tokens of its cluster, one of `clusters`",
     "spanformer.attention.routing:Routing.build",
-    params={"window": INHERIT, "clusters": 16, "decay": 0.999, "commitment": 1e-4, "seed": 0},
+    params={"window": INHERIT, "clusters": 16, "commitment": 1e-4},
     cost=Cost(
         "window",
         _pairs,
@@ -25,7 +25,7 @@ KIND = Kind(
         state=lambda d, p: pairs.ring_numbers(d, p.clusters, p.window, 1),
         kept=lambda s, p: activations.routing(s, p.clusters, p.window),
     ),
-    zero=("decay", "commitment", "seed"),
+    zero=("commitment",),
     drawn="2 routing(6, 4)",
     timed="routing(64, 64)",
     tested=("routing(40, 4)",),

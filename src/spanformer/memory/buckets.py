@@ -112,7 +112,7 @@ class Buckets:
                 mine = torch.stack([place.gather(1, order) for place in new.places[:r]])
                 before = mine, marks[..., :r].movedim(2, 0).contiguous()
             documents = None if new.documents is None else (new.documents.gather(1, order), marks[..., -1])
-            rule = seen.rule(slice(None), order.shape[1], documents=documents, orders=before)
+            rule = seen.rule(order.shape[1], documents=documents, orders=before)
             found = attend(
                 pick_rows(new.q, order)[:, None], held["keys"][:, r, None], held["values"][:, r, None], rule,
                 q_positions=new.places[r].gather(1, order), k_positions=marks[..., r], scale=seen.scale,

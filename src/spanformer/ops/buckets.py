@@ -42,9 +42,9 @@ class Seen:
     dropout: float = 0.0
     backend: str = "auto"
 
-    def rule(self, rows: slice, tokens: int, **terms: object) -> Rule:
-        """For some rows, each a batch row of one head."""
-        span = None if self.span is None else self.span[rows, None, None].expand(-1, -1, tokens)
+    def rule(self, tokens: int, **terms: object) -> Rule:
+        """For rows that are batch rows of one head each."""
+        span = None if self.span is None else self.span[:, None, None].expand(-1, -1, tokens)
         return Rule(
             1, reach=min(self.reach, GAP - 2), span=span, ramp=self.ramp, paper_compat=not self.itself,
             **terms,  # pyright: ignore[reportArgumentType]
@@ -83,7 +83,7 @@ def sort_tokens(ids: Tensor, documents: Tensor | None = None) -> Sorted:
 
 def attend_buckets(q: Tensor, k: Tensor, v: Tensor, among: Sorted, seen: Seen) -> Attended:
     """q, k [N, T, D], v [N, T, Dv] → out [N, T, Dv], lse [N, T]; a row that sees nothing gives zeros and −inf."""
-    seed = int(torch.randint(1 << 62, ())) if seen.dropout else 0
+    seed = int(torch.randint(1 << 48, ())) if seen.dropout else 0
     return Attended(*_Rounds.apply(q, k, v, seen.span, among, seen, seed))
 
 
@@ -144,15 +144,15 @@ class _Rounds(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, span, among: Sorted, seen: Seen, seed: int):
-        seen = replace(seen, span=None if span is None else span.detach())
         out, lse = v.new_empty(v.shape), q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
         for rows in _pieces(q):
-            some = among.rows(rows)
+            some, spans = among.rows(rows), None if span is None else span[rows]
             for n in range(among.order.shape[1]):
-                found = _round(*(t[rows] for t in (q, k, v)), some, replace(seen), rows, n, seed)
-                back = some.inverse[:, n]
+                order, back = some.order[:, n], some.inverse[:, n]
+                sorted_ = [pick_rows(t[rows], order) for t in (q, k, v)]
+                found = _round(sorted_, some, replace(seen, span=spans), n, seed + rows.start)
                 one = pick_rows(found.out[:, 0], back), found.lse[:, 0].gather(1, back)
-                out[rows], lse[rows] = one if not n else _add(out[rows], lse[rows], *one)
+                out[rows], lse[rows] = _add(out[rows], lse[rows], *one) if n else one
         ctx.save_for_backward(q, k, v, span, out, lse)
         ctx.among, ctx.seen, ctx.seed = among, seen, seed
         ctx.set_materialize_grads(False)
@@ -161,53 +161,52 @@ class _Rounds(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, g_out, g_lse):
+        """Each round again; out and lse of all give its share of every gradient."""
         q, k, v, span, out, lse = ctx.saved_tensors
         among, seen, seed = ctx.among, ctx.seen, ctx.seed
-        into = [torch.zeros_like(t) if t is not None else None for t in (q, k, v, span)]
+        into = [torch.zeros_like(t) for t in (q, k, v, *([] if span is None else [span]))]
         g_out = torch.zeros_like(out) if g_out is None else g_out
         for rows in _pieces(q):
             some, delta = among.rows(rows), (g_out[rows] * out[rows]).sum(-1, dtype=lse.dtype)
+            delta = delta if g_lse is None else delta - g_lse[rows]
             for n in range(among.order.shape[1]):
                 order, back = some.order[:, n], some.inverse[:, n]
                 leaves = [pick_rows(t[rows].detach(), order).requires_grad_() for t in (q, k, v)]
                 spans = None if span is None else span[rows].detach().requires_grad_()
                 with torch.enable_grad():
-                    found = _sorted_round(*leaves, some, replace(seen, span=spans), slice(None), n, seed)
-                    share = (found.lse[:, 0].detach() - lse[rows].gather(1, order)).exp().nan_to_num(0.0)
-                g = pick_rows(g_out[rows], order)
+                    found = _round(leaves, some, replace(seen, span=spans), n, seed + rows.start)
+                g, share = pick_rows(g_out[rows], order), _share(found.lse[:, 0].detach(), lse[rows].gather(1, order))
                 to_lse = (g * found.out[:, 0].detach()).sum(-1, dtype=lse.dtype) - delta.gather(1, order)
-                if g_lse is not None:
-                    to_lse = to_lse + g_lse[rows].gather(1, order)
                 toward = [(g * share[..., None].to(g.dtype))[:, None], (share * to_lse)[:, None]]
                 inputs = [*leaves, *([] if spans is None else [spans])]
                 grads = torch.autograd.grad([found.out, found.lse], inputs, toward)
-                for to, grad in zip(into, grads, strict=False):
+                for to, grad in zip(into, grads, strict=True):
                     to[rows] += grad if grad.ndim == 1 else pick_rows(grad, back)
-        return *into, None, None, None
+        return *into, *([] if span is not None else [None]), None, None, None
 
 
-def _round(q, k, v, among: Sorted, seen: Seen, rows: slice, n: int, seed: int) -> Attended:
-    return _sorted_round(*(pick_rows(t, among.order[:, n]) for t in (q, k, v)), among, seen, rows, n, seed)
-
-
-def _sorted_round(q, k, v, among: Sorted, seen: Seen, rows: slice, n: int, seed: int) -> Attended:
-    """Round n of sorted tokens [N, T, D] → out [N, 1, T, Dv], lse [N, 1, T], in sorted order."""
+def _round(qkv: list[Tensor], among: Sorted, seen: Seen, n: int, seed: int) -> Attended:
+    """Round n of sorted tokens, three of [N, T, D] → out [N, 1, T, Dv], lse [N, 1, T], in sorted order."""
     order = among.order[:, n]
     before = torch.stack([p.gather(1, order) for p in among.places[:n]]) if n else None
     orders = None if before is None else (before, before)
-    rule = seen.rule(rows, q.shape[1], documents=among.groups[:, n], orders=orders)
-    generator = torch.Generator().manual_seed(seed + n) if seen.dropout else None
+    rule = seen.rule(order.shape[1], documents=among.groups[:, n], orders=orders)
+    generator = torch.Generator().manual_seed(seed * 64 + n) if seen.dropout else None
+    q, k, v = (t[:, None] for t in qkv)
     return attend(
-        q[:, None], k[:, None], v[:, None], rule, scale=seen.scale, dropout=seen.dropout, generator=generator,
-        backend=seen.backend,
+        q, k, v, rule, scale=seen.scale, dropout=seen.dropout, generator=generator, backend=seen.backend
     )  # fmt: skip
 
 
 def _add(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Two parts of one softmax."""
     total = torch.logaddexp(lse, more_lse)
-    share = (more_lse - total).exp().nan_to_num(0.0)  # −inf − −inf: neither saw anything
-    return torch.lerp(out, more, share[..., None].to(out.dtype)), total
+    return torch.lerp(out, more, _share(more_lse, total)[..., None].to(out.dtype)), total
+
+
+def _share(part: Tensor, total: Tensor) -> Tensor:
+    """exp(part − total), 0 where nothing was seen at all."""
+    return torch.where(total == -math.inf, 0, (part - total).exp())
 
 
 def _pieces(q: Tensor) -> list[slice]:

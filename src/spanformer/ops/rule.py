@@ -206,7 +206,7 @@ class Rule:
             key_span=_either(self.key_span, other.key_span, _no_two("key_span")),
             forget=_either(self.forget, other.forget, lambda a, b: a + b),
             documents=_either(self.documents, other.documents, _same_documents),
-            orders=_either(self.orders, other.orders, _no_two("orders")),
+            orders=_either(self.orders, other.orders, _no_two("orders")),  # pyright: ignore[reportArgumentType]
             sink_logits=_either(
                 self.sink_logits, other.sink_logits, torch.logaddexp
             ),  # the denominator has exp of both: one logit, their logsumexp
