@@ -187,6 +187,16 @@ def test_operations_of_additive_scores(kv_heads):
     assert cost.flops_backward == counted(lambda: found[0].sum().backward()) + 5 * inner
 
 
+@pytest.mark.parametrize("kind", ["lsh(9, 16, 3)", "lsh(9, 256, 2)", "routing(9, 16)"])
+def test_products_of_hashing_are_counted_forward_alone(kind):
+    n, d, made = 50, 16, make(kind)
+    cost = layer_cost(kind, Sizes(n, 2, d, batch=3))
+    assert cost.pairs is not None
+    of_pairs = 4 * d * 2 * 3 * cost.pairs
+    assert cost.flops - of_pairs == counted(lambda: made.hashed(torch.randn(3, 2, n, d)))
+    assert cost.flops_backward == 2.5 * of_pairs
+
+
 class Made(TorchDispatchMode):
     """All memory that is taken while it is on: which of it is still there, and the largest piece."""
 

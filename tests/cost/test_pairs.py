@@ -87,3 +87,11 @@ def test_random_and_etc():
         assert etc(n, False, r, s, 12, hard) == seen
     with pytest.raises(ValueError, match="etc reads a text whole"):
         etc(n, True, r, s, 12, 0)
+
+
+@pytest.mark.parametrize("itself", [True, False])
+def test_pairs_of_even_buckets_equal_counting(itself):
+    for n, count_, w in itertools.product(LENGTHS, (1, 4, 7), (1, 3, 50)):
+        first, mine = 0 if itself else 1, [(i, j) for i in range(n) for j in range(i + 1) if (i - j) % count_ == 0]
+        seen = sum(1 for i, j in mine if first <= (i - j) // count_ < w + first)
+        assert formulas.buckets(n, count_, w, itself=itself) == seen, (n, count_, w)

@@ -24,7 +24,7 @@ from spanformer.ops.rule import Rule
 
 GAP = 1 << 32
 """places of neighbouring buckets are at least this far apart: more than any bucket or window holds"""
-ROOM = 1 << 22
+ROOM = 1 << 20
 """numbers of q that are sorted at a time"""
 
 
