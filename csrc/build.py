@@ -46,7 +46,15 @@ PORTABLE = {"portable": []}
 X86 = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     # GCC 12 warns of its own AVX-512 header
-    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-Wno-maybe-uninitialized"],
+    "avx512": [
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512dq",
+        "-mavx512vl",
+        "-mfma",
+        "-Wno-maybe-uninitialized",
+        "-Wno-uninitialized",
+    ],  # fmt: skip
 }
 
 

@@ -90,24 +90,58 @@ struct Decode {
 // Linear attention: features of queries and keys, and a state in the place of pairs (linear.h).
 struct Linear {
   int64_t dtype, threads;
-  int64_t B, H, Hkv, T, M, Dv;  // M: features
+  int64_t B, H, Hkv, Tq, T, M, Dv;  // Tq: queries, of the last tokens; M: features
   int64_t normalize;            // divide by the denominator
   int64_t elu;                  // features are elu + 1 of a and b, and not a and b themselves
   double ramp;
   Rows a, b, v, out;
-  float* den;               // [B, H, T] contiguous
+  float* den;               // [B, H, Tq] contiguous
   const float* decay;       // [B, Hkv, T] contiguous or null
-  const float* near;        // [1 or B, H, 1 or T] or null; a stride is 0 where texts or tokens share it
+  const float* near;        // [1 or B, H, 1 or Tq] or null; a stride is 0 where texts or tokens share it
   int64_t near_batch, near_head, near_row;
   const uint8_t* starts;    // [B, T] contiguous or null: 1 where a document begins
   const float *s0, *z0;     // [B, Hkv, M, Dv] and [B, Hkv, M] contiguous or null: the state before the first token
-  float *s1, *z1;           // after the last
+  float *s1, *z1;           // after the last; null: not wanted
   // backward only
   Rows g, da, db, dv;
-  const float* g_den;         // [B, H, T] contiguous or null
+  const float* g_den;         // [B, H, Tq] contiguous or null
   const float *g_s1, *g_z1;   // like s1 and z1, or null
-  float *d_decay, *d_near;    // [B, Hkv, T], [B, H, T] contiguous or null
+  float *d_decay, *d_near;    // [B, Hkv, T], [B, H, Tq] contiguous or null
   float *d_s0, *d_z0;         // like s0 and z0, or null
+};
+
+// The gated delta rule over one text a row, head by head (csrc/delta.h). Numbers beside q, k, v and out are float32 and
+// contiguous.
+struct Delta {
+  int64_t dtype, threads;
+  int64_t B, H, Hkv, T, D, Dv;
+  int64_t segment;  // tokens between two marks, a multiple of the chunk
+  Rows q, k, v, out;
+  const float *beta, *decay;  // [B, Hkv, T]; decay may be null
+  const uint8_t* starts;      // [B, T] or null: 1 where a document begins; the first token's is not read
+  const float* state;         // [B, Hkv, D, Dv] before the first token, or null for zeros
+  float* final_state;         // [B, Hkv, D, Dv]
+  float* marks;               // [B, Hkv, ceil(T / segment), D, Dv]: the states before each segment; null: no backward pass
+  // backward only
+  Rows g, dq, dk, dv;
+  const float* g_state;  // like state, or null for zeros
+  float *d_beta, *d_decay, *d_state;  // like beta, decay and state; the last two may be null
+};
+
+// Gated linear attention (csrc/gla.h), as `Delta` with a gate for each channel of the keys.
+struct Gla {
+  int64_t dtype, threads;
+  int64_t B, H, Hkv, T, D, Dv;
+  int64_t segment;
+  Rows q, k, v, out;
+  const float* gates;  // [B, Hkv, T, D]
+  const uint8_t* starts;
+  const float* state;
+  float *final_state, *marks;
+  // backward only
+  Rows g, dq, dk, dv;
+  const float* g_state;
+  float *d_gates, *d_state;  // like gates and state; d_state may be null
 };
 
 struct Kernel {  // one instruction set's code
@@ -117,6 +151,10 @@ struct Kernel {  // one instruction set's code
   void (*decode)(const Decode&);
   void (*linear_forward)(const Linear&);
   void (*linear_backward)(const Linear&);
+  void (*delta_forward)(const Delta&);
+  void (*delta_backward)(const Delta&);
+  void (*gla_forward)(const Gla&);
+  void (*gla_backward)(const Gla&);
 };
 
 }  // namespace spanformer

@@ -73,7 +73,7 @@ std::string names() {
 #define SPANFORMER_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Increase it when the functions or the meaning of fields change: ops/library.py refuses a library of another version.
-SPANFORMER_EXPORT int spanformer_abi_version() { return 8; }
+SPANFORMER_EXPORT int spanformer_abi_version() { return 10; }
 // Where the fields of the structs are: ops/c_layout.py compares it with its own table.
 SPANFORMER_EXPORT const char* spanformer_layout() {
   static const std::string text = spanformer::layout();
@@ -115,4 +115,24 @@ SPANFORMER_EXPORT void spanformer_linear_backward(const void* bytes) {
   spanformer::Linear call;
   std::memcpy(&call, bytes, sizeof call);
   spanformer::chosen().kernel->linear_backward(call);
+}
+SPANFORMER_EXPORT void spanformer_delta_forward(const void* bytes) {
+  spanformer::Delta call;
+  std::memcpy(&call, bytes, sizeof call);
+  spanformer::chosen().kernel->delta_forward(call);
+}
+SPANFORMER_EXPORT void spanformer_delta_backward(const void* bytes) {
+  spanformer::Delta call;
+  std::memcpy(&call, bytes, sizeof call);
+  spanformer::chosen().kernel->delta_backward(call);
+}
+SPANFORMER_EXPORT void spanformer_gla_forward(const void* bytes) {
+  spanformer::Gla call;
+  std::memcpy(&call, bytes, sizeof call);
+  spanformer::chosen().kernel->gla_forward(call);
+}
+SPANFORMER_EXPORT void spanformer_gla_backward(const void* bytes) {
+  spanformer::Gla call;
+  std::memcpy(&call, bytes, sizeof call);
+  spanformer::chosen().kernel->gla_backward(call);
 }

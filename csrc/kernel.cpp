@@ -1,6 +1,8 @@
 // Compiled once for each instruction set; SPANFORMER_ISA names the namespace it fills.
 #include "decode.h"
+#include "delta.h"
 #include "forward.h"
+#include "gla.h"
 #include "gradients.h"
 #include "linear_backward.h"
 #include "span_edge_gradient.h"
@@ -21,6 +23,10 @@ const Kernel kernel = {
     },
     [](const Linear& c) { c.dtype == kFloat32 ? linear_forward_all<float>(c) : linear_forward_all<bf16>(c); },
     [](const Linear& c) { c.dtype == kFloat32 ? linear_backward_all<float>(c) : linear_backward_all<bf16>(c); },
+    [](const Delta& c) { c.dtype == kFloat32 ? delta_forward<float>(c) : delta_forward<bf16>(c); },
+    [](const Delta& c) { c.dtype == kFloat32 ? delta_backward<float>(c) : delta_backward<bf16>(c); },
+    [](const Gla& c) { c.dtype == kFloat32 ? gla_forward<float>(c) : gla_forward<bf16>(c); },
+    [](const Gla& c) { c.dtype == kFloat32 ? gla_backward<float>(c) : gla_backward<bf16>(c); },
 };
 
 }  // namespace SPANFORMER_ISA

@@ -24,6 +24,8 @@ std::string kind_of() {
 #define CALL(FIELD) AT(Call, FIELD)
 #define DECODE(FIELD) AT(Decode, FIELD)
 #define LINEAR(FIELD) AT(Linear, FIELD)
+#define DELTA(FIELD) AT(Delta, FIELD)
+#define GLA(FIELD) AT(Gla, FIELD)
 
 // clang-format off
 inline std::string layout() {
@@ -47,12 +49,20 @@ inline std::string layout() {
   DECODE(capacity) DECODE(newest) DECODE(oldest) DECODE(reach) DECODE(dynamic) DECODE(distance_bias)
   DECODE(bias_length) DECODE(distance_vec) DECODE(vec_length) DECODE(vec_head) DECODE(sink_logits)
   text += "Decode " + std::to_string(sizeof(Decode)) + " bytes\n";
-  LINEAR(dtype) LINEAR(threads) LINEAR(B) LINEAR(H) LINEAR(Hkv) LINEAR(T) LINEAR(M) LINEAR(Dv) LINEAR(normalize) LINEAR(elu)
+  LINEAR(dtype) LINEAR(threads) LINEAR(B) LINEAR(H) LINEAR(Hkv) LINEAR(Tq) LINEAR(T) LINEAR(M) LINEAR(Dv) LINEAR(normalize) LINEAR(elu)
   LINEAR(ramp) LINEAR(a) LINEAR(b) LINEAR(v) LINEAR(out) LINEAR(den) LINEAR(decay) LINEAR(near) LINEAR(near_batch)
   LINEAR(near_head) LINEAR(near_row) LINEAR(starts) LINEAR(s0) LINEAR(z0) LINEAR(s1) LINEAR(z1) LINEAR(g) LINEAR(da)
   LINEAR(db) LINEAR(dv) LINEAR(g_den) LINEAR(g_s1) LINEAR(g_z1) LINEAR(d_decay) LINEAR(d_near) LINEAR(d_s0)
   LINEAR(d_z0)
   text += "Linear " + std::to_string(sizeof(Linear)) + " bytes\n";
+  DELTA(dtype) DELTA(threads) DELTA(B) DELTA(H) DELTA(Hkv) DELTA(T) DELTA(D) DELTA(Dv) DELTA(segment) DELTA(q) DELTA(k)
+  DELTA(v) DELTA(out) DELTA(beta) DELTA(decay) DELTA(starts) DELTA(state) DELTA(final_state) DELTA(marks) DELTA(g)
+  DELTA(dq) DELTA(dk) DELTA(dv) DELTA(g_state) DELTA(d_beta) DELTA(d_decay) DELTA(d_state)
+  text += "Delta " + std::to_string(sizeof(Delta)) + " bytes\n";
+  GLA(dtype) GLA(threads) GLA(B) GLA(H) GLA(Hkv) GLA(T) GLA(D) GLA(Dv) GLA(segment) GLA(q) GLA(k) GLA(v) GLA(out)
+  GLA(gates) GLA(starts) GLA(state) GLA(final_state) GLA(marks) GLA(g) GLA(dq) GLA(dk) GLA(dv) GLA(g_state) GLA(d_gates)
+  GLA(d_state)
+  text += "Gla " + std::to_string(sizeof(Gla)) + " bytes\n";
   return text;
 }
 // clang-format on
@@ -61,5 +71,7 @@ inline std::string layout() {
 #undef CALL
 #undef DECODE
 #undef LINEAR
+#undef DELTA
+#undef GLA
 
 }  // namespace spanformer

@@ -18,7 +18,9 @@ constexpr long CHUNK = 32;  // S of 64 × 64 floats is half of a first-level cac
 // One key/value head of one text, and where its chunks begin and end.
 struct LinearItem {
   const Linear& c;
-  long b, g, shared, chunks, m_padded, v_padded;
+  long b, g, shared, skipped, shift, chunks, queries, m_padded, v_padded;
+  // skipped: tokens without a query, the first ones. Chunks are laid out so that queries begin with one, so the first
+  // chunk may lack `shift` tokens; `queries` is the first chunk that has queries.
   const float *decay, *near;   // of this text and head, or null
   std::vector<long> run;       // [T] or empty
   std::vector<double> sums;    // [T] running sum of the decay from the chunk's first token on, or empty
@@ -26,7 +28,10 @@ struct LinearItem {
 
   LinearItem(const Linear& call, long item) : c(call), b(item / call.Hkv), g(item % call.Hkv) {
     shared = c.H / c.Hkv;
-    chunks = (c.T + CHUNK - 1) / CHUNK;
+    skipped = c.T - c.Tq;
+    shift = (CHUNK - skipped % CHUNK) % CHUNK;
+    queries = (skipped + shift) / CHUNK;
+    chunks = (c.T + shift + CHUNK - 1) / CHUNK;
     m_padded = round_up(c.M, PANEL);
     v_padded = round_up(c.Dv, PANEL);
     decay = c.decay ? c.decay + (b * c.Hkv + g) * c.T : nullptr;
@@ -37,12 +42,12 @@ struct LinearItem {
     }
     if (decay) {
       sums.resize(c.T);  // double: only differences are small
-      for (long t = 0; t < c.T; t++) sums[t] = (t % CHUNK ? sums[t - 1] : 0.0) + (double)decay[t];
+      for (long t = 0; t < c.T; t++) sums[t] = (t && (t + shift) % CHUNK ? sums[t - 1] : 0.0) + (double)decay[t];
     }
     first.resize(chunks);
     for (long n = chunks - 1; n >= 0; n--) {
       first[n] = n;
-      for (long h = 0; near && h < shared; h++) {
+      for (long h = 0; near && n >= queries && h < shared; h++) {
         const double far = std::ceil((edge(h, n, true) + c.ramp + CHUNK - 1) / CHUNK);
         first[n] = std::min(first[n], far > (double)n ? 0 : std::min(n, n - (long)far + 1));
       }
@@ -50,13 +55,14 @@ struct LinearItem {
     }
   }
   long head(long h) const { return g * shared + h; }
-  long tokens(long n) const { return std::min(CHUNK, c.T - n * CHUNK); }
+  long from(long n) const { return std::max(0L, n * CHUNK - shift); }
+  long tokens(long n) const { return std::min(c.T, (n + 1) * CHUNK - shift) - from(n); }
   long run_of(long t) const { return run.empty() ? 0 : run[t]; }
-  long last_run(long n) const { return n < 0 ? 0 : run_of(n * CHUNK + tokens(n) - 1); }
-  float span(long h, long t) const { return near[head(h) * c.near_head + t * c.near_row]; }
+  long last_run(long n) const { return n < 0 ? 0 : run_of(from(n) + tokens(n) - 1); }
+  float span(long h, long t) const { return near[head(h) * c.near_head + (t - skipped) * c.near_row]; }
   double edge(long h, long n, bool largest) const {  // the largest or smallest span of a chunk's queries; NaN counts as 0
     double found = largest ? -1e30 : 1e30;
-    for (long t = n * CHUNK; t < n * CHUNK + tokens(n); t++) {
+    for (long t = from(n); t < from(n) + tokens(n); t++) {
       const double z = span(h, t) == span(h, t) ? (double)span(h, t) : 0.0;
       found = largest ? std::max(found, z) : std::min(found, z);
     }
@@ -70,27 +76,29 @@ struct LinearItem {
   }
   // W[i][j], the weight of the pair's product, for queries of chunk n and keys of chunk k; 0 for keys beyond the text.
   void weights(long h, long n, long k, float* w) const {
-    const long from = n * CHUNK, keys = k * CHUNK, nk = tokens(k);
+    const long begin = from(n), keys = from(k), nk = tokens(k);
     for (long i = 0; i < tokens(n); i++) {
       float* row = w + i * CHUNK;
-      for (long j = 0; j < CHUNK; j++) row[j] = j < nk && keys + j <= from + i ? 1.f : 0.f;
+      for (long j = 0; j < CHUNK; j++) row[j] = j < nk && keys + j <= begin + i ? 1.f : 0.f;
       if (!sums.empty()) {
         for (long j = 0; j < CHUNK; j++)
-          row[j] = row[j] != 0.f ? (float)((sums[from + i] - sums[keys + j]) * (double)LOG2E) : -200.f;
+          row[j] = row[j] != 0.f ? (float)((sums[begin + i] - sums[keys + j]) * (double)LOG2E) : -200.f;
         for (long j = 0; j < CHUNK; j += W) store(row + j, vexp2(load(row + j)));
-        if (sums[from + i] != sums[from + i])
+        if (sums[begin + i] != sums[begin + i])
           for (long j = 0; j <= i && j < nk; j++) row[j] = NAN;  // vexp2 has no NaN
       }
       if (near) {
-        const float z = span(h, from + i), per = (float)(1.0 / c.ramp);
+        const float z = span(h, begin + i), per = (float)(1.0 / c.ramp);
         for (long j = 0; j < CHUNK; j++)
-          row[j] *= std::min(1.f, std::max(0.f, ((float)(from + i - keys - j) - z) * per));
+          row[j] *= std::min(1.f, std::max(0.f, ((float)(begin + i - keys - j) - z) * per));
       }
       if (!run.empty())
         for (long j = 0; j < nk; j++)
-          if (run[keys + j] != run[from + i]) row[j] = 0.f;
+          if (run[keys + j] != run[begin + i]) row[j] = 0.f;
     }
   }
+  // Where the numbers of a query are in tensors [B, H, Tq].
+  long query(long h, long t) const { return (b * c.H + head(h)) * c.Tq + t - skipped; }
   bool triangle(long n, long k) const { return n == k && sums.empty() && !near && run.empty(); }
   // e^(G_i): what is left of the state at row i, 0 where the state is of another document.
   float left(long t, long state_run) const {
@@ -100,9 +108,9 @@ struct LinearItem {
   // e^(G_end − G_j): what is left of token t at its chunk's end.
   float joins(long t, long n, long of_run) const {
     if (run_of(t) != of_run) return 0.f;
-    return sums.empty() ? 1.f : (float)std::exp(sums[n * CHUNK + tokens(n) - 1] - sums[t]);
+    return sums.empty() ? 1.f : (float)std::exp(sums[from(n) + tokens(n) - 1] - sums[t]);
   }
-  float kept(long n) const { return sums.empty() ? 1.f : (float)std::exp(sums[n * CHUNK + tokens(n) - 1]); }
+  float kept(long n) const { return sums.empty() ? 1.f : (float)std::exp(sums[from(n) + tokens(n) - 1]); }
 };
 
 // Rows of a tensor from token t on, `padded` wide.

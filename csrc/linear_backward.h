@@ -33,7 +33,7 @@ static void load_gradient(const LinearItem& it, long h, long n, LinearGradients&
   const Linear& c = it.c;
   const long head = it.head(h), vp = it.v_padded;
   for (long i = 0; i < it.tokens(n); i++) {
-    const long t = n * CHUNK + i, at = (it.b * c.H + head) * c.T + t;
+    const long t = it.from(n) + i - it.skipped, at = it.query(h, it.from(n) + i);
     const T* g = row_of<const T>(c.g, it.b, head, t);
     float* to = w.dN + i * vp;
     for (long d = 0; d < c.Dv; d++) to[d] = to_float(g[d]);
@@ -61,7 +61,7 @@ static inline void pair_gradient(long n, long dv, long vp, bool triangle, Linear
 
 // ST ← kept·ST + Σ_j joins_j v_j b_jᵀ: the state, transposed.
 static void absorb_transposed(const LinearItem& it, long n, View B, View V, long& state_run, LinearGradients& w) {
-  const long from = n * CHUNK, nk = it.tokens(n), newest = it.last_run(n), mp = it.m_padded;
+  const long from = it.from(n), nk = it.tokens(n), newest = it.last_run(n), mp = it.m_padded;
   const float kept = state_run == newest ? it.kept(n) : 0.f;
   if (kept != 1.f) {
     scale_row(w.ST, kept, it.v_padded * mp);
@@ -83,7 +83,7 @@ static void absorb_transposed(const LinearItem& it, long n, View B, View V, long
 template <class T>
 static void query_gradients(const LinearItem& it, long h, long n, long state_run, LinearGradients& w) {
   const Linear& c = it.c;
-  const long from = n * CHUNK, ni = it.tokens(n), head = it.head(h), mp = it.m_padded, vp = it.v_padded;
+  const long from = it.from(n), ni = it.tokens(n), head = it.head(h), mp = it.m_padded, vp = it.v_padded;
   load_gradient<T>(it, h, n, w);
   multiply<BY_ROW, false>(ni, c.Dv, w.dN, vp, w.ST, mp, w.dA, mp, mp);
   for (long i = 0; i < ni; i++) {
@@ -94,19 +94,19 @@ static void query_gradients(const LinearItem& it, long h, long n, long state_run
   for (long k = it.first[n]; k <= it.last(h, n); k++) {
     const long nk = it.tokens(k);
     const bool triangle = it.triangle(n, k);
-    const View B = features_at<T>(c, c.b, it.b, it.g, k * CHUNK, nk, mp, w.B);
-    const View V = rows_at<T>(c.v, it.b, it.g, k * CHUNK, nk, c.Dv, c.Dv, w.V);
+    const View B = features_at<T>(c, c.b, it.b, it.g, it.from(k), nk, mp, w.B);
+    const View V = rows_at<T>(c.v, it.b, it.g, it.from(k), nk, c.Dv, c.Dv, w.V);
     pack_rows(V, nk, c.Dv, w.VT);
     pair_gradient(ni, c.Dv, vp, triangle, w);
     if (!triangle) it.weights(h, n, k, w.weights);
     weigh(ni, w.weights, triangle, w.dP);
     add_pairs(ni, nk, w.dP, triangle, B.data, B.ld, w.dA, mp, mp);
   }
-  const View A = features_at<T>(c, c.a, it.b, head, from, ni, c.M, w.A);
+  const View A = features_at<T>(c, c.a, it.b, head, from - it.skipped, ni, c.M, w.A);
   for (long i = 0; i < ni; i++) {
     if (c.d_decay) w.dG[from + i] += (double)dot(A.data + i * A.ld, w.dA + i * mp, c.M);
     through_features(c, A.data + i * A.ld, w.dA + i * mp);
-    write_row(row_of<T>(c.da, it.b, head, from + i), w.dA + i * mp, c.M);
+    write_row(row_of<T>(c.da, it.b, head, from - it.skipped + i), w.dA + i * mp, c.M);
   }
 }
 
@@ -114,16 +114,16 @@ static void query_gradients(const LinearItem& it, long h, long n, long state_run
 template <class T>
 static void absorb_queries(const LinearItem& it, long n, long& of_run, LinearGradients& w) {
   const Linear& c = it.c;
-  const long from = n * CHUNK, ni = it.tokens(n), vp = it.v_padded, state_run = it.last_run(it.first[n] - 1);
+  const long from = it.from(n), ni = it.tokens(n), vp = it.v_padded, state_run = it.last_run(it.first[n] - 1);
   const float kept = of_run == state_run ? it.kept(n) : 0.f;
   if (kept != 1.f) {
     scale_row(w.S, kept, it.m_padded * vp);
     scale_row(w.Z, kept, it.m_padded);
   }
   of_run = state_run;
-  for (long h = 0; h < it.shared; h++) {
+  for (long h = 0; n >= it.queries && h < it.shared; h++) {
     load_gradient<T>(it, h, n, w);
-    const View A = features_at<T>(c, c.a, it.b, it.head(h), from, ni, c.M, w.A);
+    const View A = features_at<T>(c, c.a, it.b, it.head(h), from - it.skipped, ni, c.M, w.A);
     for (long i = 0; i < ni; i++) {
       const float by = it.left(from + i, state_run);
       if (by != 1.f) scale_row(w.dN + i * vp, by, vp);
@@ -137,22 +137,22 @@ static void absorb_queries(const LinearItem& it, long n, long& of_run, LinearGra
 static inline void span_gradient(const LinearItem& it, long h, long n, long k, LinearGradients& w) {
   const Linear& c = it.c;
   for (long i = 0; i < it.tokens(n); i++) {
-    const long t = n * CHUNK + i;
+    const long t = it.from(n) + i;
     double total = 0;
     for (long j = 0; j < it.tokens(k); j++) {
-      const long key = k * CHUNK + j;
+      const long key = it.from(k) + j;
       if (key > t || it.run_of(key) != it.run_of(t)) continue;
       const float x = ((float)(t - key) - it.span(h, t)) * (float)(1.0 / c.ramp);
       if (x > 0.f && x < 1.f) total -= (double)w.P[i * CHUNK + j] * w.dP[i * CHUNK + j] / c.ramp;
     }
-    c.d_near[(it.b * c.H + it.head(h)) * c.T + t] += (float)total;
+    c.d_near[it.query(h, t)] += (float)total;
   }
 }
 
 template <class T>
 static void key_gradients(const LinearItem& it, long k, long until, long of_run, LinearGradients& w) {
   const Linear& c = it.c;
-  const long from = k * CHUNK, nk = it.tokens(k), mp = it.m_padded, vp = it.v_padded;
+  const long from = it.from(k), nk = it.tokens(k), mp = it.m_padded, vp = it.v_padded;
   const View B = features_at<T>(c, c.b, it.b, it.g, from, nk, mp, w.B);
   const View V = rows_at<T>(c.v, it.b, it.g, from, nk, c.Dv, vp, w.V);
   pack_rows(B, nk, c.M, w.BT);
@@ -168,12 +168,12 @@ static void key_gradients(const LinearItem& it, long k, long until, long of_run,
       scale_row(w.dV + j * vp, by, vp);
     }
   }
-  for (long n = until; n >= k; n--)
+  for (long n = until; n >= std::max(k, it.queries); n--)
     for (long h = 0; h < it.shared; h++) {
       if (k > it.last(h, n)) continue;
       const long ni = it.tokens(n);
       const bool triangle = it.triangle(n, k);
-      const View A = features_at<T>(c, c.a, it.b, it.head(h), n * CHUNK, ni, mp, w.A);
+      const View A = features_at<T>(c, c.a, it.b, it.head(h), it.from(n) - it.skipped, ni, mp, w.A);
       load_gradient<T>(it, h, n, w);
       multiply_tokens(ni, c.M, A, w.BT, triangle, w.P);
       pair_gradient(ni, c.Dv, vp, triangle, w);
@@ -212,16 +212,16 @@ static void linear_backward_item(const Linear& c, long index) {
   LinearGradients w(c);
   const long at = index * c.M, mp = it.m_padded, vp = it.v_padded;
   for (long h = 0; c.d_near && h < it.shared; h++)
-    std::memset(c.d_near + (it.b * c.H + it.head(h)) * c.T, 0, sizeof(float) * c.T);
+    std::memset(c.d_near + it.query(h, it.skipped), 0, sizeof(float) * c.Tq);
 
   read_state(c.s0 ? c.s0 + at * c.Dv : nullptr, c.z0 ? c.z0 + at : nullptr, c.M, c.Dv, vp, w.S, w.Z);
   transpose(w.S, vp, w.ST, mp, mp, vp);
   long run = 0, absorbed = 0;
-  for (long n = 0; n < it.chunks; n++) {
+  for (long n = it.queries; n < it.chunks; n++) {
     for (; absorbed < it.first[n]; absorbed++) {
       const long nk = it.tokens(absorbed);
-      const View B = features_at<T>(c, c.b, it.b, it.g, absorbed * CHUNK, nk, mp, w.B);
-      const View V = rows_at<T>(c.v, it.b, it.g, absorbed * CHUNK, nk, c.Dv, c.Dv, w.V);
+      const View B = features_at<T>(c, c.b, it.b, it.g, it.from(absorbed), nk, mp, w.B);
+      const View V = rows_at<T>(c.v, it.b, it.g, it.from(absorbed), nk, c.Dv, c.Dv, w.V);
       absorb_transposed(it, absorbed, B, V, run, w);
     }
     for (long h = 0; h < it.shared; h++) query_gradients<T>(it, h, n, run, w);
@@ -243,7 +243,7 @@ static void linear_backward_item(const Linear& c, long index) {
 
 template <class T>
 static void linear_backward_all(const Linear& c) {
-  prefer_large_pages(c.da, c.B * c.H * c.T * c.M * (long)sizeof(T));
+  prefer_large_pages(c.da, c.B * c.H * c.Tq * c.M * (long)sizeof(T));
   prefer_large_pages(c.db, c.B * c.Hkv * c.T * c.M * (long)sizeof(T));
   prefer_large_pages(c.dv, c.B * c.Hkv * c.T * c.Dv * (long)sizeof(T));
   for_items(c.B * c.Hkv, c.threads, 2.0 * c.B * c.H * c.T * c.M * c.Dv,

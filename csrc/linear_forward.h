@@ -30,7 +30,7 @@ static inline void read_state(const float* s, const float* z, long m, long dv, l
 template <class T>
 static void absorb_keys(const LinearItem& it, long n, long& state_run, const LinearScratch& w) {
   const Linear& c = it.c;
-  const long from = n * CHUNK, nk = it.tokens(n), newest = it.last_run(n);
+  const long from = it.from(n), nk = it.tokens(n), newest = it.last_run(n);
   const View B = features_at<T>(c, c.b, it.b, it.g, from, nk, c.M, w.B);
   View V = rows_at<T>(c.v, it.b, it.g, from, nk, c.Dv, it.v_padded, w.V);
   const float kept = state_run == newest ? it.kept(n) : 0.f;
@@ -82,8 +82,8 @@ static void spoil_rows(const LinearItem& it, long h, long n, long k, const bool*
 template <class T>
 static void linear_forward_chunk(const LinearItem& it, long h, long n, long state_run, const LinearScratch& w) {
   const Linear& c = it.c;
-  const long from = n * CHUNK, ni = it.tokens(n), head = it.head(h), vp = it.v_padded;
-  const View A = features_at<T>(c, c.a, it.b, head, from, ni, c.M, w.A);
+  const long from = it.from(n), ni = it.tokens(n), head = it.head(h), vp = it.v_padded;
+  const View A = features_at<T>(c, c.a, it.b, head, from - it.skipped, ni, c.M, w.A);
   float den[CHUNK];
   multiply<BY_ROW, false>(ni, c.M, A.data, A.ld, w.S, vp, w.N, vp, vp);
   for (long i = 0; i < ni; i++) {
@@ -96,8 +96,8 @@ static void linear_forward_chunk(const LinearItem& it, long h, long n, long stat
   }
   for (long k = it.first[n]; k <= it.last(h, n); k++) {
     const long nk = it.tokens(k);
-    View B = features_at<T>(c, c.b, it.b, it.g, k * CHUNK, nk, c.M, w.B);
-    View V = rows_at<T>(c.v, it.b, it.g, k * CHUNK, nk, c.Dv, vp, w.V);
+    View B = features_at<T>(c, c.b, it.b, it.g, it.from(k), nk, c.M, w.B);
+    View V = rows_at<T>(c.v, it.b, it.g, it.from(k), nk, c.Dv, vp, w.V);
     const bool triangle = it.triangle(n, k), finite = all_finite(B.data, B.ld, nk, c.M) && all_finite(V.data, V.ld, nk, c.Dv);
     bool bad[CHUNK] = {};
     if (!finite) {
@@ -114,8 +114,8 @@ static void linear_forward_chunk(const LinearItem& it, long h, long n, long stat
   }
   for (long i = 0; i < ni; i++) {
     if (c.normalize) scale_row(w.N + i * vp, den[i] == 0.f ? 0.f : 1.f / den[i], vp);
-    write_row(row_of<T>(c.out, it.b, head, from + i), w.N + i * vp, c.Dv);
-    c.den[(it.b * c.H + head) * c.T + from + i] = den[i];
+    write_row(row_of<T>(c.out, it.b, head, from - it.skipped + i), w.N + i * vp, c.Dv);
+    c.den[it.query(h, from + i)] = den[i];
   }
 }
 
@@ -126,10 +126,11 @@ static void linear_forward_item(const Linear& c, long index) {
   const long at = index * c.M;
   read_state(c.s0 ? c.s0 + at * c.Dv : nullptr, c.z0 ? c.z0 + at : nullptr, c.M, c.Dv, it.v_padded, w.S, w.Z);
   long state_run = 0, absorbed = 0;
-  for (long n = 0; n < it.chunks; n++) {
+  for (long n = it.queries; n < it.chunks; n++) {
     for (; absorbed < it.first[n]; absorbed++) absorb_keys<T>(it, absorbed, state_run, w);
     for (long h = 0; h < it.shared; h++) linear_forward_chunk<T>(it, h, n, state_run, w);
   }
+  if (!c.s1) return;
   for (; absorbed < it.chunks; absorbed++) absorb_keys<T>(it, absorbed, state_run, w);
   for (long r = 0; r < c.M; r++) std::memcpy(c.s1 + (at + r) * c.Dv, w.S + r * it.v_padded, sizeof(float) * c.Dv);
   std::memcpy(c.z1 + at, w.Z, sizeof(float) * c.M);
@@ -137,7 +138,7 @@ static void linear_forward_item(const Linear& c, long index) {
 
 template <class T>
 static void linear_forward_all(const Linear& c) {
-  prefer_large_pages(c.out, c.B * c.H * c.T * c.Dv * (long)sizeof(T));
+  prefer_large_pages(c.out, c.B * c.H * c.Tq * c.Dv * (long)sizeof(T));
   for_items(c.B * c.Hkv, c.threads, (double)c.B * c.H * c.T * c.M * c.Dv,
             [&](long index) { linear_forward_item<T>(c, index); });
 }

@@ -16,6 +16,7 @@ from spanformer.kinds import KINDS
 from spanformer.model.build import make_block, make_heads
 from support.compatibility import PAGE, page, refusals
 from support.covering import covering
+from support.linear_oracle import WEIGHTS
 from support.oracles import BY_CONTENT, ORACLES, TWO_STREAMS, parts
 from support.product import (
     KIND_ROWS,
@@ -30,6 +31,7 @@ from support.product import (
     unbuildable,
     unsupported,
 )
+from support.state_oracle import STATES
 
 ON_THE_PAGE = refusals(PAGE.read_text(encoding="utf-8"))
 WHOLE = product()
@@ -80,7 +82,7 @@ def test_covering_array_has_every_pair() -> None:
 
 def test_every_kind_has_a_row_and_an_oracle() -> None:
     assert {spec.kind for row in KIND_ROWS for spec in parts(row)} == set(KINDS), "a kind without `tested`"
-    missing = set(KINDS) - {*ORACLES, *TWO_STREAMS, *BY_CONTENT}
+    missing = set(KINDS) - {*ORACLES, *TWO_STREAMS, *BY_CONTENT, *WEIGHTS, *STATES}
     assert not missing, f"{sorted(missing)} have no dense oracle; add one to ORACLES in tests/support/oracles.py"
 
 

@@ -19,14 +19,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from spanformer import Rule, attend
 from spanformer.attention import Additive, Chunked, Cross, Full, View
 from spanformer.cost import pairs
-from spanformer.cost.activations import TILE
+from spanformer.cost.activations import SEGMENT, TILE
 from spanformer.cost.published import LENGTHS, flops_figures, memory_figures
 from spanformer.cost.sizes import Sizes
-from spanformer.kinds import KINDS, Section
+from spanformer.kinds import KINDS, Section, gated
 from spanformer.kinds.costs import COSTED, layer_cost, price
+from spanformer.kinds.linear import CHUNK
 from spanformer.kinds.notation import parse_layer
 from spanformer.model.config import AttentionConfig, ModelConfig, PositionConfig
 from spanformer.model.lm import LM
+from spanformer.ops.linear import delta_portable, gated_portable, matrix_native, portable
 from support.definitions import sees
 
 CLOSE = 0.05
@@ -163,6 +165,36 @@ def test_products_beside_those_of_pairs_are_counted(kind):
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", ["linear", "performer(32)", "rfa(16)", "gated_rfa(16)", "retention"])
+def test_operations_of_linear_attention(kind, causal, kv_heads):
+    """What the portable path runs. Within a chunk it computes every pair, of which nearly half are hidden."""
+    n, h, d, c = 4 * CHUNK, 4, 16, CHUNK
+    if not causal and name_of(kind) in ("gated_rfa", "retention"):
+        pytest.skip("it looks back only")
+    made, x = make(kind, heads=h, d=d, kv_heads=kv_heads, causal=causal), torch.randn(2, n, h * d)
+    made.backend, (q, k, v) = "banded", leaves(2, h, kv_heads, n, d)
+    cost = layer_cost(kind, Sizes(n, h, d, kv_heads, batch=2, causal=causal))
+    hidden = (c - 1) * (made.features + d) * h * n * 2 if causal else 0
+    assert cost.flops + hidden == counted(lambda: made(q, k, v, made.rule(), View(x=x)))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("kind", ["gated_linear", "gated_delta(conv=0)", "gated_delta"])
+def test_operations_with_a_matrix_state(kind, kv_heads):
+    """Products that the portable path runs. A token's pair with itself, the substitution and the convolution are none;
+    by the delta rule nearly half of the pairs in a chunk are hidden."""
+    n, h, d, c = 4 * CHUNK, 4, 16, CHUNK
+    made, x = make(kind, heads=h, d=d, kv_heads=kv_heads), torch.randn(2, n, h * d)
+    made.backend, (q, k, v) = "banded", leaves(2, h, kv_heads, n, d)
+    cost = layer_cost(kind, Sizes(n, h, d, kv_heads, batch=2))
+    more = -4 * d * h if kind == "gated_linear" else 2 * (c - 1) * d * h - 2 * d * kv_heads
+    if kind == "gated_delta":
+        more -= 2 * 4 * (h + 2 * kv_heads) * d
+    assert cost.flops + more * n * 2 == counted(lambda: made(q, k, v, made.rule(), View(x=x)))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
 def test_operations_of_additive_scores(kv_heads):
     """Products as PyTorch counts them; a sum, a tanh or its slope of each pair and inner number as one."""
     n, h, d = 24, 4, 8
@@ -260,10 +292,14 @@ KEPT = (
     "longformer(30, 8, 2)", "chunked", "chunked(queries=50, keys=90)", "dot", "general", "bilinear", "additive",
     "cross(300)", "etc(32, 16)", "etc(4, 30, 12, true)", "etc_projected(4, 30)",
     "lsh(30, 8, 1)", "lsh(30, 16, 4)", "routing(30, 16)",
+    "linear", "performer(32)", "performer(64, relu=true)", "rfa(16)", "gated_rfa(16)", "retention",
+    "retention(learned=true)", "gated_linear", "gated_linear(rank=3)", "gated_delta", "gated_delta(conv=0)",
 )  # fmt: skip
 
 
 def test_every_kind_is_measured():
+    assert CHUNK == portable.CHUNK == gated.CHUNK == delta_portable.CHUNK == gated_portable.CHUNK
+    assert SEGMENT == matrix_native.SEGMENT
     assert {name_of(kind) for kind in KEPT} == set(KINDS) | {"cross"}
     tile = [inspect.signature(Additive).parameters[name].default for name in ("queries", "keys")]
     assert tuple(tile) == TILE
@@ -274,7 +310,7 @@ def test_every_kind_is_measured():
 @pytest.mark.parametrize("kind", KEPT)
 def test_activations_are_what_autograd_keeps(kind, causal, batch, kv_heads, n):
     pytest.importorskip("spanformer.ops.backends.native")
-    if kind == "forgetting" and not causal:
+    if name_of(kind) in ("forgetting", "gated_rfa", "retention", "gated_linear", "gated_delta") and not causal:
         pytest.skip("it looks back only")
     if kind.startswith("etc"):
         if causal:
@@ -358,6 +394,14 @@ CACHED = {
     "Blockwise([3, 0, 1, 2], 16)": "blockwise(4, 16, shift=1)",
     "lsh(9, 16, 3)": "lsh(9, 16, 3)",
     "routing(12, 8)": "routing(12, 8)",
+    "linear": "linear",
+    "performer(64)": "performer(64)",
+    "rfa(32)": "rfa(32)",
+    "gated_rfa(32)": "gated_rfa(32)",
+    "retention": "retention",
+    "gated_linear": "gated_linear",
+    "gated_delta": "gated_delta",
+    "gated_delta(conv=0)": "gated_delta(conv=0)",
 }
 """the kind of a run file, and the same with its numbers"""
 
@@ -406,7 +450,9 @@ def test_a_grouped_cache_holds_what_was_predicted():
 def test_a_cache_never_holds_more_than_there_is():
     for kind in KINDS:
         few, many = (layer_cost(kind, Sizes(n, 2, 4)) for n in (10, 100_000))
-        if few.cache_bytes is not None and KINDS[kind].cost.state is None:
+        if KINDS[kind].cost.state is not None:  # of one size, whatever the text
+            assert few.cache_bytes == many.cache_bytes
+        elif few.cache_bytes is not None:
             a_key = 2 * 2 * 4 * 4 + 2 * 8 * KINDS[kind].cost.noted
             assert few.cache_bytes <= a_key * 10 and many.cache_bytes is not None
             assert few.cache_bytes <= many.cache_bytes <= a_key * 100_000

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spanformer.ops import LinearState, attend_linear, merge, sum_linear
+from spanformer.ops import Attended, LinearState, attend_far, attend_linear, merge, sum_linear
 from spanformer.ops.linear.native import unusable
 from support.cases import FACTOR, UNITS, changed
 
@@ -37,6 +37,8 @@ class Case:
     near: str = ""
     """ "heads" or "tokens" """
     ramp: float = 8.0
+    skipped: int = 0
+    """tokens before the first query, beside `near`"""
     normalize: bool = True
     elu: bool = False
     signed: bool = False
@@ -67,6 +69,12 @@ CASES = [
     Case(t=150, near="tokens", state=True, h=4),
     Case(t=150, near="heads", documents=True, state=True),
     Case(b=1, h=1, hkv=1, t=300, near="tokens", m=20, dv=12),
+    *(
+        Case(t=101, near=near, skipped=n, state=True, h=4)
+        for n, near in ((100, "heads"), (32, "heads"), (69, "tokens"))
+    ),
+    Case(t=150, near="heads", skipped=77, documents=True, state=True),
+    Case(t=101, near="heads", skipped=64, padding=True),
 ]
 
 
@@ -82,7 +90,7 @@ def make(case: Case) -> tuple[dict[str, Tensor], dict]:
         return x if case.signed or (case.elu and x.ndim == 4) else torch.nn.functional.elu(x) + 1
 
     inputs = {
-        "a": features(normal(case.b, case.h, case.t, case.m)),
+        "a": features(normal(case.b, case.h, case.t - case.skipped, case.m)),
         "b": features(normal(case.b, case.hkv, case.t, case.m)),
         "v": normal(case.b, case.hkv, case.t, case.dv),
     }
@@ -92,7 +100,7 @@ def make(case: Case) -> tuple[dict[str, Tensor], dict]:
         inputs["s"] = normal(case.b, case.hkv, case.m, case.dv)
         inputs["z"] = features(normal(case.b, case.hkv, case.m)) * 4
     if case.near:
-        shape = (case.h,) if case.near == "heads" else (case.b, case.h, case.t)
+        shape = (case.h,) if case.near == "heads" else (case.b, case.h, case.t - case.skipped)
         inputs["near"] = torch.rand(*shape, generator=g, dtype=torch.float64) * 90 - case.ramp
     fixed = {}
     if case.documents:
@@ -109,19 +117,21 @@ def run(case: Case, inputs: dict[str, Tensor], fixed: dict, dtype: torch.dtype, 
         name: t.detach().to(dtype if name in ("a", "b", "v") else wide).requires_grad_() for name, t in inputs.items()
     }
     state = LinearState(leaves["s"], leaves["z"]) if case.state else None
-    given = dict(decay=leaves.get("decay"), state=state, backend=backend, **fixed)
-    if case.normalize:
-        if case.near:
-            given |= dict(near=leaves["near"], ramp=case.ramp)
-        given["elu"] = case.elu
-        (out, lse), after = attend_linear(leaves["a"], leaves["b"], leaves["v"], **given)
+    given = dict(state=state, backend=backend, **fixed)
+    qkv = [leaves[name] for name in "abv"]
+    if case.near:
+        out, lse = attend_far(*qkv, leaves["near"], case.ramp, elu=case.elu, **given)
+        found = {"out": out, "lse": lse}
+    elif case.normalize:
+        (out, lse), after = attend_linear(*qkv, leaves.get("decay"), elu=case.elu, **given)
+        found = {"out": out, "lse": lse, "s": after.s, "z": after.z}
     else:
-        (out, lse), after = sum_linear(leaves["a"], leaves["b"], leaves["v"], **given)
-    found = {"out": out, "lse": lse, "s": after.s, "z": after.z}
+        (out, lse), after = sum_linear(*qkv, leaves.get("decay"), **given)
+        found = {"out": out, "lse": lse, "s": after.s, "z": after.z}
     seen = torch.isfinite(lse)
     g = torch.Generator().manual_seed(1)
     loss = torch.zeros((), dtype=torch.float64)
-    for t in (out, lse, after.s, after.z):
+    for t in found.values():
         direction = torch.randn(t.shape, generator=g, dtype=torch.float64)
         kept = torch.where(seen, t, 0) if t is lse else t
         loss = loss + (kept.double() * direction).sum()
@@ -200,15 +210,20 @@ def test_state_carries_a_text_over_any_split(backend: str, cuts: list[int]) -> N
 def test_later_tokens_change_no_earlier_row(case: Case, backend: str, cut: int) -> None:
     inputs, _ = make(case)
     named = {name: t.float() for name, t in inputs.items()}
-    given = {"near": named.pop("near"), "ramp": case.ramp} if case.near else {}
-    true, _ = attend_linear(**named, **given, backend=backend)
+
+    def attended(named: dict[str, Tensor]) -> Attended:
+        if case.near:
+            return attend_far(**named, ramp=case.ramp, backend=backend)
+        return attend_linear(**named, backend=backend)[0]
+
+    true = attended(named)
     for value in (3.0, float("nan"), float("inf")):
         changed = {name: t.clone() for name, t in named.items()}
         for name in ("a", "b", "v"):
             changed[name][:, :, cut:] = value
         if "decay" in changed and value == 3.0:
             changed["decay"][:, :, cut:] = -1.0
-        found, _ = attend_linear(**changed, **given, backend=backend)
+        found = attended(changed)
         assert torch.equal(found.out[:, :, :cut], true.out[:, :, :cut])
         assert torch.equal(found.lse[:, :, :cut], true.lse[:, :, :cut])
 
@@ -272,14 +287,11 @@ def test_both_directions_equal_dense_weights(documents: bool, padding: bool) -> 
     torch.testing.assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize("case", [Case(t=64, m=64, dv=64), Case(t=64, near="heads")], ids=["plain", "near"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_gates_and_features_of_any_size_give_no_nan(case: Case, backend: str) -> None:
-    inputs, _ = make(case)
+def test_gates_and_features_of_any_size_give_no_nan(backend: str) -> None:
+    inputs, _ = make(Case(t=64, m=64, dv=64))
     a, b, v = (inputs[name].float() * size for name, size in (("a", 1e4), ("b", 1e4), ("v", 1.0)))
-    decay = None if case.near else torch.full((2, 2, 64), -50.0)
-    near = inputs["near"].float() if case.near else None
-    found, state = attend_linear(a, b, v, decay, near=near, ramp=case.ramp, backend=backend)
+    found, state = attend_linear(a, b, v, torch.full((2, 2, 64), -50.0), backend=backend)
     assert not bool(torch.isnan(found.out).any()) and bool(torch.isfinite(state.s).all())
 
 
@@ -291,9 +303,6 @@ def test_gates_and_features_of_any_size_give_no_nan(case: Case, backend: str) ->
         (dict(b=torch.ones(1, 4, 5, 4), v=torch.ones(1, 4, 5, 4)), "a has 2 heads; expected a multiple of b's 4"),
         (dict(v=torch.ones(1, 2, 5, 4).double()), "expected one floating-point dtype"),
         (dict(decay=torch.ones(1, 2, 4)), r"decay has shape \[1, 2, 4\]; expected \[1 or 1, 2, 1 or 5\]"),
-        (dict(near=torch.ones(3), ramp=1.0), r"near has shape \[1, 3, 1\]; expected \[2\]"),
-        (dict(near=torch.ones(2)), "ramp is 0.0; expected a number above 0"),
-        (dict(near=torch.ones(2), ramp=1.0, decay=torch.zeros(1, 2, 1)), "near and decay are both given"),
         (dict(state=LinearState(torch.ones(1, 2, 4, 5), torch.ones(1, 2, 4))), "state has s"),
         (dict(state=LinearState(torch.ones(1, 2, 4, 4).double(), torch.ones(1, 2, 4))), "state is torch.float64"),
         (dict(padding=torch.ones(1, 5)), "padding has dtype"),
@@ -306,6 +315,21 @@ def test_bad_input_is_one_sentence(change: dict, said: str) -> None:
     given = {name: torch.ones(1, 2, 5, 4) for name in "abv"} | change
     with pytest.raises(ValueError, match=said):
         attend_linear(**given)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (dict(near=torch.ones(3)), r"near has shape \[1, 3, 1\]; expected \[2\]"),
+        (dict(ramp=0.0), "ramp is 0.0; expected a number above 0"),
+        (dict(a=torch.ones(1, 2, 6, 4)), "expected the same batch, tokens and features"),
+        (dict(padding=torch.ones(1, 3, 5, dtype=torch.bool)), r"padding has shape \[1, 3, 5\]; expected \[1, 5\]"),
+    ],
+)
+def test_bad_border_is_one_sentence(change: dict, said: str) -> None:
+    given = {name: torch.ones(1, 2, 5, 4) for name in "abv"} | {"near": torch.ones(2), "ramp": 1.0} | change
+    with pytest.raises(ValueError, match=said):
+        attend_far(**given)
 
 
 def test_cases_differ() -> None:

@@ -46,6 +46,8 @@ def test_each_term_at_each_position(term: str, causal: bool, positions: str) -> 
 CASES = {
     "plain": Case(tq=500, tk=500, d=64),
     "span": Case(tq=500, tk=500, d=64, terms=("span",), spans=(0, 40, 100.25, 999), h=4, hkv=4),
+    "spans below 0": Case(tq=200, tk=200, terms=("span",), spans=(-3.5, -8.0, 7.25, -1.0), h=4, hkv=2),
+    "spans of tokens below 0": Case(tq=200, tk=200, terms=("dynamic",), spans=(-4.5,)),
     "one key/value head": Case(h=8, hkv=1, tq=300, tk=300, d=64, terms=("span",), spans=(1, 20.5, 60, 1000)),
     "paper_compat": Case(tq=129, tk=200, terms=("span", "distance_vec"), paper_compat=True, reach=(50, 20)),
     "original, dynamic": Case(tq=129, tk=129, terms=("dynamic", "distance_bias"), paper_compat=True),

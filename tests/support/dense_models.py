@@ -14,8 +14,10 @@ from torch import Tensor
 from spanformer.attention.etc import Structure
 from support.content_oracle import by_content
 from support.etc_oracle import PARTS, oracle
+from support.linear_oracle import WEIGHTS, output
 from support.oracles import BY_CONTENT, distances, full, log_weights, parts
 from support.position_oracles import PER_LAYER, absolute, scores, values
+from support.state_oracle import STATES, outputs
 
 Padding = Tensor | None
 """[B, T] bool, True where there is no token"""
@@ -80,6 +82,14 @@ def attended(layer, kind: str, place, position: str, x: Tensor, padding: Padding
     unseen = torch.zeros_like(d, dtype=torch.float64).masked_fill((d < 0) & causal, -math.inf)
     if padding is not None:
         unseen = unseen.masked_fill(padding[:, None, None], -math.inf)
+
+    if scoring in STATES:
+        q, k, v = (split(x, linear, layer.heads) for linear in (layer.query, layer.key, layer.value))
+        return joined(outputs(scoring, m, x, q, k, v, padding), layer.out)
+    if scoring in WEIGHTS:
+        q, k, v = (split(x, linear, layer.heads) for linear in (layer.query, layer.key, layer.value))
+        weights = scores(place, position, q, k, WEIGHTS[scoring](m, x), d, causal) * unseen.exp()
+        return joined(output(scoring, weights, v), layer.out)
 
     def mixed(p, q: Tensor, weights: Tensor) -> Tensor:
         """by the projections of keys and values that p has"""

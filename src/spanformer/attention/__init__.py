@@ -12,20 +12,29 @@ from spanformer.attention.etc import GlobalLocal
 from spanformer.attention.expire_span import ExpireSpan
 from spanformer.attention.forgetting import Forgetting
 from spanformer.attention.full import Full
+from spanformer.attention.gated_delta import GatedDelta
+from spanformer.attention.gated_linear import GatedLinear
 from spanformer.attention.image_local import ImageLocal1D, ImageLocal2D
+from spanformer.attention.linear import LinearAttention
 from spanformer.attention.longformer import Longformer
 from spanformer.attention.lsh import LSH
 from spanformer.attention.mixed import Mixed
 from spanformer.attention.mixed_memory import MixedMemory, mix, new_memory
 from spanformer.attention.patterned import Patterned
+from spanformer.attention.performer import Performer
+from spanformer.attention.recurrent import RecurrentAttention
+from spanformer.attention.retention import Retention
+from spanformer.attention.rfa import RFA, GatedRFA
 from spanformer.attention.routing import Routing
 from spanformer.attention.scoring import Additive, Bilinear, Dot, General
 from spanformer.attention.sinks import Sinks
+from spanformer.attention.span_linear import SpanLinear
 from spanformer.attention.sparse import FixedSparse, StridedSparse
 from spanformer.attention.window import Window
 
 __all__ = [
     "LSH",
+    "RFA",
     "AdaptiveSpan",
     "Additive",
     "Attention",
@@ -41,16 +50,24 @@ __all__ = [
     "FixedSparse",
     "Forgetting",
     "Full",
+    "GatedDelta",
+    "GatedLinear",
+    "GatedRFA",
     "General",
     "GlobalLocal",
     "ImageLocal1D",
     "ImageLocal2D",
+    "LinearAttention",
     "Longformer",
     "Mixed",
     "MixedMemory",
     "Patterned",
+    "Performer",
+    "RecurrentAttention",
+    "Retention",
     "Routing",
     "Sinks",
+    "SpanLinear",
     "StridedSparse",
     "View",
     "Window",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -163,6 +163,11 @@ def rotates(position: object) -> bool:
     return getattr(position, "rotates", False) is True
 
 
+def adds_rule(position: object) -> bool:
+    """Whether an encoding adds terms over distances to a rule."""
+    return getattr(position, "adds_rule", False) is True
+
+
 def own_output(mechanism: Attention, *, cache: bool, mixed: bool) -> list[str]:
     """Why a mechanism whose output is not a masked softmax by its rule has no KV cache and shares no layer."""
     name, why = type(mechanism).__name__, "its output does not follow from a rule alone"
@@ -200,9 +205,14 @@ def key_states(view: View, dim: int) -> Tensor:
     return keys
 
 
-def wide_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear in float32 or wider, even in autocast: counts of tokens and sums over tokens need the precision."""
     wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
-    at = x.device.type
-    with torch.autocast(at, enabled=False) if torch.amp.is_autocast_available(at) else nullcontext():
-        return F.linear(x.to(wide), weight.to(wide), bias.to(wide))
+    with full_precision(x.device):
+        return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+
+
+def full_precision(device: torch.device) -> AbstractContextManager:
+    """A context without autocast."""
+    at = device.type
+    return torch.autocast(at, enabled=False) if torch.amp.is_autocast_available(at) else nullcontext()

@@ -14,6 +14,8 @@ JOINED = 6
 """float32 numbers for each query in which two parts of a softmax are joined, the second's log of its sum among them"""
 TILE = 64, 256
 """queries and keys per tile of additive scores"""
+SEGMENT = 256
+"""tokens from one matrix state that is kept to the next"""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,65 @@ def routing(s: Sizes, clusters: int, w: int) -> Kept:
 def cross(s: Sizes, m: int) -> Kept:
     """k and v are of the other text's m tokens."""
     return Kept(2 * s.queried + s.keyed * m / s.length, s.rows)
+
+
+def linear(s: Sizes) -> Kept:
+    """As a softmax, and the states before and after; in both directions also the features."""
+    features = 0 if s.causal else s.head_dim * _tokens(s)
+    return softmax(s) + Kept(features, _states(s, s.head_dim))
+
+
+def retention(s: Sizes) -> Kept:
+    """The decay of every key, and what each output was divided by."""
+    return linear(s) + Kept(0, s.rows + s.groups * s.length)
+
+
+def performer(s: Sizes, m: int, relu: bool) -> Kept:
+    """Features, and what they are made of: the queries and keys, or ReLU's results."""
+    made_of = m if relu else s.head_dim
+    sums = _states(s, m) + 2 * s.rows + s.groups * s.length
+    return Kept(s.queried + s.keyed / 2, (m + made_of) * _tokens(s) + sums)
+
+
+def rfa(s: Sizes, m: int) -> Kept:
+    """Features, angles, vectors before and after they get length 1, and their lengths."""
+    return Kept(
+        s.queried + s.keyed / 2, (m + m // 2 + 2 * s.head_dim + 2) * _tokens(s) + _states(s, m) + 2 * s.rows
+    )  # fmt: skip
+
+
+def gated_rfa(s: Sizes, m: int) -> Kept:
+    """The keys' features before their gates, and the gates."""
+    return rfa(s, m) + Kept(0, (m + 4) * s.groups * s.length)
+
+
+def gated_linear(s: Sizes, rank: int) -> Kept:
+    """Beside q, k and v: the output before and after its norm and its gate, the keys' gates, and states."""
+    gates = rank * s.length + 3 * s.keyed / 2
+    return Kept(s.queried + s.keyed, 5 * s.queried + s.rows + gates + _marks(s))
+
+
+def gated_delta(s: Sizes, conv: int) -> Kept:
+    """The same, and q, k and v before SiLU and before their norms, and once more where a convolution comes first."""
+    inputs = s.queried + s.keyed
+    gates = 3 * s.rows + 6 * s.groups * s.length
+    convolved = inputs + 2 * (conv - 1) * inputs / s.length if conv else 0
+    return Kept(0, 8 * s.queried + 5 * s.keyed / 2 + gates + convolved + _marks(s))
+
+
+def _marks(s: Sizes) -> float:
+    """Numbers of states: the first, and those that a backward pass starts over from."""
+    return s.groups * s.head_dim**2 * (1 + -(-s.length // SEGMENT))
+
+
+def _tokens(s: Sizes) -> int:
+    """Queries and keys of all heads."""
+    return s.rows + s.groups * s.length
+
+
+def _states(s: Sizes, m: int) -> int:
+    """Numbers of two states."""
+    return 2 * s.groups * m * (s.head_dim + 1)
 
 
 def etc(s: Sizes, radius: int, segment: int, clip: int, hard: int) -> Kept:

@@ -35,6 +35,8 @@ BACKWARD = 2.5
 """products of a backward pass for each of the forward pass: 5 for 2"""
 BESIDE = 2
 """the same of products that are not of pairs, as those of any matrix"""
+STATE = 4
+"""bytes of a number of a recurrent state, at least"""
 NOTE = 8
 """bytes of a number that a cache notes of a key: it is kept in float64"""
 
@@ -62,7 +64,7 @@ class Cost:
     stored: Callable[[int, int, Params], int] | None = None
     """(n, D, p): numbers one head holds in the place of weights, where they are not one a pair"""
     state: Callable[[int, Params], int] | None = None
-    """(D, p): numbers one head keeps for decoding in the place of keys and values"""
+    """(D, p): numbers one KV head keeps for decoding in the place of keys and values, in float32 or wider"""
     noted: bool = False
     """the KV cache also stores one number per key and query head"""
     kept: Callable[[Sizes, Params], activations.Kept] | None = lambda s, p: activations.softmax(s)
@@ -171,7 +173,7 @@ def _cache(cost: Cost, p: Params, sizes: Sizes) -> int | None:
     if cost.cached is None:
         return None
     if cost.state is not None:
-        return sizes.item * sizes.times * sizes.heads * cost.state(sizes.head_dim, p)
+        return max(sizes.item, STATE) * sizes.times * sizes.groups * cost.state(sizes.head_dim, p)
     keys = cost.cached(sizes.length, p)
     keys = keys if cost.source else min(sizes.length, keys)
     note = NOTE * sizes.times * sizes.heads if cost.noted else 0

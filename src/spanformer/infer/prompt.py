@@ -55,7 +55,7 @@ def checked(parts: Iterable[np.ndarray], limit: int, name: str = "the prompt") -
 
 def matters(model: LM) -> int:
     """Receptive field: how many of a text's last tokens can affect the next one."""
-    return 1 + sum(map(max, model.context_length()))
+    return model.receptive_field()
 
 
 def last_tokens(parts: Iterable[np.ndarray], most: int) -> np.ndarray:

@@ -3,21 +3,21 @@
     attention is linear in the values, out_i = Σ_j a_ij·v_j, so one-hot values v_j = e_j give out_i = a_i
 
 A forward hook runs each mechanism again with one-hot values, on the dense reference, so this works for any mechanism.
-Spans, biases and patterns take part as they do in the model. Shapes: H heads, Hkv key/value heads, T tokens, S of a
-source, M remembered ones.
+Linear attention says itself how much each pair counts: numbers that may be negative. Spans, biases and patterns take
+part as they do in the model. Shapes: H heads, Hkv key/value heads, T tokens, S of a source, M remembered ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from spanformer.attention import Attention, GlobalLocal
+from spanformer.attention import Attention, GlobalLocal, MixedMemory, RecurrentAttention
 from spanformer.memory.groups import group_heads
 from spanformer.model.cross_attention import CrossAttention
 from spanformer.model.encoder import Encoder
@@ -48,7 +48,7 @@ def seen_pairs(lm: LM | Encoder, length: int) -> Tensor:
         for p in lm.mechanisms()[0].parameters():
             p.add_(torch.randn_like(p), alpha=0.3)
     lm.after_step()
-    return attention_maps(lm.double(), torch.randint(0, lm.config.vocab, (length,)))[0] > 0
+    return attention_maps(lm.double(), torch.randint(0, lm.config.vocab, (length,)))[0] != 0
 
 
 class PairMaps(NamedTuple):
@@ -81,8 +81,8 @@ def _maps(
             raise ValueError(
                 f"{name} has shape {list(ids.shape)} and dtype {ids.dtype}; expected 1 … {LONGEST} token ids"
             )
-    watched = [[_Watch(attention) for attention in part] for part in parts]
-    watches = [watch for part in watched for watch in part]
+    watched = [[_watch_heads(attention) for attention in part] for part in parts]
+    watches = [watch for part in watched for layer in part for watch in layer]
     training = model.training
     model.eval()  # dropped weights would be missing from the picture
     try:
@@ -93,7 +93,19 @@ def _maps(
         for watch in watches:
             watch.end()
         model.train(training)
-    return [[watch.map(number) for number, watch in enumerate(part, 1)] for part in watched]
+    numbered = [enumerate(part, 1) for part in watched]
+    return [[torch.cat([watch.map(n) for watch in layer]) for n, layer in part] for part in numbered]
+
+
+def _watch_heads(attention: SelfAttention | CrossAttention) -> list[_Watch]:
+    """One for each part of a layer whose heads have different memories."""
+    whole, first, found = attention.mechanism, 0, []
+    for mechanism in whole.each() if isinstance(whole, MixedMemory) else [whole]:
+        found.append(
+            (_WatchState if isinstance(mechanism, RecurrentAttention) else _Watch)(attention, mechanism, first)
+        )
+        first += mechanism.heads
+    return found
 
 
 def _one_hot_hook(kv_heads: int, keys: int, first: int):
@@ -123,9 +135,9 @@ def _own_values(mechanism: Attention, above: int) -> list[tuple[nn.Module, int]]
 class _Watch:
     """Keeps what a layer's mechanism gives when it is asked for one-hot values beside the real ones."""
 
-    def __init__(self, attention: SelfAttention | CrossAttention) -> None:
-        self.attention = attention
-        self.mechanism: Attention = attention.mechanism
+    def __init__(self, attention: SelfAttention | CrossAttention, mechanism: Attention, first: int) -> None:
+        """first: the number of the mechanism's first head in the layer."""
+        self.attention, self.mechanism, self.first = attention, mechanism, first
         self.persistent = attention.persistent if isinstance(attention, SelfAttention) else None
         self.found: list[tuple[Attended, float]] = []
         self.beside: Tensor | None = None
@@ -165,7 +177,7 @@ class _Watch:
         self.past = max(self.past, k.shape[2] - self.keys)
 
     def _observe_persistent(self, persistent: nn.Module, arguments: tuple, found: Attended) -> None:
-        self.beside = found.lse
+        self.beside = found.lse[:, self.first : self.first + self.mechanism.heads]
 
     def end(self) -> None:
         for part, backend in self.backends:
@@ -193,3 +205,25 @@ class _Watch:
         if self.beside is not None:
             weights = weights * (lse - torch.logaddexp(lse, self.beside[0])).exp()[..., None]
         return weights
+
+
+class _WatchState(_Watch):
+    """The same of heads with a recurrent state: their memory calls `run`, and no `forward` that a hook observes."""
+
+    def begin(self) -> None:
+        mechanism = self.mechanism
+        assert isinstance(mechanism, RecurrentAttention)
+
+        def run(q: Tensor, inputs: dict[str, Tensor], *others: Any) -> tuple[Attended, dict[str, Tensor]]:
+            found, state = type(mechanism).run(mechanism, q, inputs, *others)
+            weights = mechanism.pair_weights(q, inputs, *others[1:])
+            self.found, self.keys = [(Attended(weights, found.lse), 0.0)], q.shape[2]
+            return found, state
+
+        mechanism.run = run
+        if self.persistent is not None:
+            self.hooks = [self.persistent.register_forward_hook(self._observe_persistent)]
+
+    def end(self) -> None:
+        super().end()
+        self.mechanism.__dict__.pop("run", None)

@@ -79,6 +79,9 @@ KINDS: Registry[Kind] = Registry(
         "etc",
         "lsh",
         "routing",
+        "linear",
+        "gated",
+        "span_linear",
     ),
 )
 POSITIONS: Registry[PositionKind] = Registry(

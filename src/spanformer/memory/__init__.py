@@ -5,10 +5,11 @@ from spanformer.memory.cache import Cache
 from spanformer.memory.head_cache import HeadCache
 from spanformer.memory.hidden_states import HiddenStates
 from spanformer.memory.persistent import Persistent
+from spanformer.memory.recurrent import Recurrence, Recurrent, empty_rows
 from spanformer.memory.source import Source
 from spanformer.memory.state import State
 
 __all__ = [
     "ByHead", "Cache", "HeadCache", "HeadPart", "HiddenStates", "LayerCall", "LayerMemory", "MemoryShape", "OwnMemory",
-    "Persistent", "Source", "State",
+    "Persistent", "Recurrence", "Recurrent", "Source", "State", "empty_rows",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ import math
 
 from torch import nn
 
-from spanformer.attention import Attention, MixedMemory, Patterned, mix
+from spanformer.attention import Attention, MixedMemory, Patterned, RecurrentAttention, mix
 from spanformer.kinds import KINDS, POSITIONS, HeadSpec, PositionSpec
 from spanformer.kinds.notation import PATTERN
 from spanformer.memory import Persistent
@@ -58,6 +58,11 @@ def make_mechanism(config: ModelConfig, specs: list[HeadSpec]) -> Attention:
     """One mechanism for a layer, whether its heads are of one kind or several."""
     made = [make_heads(config, spec) for spec in specs]
     mechanism = mix(made)
+    if config.attention.dropout and (found := [type(m).__name__ for m in made if isinstance(m, RecurrentAttention)]):
+        raise ValueError(
+            f"model.attention.dropout is {config.attention.dropout}, and {found[0]} has no attention weights to drop; "
+            "set it to 0, and feedforward.dropout or embedding.dropout instead"
+        )
     for part in mechanism.each() if isinstance(mechanism, MixedMemory) else [mechanism]:
         part.dropout, part.backend = config.attention.dropout, config.attention.backend
     return mechanism

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from spanformer.attention import View
-from spanformer.memory import HiddenStates
 from spanformer.model.config import ModelConfig
 from spanformer.model.cpc import SHARE, nce
 from spanformer.model.etc import make_summaries
@@ -106,7 +105,7 @@ class Encoder(TransformerStack):
                 "global_attention_mask is given, and no layer has global tokens; expected attention kind "
                 "longformer(globals=N)"
             )
-        nothing = [HiddenStates(h[:, :0]) for _ in self.blocks]
+        nothing = self.empty_memories(h)
 
         def add_positions(position: Position, h: Tensor) -> Tensor:
             return torch.cat([h[:, :m], position.embed(h[:, m:], 0)], 1) if m else position.embed(h, 0)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spanformer.attention import View
-from spanformer.memory import Cache, HiddenStates
+from spanformer.memory import Cache
 from spanformer.model.block import Block
 from spanformer.model.config import ModelConfig
 from spanformer.model.decoder import Decoder
@@ -70,7 +70,7 @@ class Seq2Seq(Decoder):
         check_padding("padding", padding, x)
         states, penalty = self.encode(source, source_padding)
         h, heard = self.embedding(x), (states, source_padding)
-        nothing = [HiddenStates(h[:, :0]) for _ in self.blocks]
+        nothing = self.empty_memories(h)
         h, added = self.run_blocks(
             h, nothing, View(padding=padding), lambda position, h: position.embed(h, 0), [heard] * len(nothing)
         )

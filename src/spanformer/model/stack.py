@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spanformer.attention import AdaptiveSpan, Attention, DynamicSpan, View, read_spans
-from spanformer.memory import LayerMemory, Source
+from spanformer.attention import AdaptiveSpan, Attention, DynamicSpan, View, new_memory, read_spans, remembers_itself
+from spanformer.memory import HiddenStates, LayerMemory, MemoryShape, Source
 from spanformer.model.block import Block, EncoderStates
 from spanformer.model.build import make_block, make_embedding, make_position
 from spanformer.model.config import ModelConfig
@@ -20,6 +20,8 @@ from spanformer.model.norm import make_norm
 from spanformer.position import Position
 
 M = TypeVar("M", bound=LayerMemory)
+UNLIMITED = 1 << 48
+"""tokens: more than any text has"""
 AddPositions = Callable[[Position, Tensor], Tensor]
 
 
@@ -66,6 +68,12 @@ class TransformerStack(nn.Module):
         if isinstance(self.position, Position):
             return [self.position] * self.config.layers
         return [position for position in self.position if isinstance(position, Position)]
+
+    def empty_memories(self, h: Tensor) -> list[LayerMemory]:
+        """Each layer's memory before a text h [B, T, dim] that is read whole."""
+        shape = MemoryShape(len(h), self.config.groups, self.config.head_dim, dtype=h.dtype, device=h.device)
+        blocks = [block for block in self.blocks if isinstance(block, Block)]
+        return [new_memory(b.attention.mechanism, shape, lambda *_: HiddenStates(h[:, :0])) for b in blocks]
 
     def run_blocks(
         self, h: Tensor, memories: list[M], view: View, add_positions: AddPositions,
@@ -137,6 +145,12 @@ class TransformerStack(nn.Module):
         """[layers][heads] how many earlier tokens each head of `blocks` can see now."""
         read_spans(self.spans_modules())
         return [block.attention.mechanism.context_length() for block in self.blocks if isinstance(block, Block)]
+
+    def receptive_field(self) -> int:
+        """How many of a text's last tokens can affect the next one; where a layer has a recurrent state, all."""
+        parts = [part for mechanism in self.mechanisms() for part in mechanism.modules() if isinstance(part, Attention)]
+        recurrent = any(remembers_itself(part) for part in parts)
+        return UNLIMITED if recurrent else 1 + sum(map(max, self.context_length()))
 
     def distances(self) -> list[list[int]]:
         """[layers][heads] how many distances each head sees now (for dynamic spans, the latest average); a token's

@@ -119,7 +119,7 @@ DECODE = Table(
 
 LINEAR = Table(
     "Linear",
-    "int dtype threads B H Hkv T M Dv normalize elu",
+    "int dtype threads B H Hkv Tq T M Dv normalize elu",
     "float ramp",
     "rows a b v out",
     "address den decay near",
@@ -129,7 +129,26 @@ LINEAR = Table(
     "address g_den g_s1 g_z1 d_decay d_near d_s0 d_z0",
 )
 """linear attention with a state; from `g` on, for the backward pass alone"""
-TABLES = (CALL, DECODE, LINEAR)
+DELTA = Table(
+    "Delta",
+    "int dtype threads B H Hkv T D Dv segment",
+    "rows q k v out",
+    "address beta decay starts state final_state marks",
+    "rows g dq dk dv",
+    "address g_state d_beta d_decay d_state",
+)
+"""the gated delta rule over a text; from `g` on, for the backward pass alone"""
+
+GLA = Table(
+    "Gla",
+    "int dtype threads B H Hkv T D Dv segment",
+    "rows q k v out",
+    "address gates starts state final_state marks",
+    "rows g dq dk dv",
+    "address g_state d_gates d_state",
+)
+"""gated linear attention over a text; from `g` on, for the backward pass alone"""
+TABLES = (CALL, DECODE, LINEAR, DELTA, GLA)
 
 
 def differs(layout: str, tables: tuple[Table, ...] = TABLES) -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from spanformer.ops.c_layout import TABLES, Table, differs
 
-ABI = 8  # the same number as in csrc/dispatch.cpp
+ABI = 10  # the same number as in csrc/dispatch.cpp
 SEAL = b"spanformer-sha256:"  # as in csrc/build.py: a library ends with this and the digest of all bytes before it
 
 
@@ -24,6 +24,10 @@ class Library:
     decode: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
     linear_forward: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
     linear_backward: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
+    delta_forward: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
+    delta_backward: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
+    gla_forward: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
+    gla_backward: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
     isa: str
     """the instruction set chosen at run time"""
 
@@ -73,6 +77,10 @@ def load(path: Path, tables: tuple[Table, ...] = TABLES) -> Library:
         lib.spanformer_decode,
         lib.spanformer_linear_forward,
         lib.spanformer_linear_backward,
+        lib.spanformer_delta_forward,
+        lib.spanformer_delta_backward,
+        lib.spanformer_gla_forward,
+        lib.spanformer_gla_backward,
     )
     for entry in entries:
         entry.argtypes, entry.restype = [ctypes.c_void_p], None  # bytes, or a buffer

@@ -2,4 +2,5 @@
 operator only after Python has registered it."""
 
 import spanformer.ops.backends.native
-import spanformer.ops.decode.operator  # noqa: F401
+import spanformer.ops.decode.operator
+import spanformer.ops.linear.matrix_native  # noqa: F401

@@ -47,7 +47,7 @@ class Rule:
     """[H] (or one number for all): a head of reach r sees d = 0 … r − 1. The rule stores a copy, int64 on the CPU."""
     span: Tensor | None = None
     """[H] static or [B, H, Tq] dynamic: z in m = clip((ramp + z − d) / ramp, 0, 1), which multiplies the
-    weights before they are renormalised. Its gradient is nonzero only inside the ramp, 0 < m < 1."""
+    weights before they are renormalised; at least −ramp. Its gradient is nonzero only inside the ramp, 0 < m < 1."""
     ramp: float = 32.0
     """R, the width of a span's soft edge in tokens."""
     distance_bias: Tensor | None = None
@@ -116,12 +116,13 @@ class Rule:
         check_shapes(self)
         check_orders(self)
         check_max_future(self)
-        for name, span in (("span", self.span), ("key_span", self.key_span)):
+        for name, span, least in (("span", self.span, -self.ramp), ("key_span", self.key_span, 0.0)):
             if span is not None and span.device.type == "cpu" and not torch.compiler.is_compiling():
                 lowest = float(span.detach().min()) if span.numel() else 0.0
-                if not lowest >= 0:  # NaN fails too
+                if not lowest >= least:  # NaN fails too
                     raise ValueError(
-                        f"{name} of shape {list(span.shape)} holds {lowest}; expected numbers of tokens, at least 0"
+                        f"{name} of shape {list(span.shape)} holds {lowest}; expected numbers of tokens, at least "
+                        f"{least:g}"
                     )
 
     @property

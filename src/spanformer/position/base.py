@@ -45,6 +45,11 @@ class Position(nn.Module):
         """Whether it only adds to the tokens: queries, keys and rules stay as they are."""
         return type(self).encode is Position.encode and type(self).rule is Position.rule
 
+    @property
+    def adds_rule(self) -> bool:
+        """Whether it adds terms over distances to the attention's rule."""
+        return type(self).rule is not Position.rule
+
     def embed(self, x: Tensor, start: int | Tensor) -> Tensor:
         """x [B, T, dim], the embedded tokens (or a layer's input, for an encoding of that layer) at positions start,
         start + 1, …, or at positions [T] or [B, T]; absolute encodings add to them."""
@@ -92,6 +97,10 @@ class SomeHeads(Position):
     @property
     def absolute(self) -> bool:
         return self._whole[0].absolute
+
+    @property
+    def adds_rule(self) -> bool:
+        return self._whole[0].adds_rule
 
     def encode(self, q: Tensor, k: Tensor, view: Places) -> tuple[Tensor, Tensor]:
         return self._whole[0].encode_for(self._heads)(q, k, view)

@@ -28,7 +28,7 @@ class LinearCall(NamedTuple):
     """Padding is already removed: b and v are 0 there, and so is the decay."""
 
     a: Tensor
-    """[B, H, T, m] features of queries"""
+    """[B, H, Tq, m] features of queries: of the last Tq tokens with `near`, of all without"""
     b: Tensor
     """[B, Hkv, T, m] features of keys"""
     v: Tensor
@@ -36,7 +36,7 @@ class LinearCall(NamedTuple):
     decay: Tensor | None
     """[B, Hkv, T] logarithms, at most 0"""
     near: Tensor | None
-    """[1 or B, H, 1 or T]: the weight of a pair at distance d is multiplied by clip((d − near) / ramp, 0, 1)"""
+    """[1 or B, H, 1 or Tq]: the weight of a pair at distance d is multiplied by clip((d − near) / ramp, 0, 1)"""
     ramp: float
     starts: Tensor | None
     """[B, T] bool, True where a document begins: the state is emptied before that token"""
@@ -72,30 +72,29 @@ def make_call(
     documents: Tensor | None, padding: Tensor | None, near: Tensor | None, ramp: float, normalize: bool,
     elu: bool = False,
 ) -> LinearCall:  # fmt: skip
-    _check_features(a, b, v)
-    (rows, heads, tokens, _), kv = a.shape, b.shape[1]
+    _check_features(a, b, v, far=near is not None)
+    (rows, heads, queries, _), (_, kv, tokens, _) = a.shape, b.shape
     if decay is not None:
         decay = _check_decay(decay, rows, kv, tokens)
     if near is not None:
-        near = _check_near(near, ramp, rows, heads, tokens, decay)
+        near = _check_near(near, ramp, rows, heads, queries)
     if state is not None:
         _check_state(state, b, v)
     if padding is not None:
-        _check_ids("padding", padding, rows, tokens)
-        if padding.dtype != torch.bool:
-            raise ValueError(f"padding has dtype {padding.dtype}; expected torch.bool, True where a token is padding")
-        hidden = padding[:, None, :, None]
+        padding = _check_padding(padding, rows, kv, tokens)
+        hidden = padding[..., None]
         b, v = b.masked_fill(hidden, -math.inf if elu else 0), v.masked_fill(hidden, 0)  # elu(−∞) + 1 is 0
-        decay = None if decay is None else decay.masked_fill(padding[:, None], 0)
+        decay = None if decay is None else decay.masked_fill(padding, 0)
     starts = None
     if documents is not None:
-        _check_ids("documents", documents, rows, tokens)
+        if tuple(documents.shape) != (rows, tokens):
+            raise ValueError(f"documents has shape {list(documents.shape)}; expected [{rows}, {tokens}]")
         starts = torch.zeros(documents.shape, dtype=torch.bool, device=documents.device)
         starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return LinearCall(a, b, v, decay, near, float(ramp), starts, state, normalize, elu)
 
 
-def _check_features(a: Tensor, b: Tensor, v: Tensor) -> None:
+def _check_features(a: Tensor, b: Tensor, v: Tensor, *, far: bool) -> None:
     if a.ndim != 4 or b.ndim != 4 or v.ndim != 4:
         raise ValueError(
             f"a, b and v have shapes {list(a.shape)}, {list(b.shape)} and {list(v.shape)}; expected [B, H, T, m], "
@@ -103,7 +102,8 @@ def _check_features(a: Tensor, b: Tensor, v: Tensor) -> None:
         )
     if a.shape[2] == 0:
         raise ValueError("a has 0 tokens; expected at least 1")
-    if (a.shape[0], a.shape[2], a.shape[3]) != (b.shape[0], b.shape[2], b.shape[3]) or b.shape[:3] != v.shape[:3]:
+    fits = a.shape[2] <= b.shape[2] if far else a.shape[2] == b.shape[2]
+    if not fits or (a.shape[0], a.shape[3]) != (b.shape[0], b.shape[3]) or b.shape[:3] != v.shape[:3]:
         raise ValueError(
             f"a has shape {list(a.shape)}, b {list(b.shape)} and v {list(v.shape)}; expected the same batch, tokens "
             "and features, and as many heads in b as in v"
@@ -122,7 +122,7 @@ def _check_decay(decay: Tensor, rows: int, kv: int, tokens: int) -> Tensor:
     return decay.to(torch.promote_types(decay.dtype, torch.float32)).expand(rows, kv, tokens)
 
 
-def _check_near(near: Tensor, ramp: float, rows: int, heads: int, tokens: int, decay: Tensor | None) -> Tensor:
+def _check_near(near: Tensor, ramp: float, rows: int, heads: int, tokens: int) -> Tensor:
     near = near[None, :, None] if near.ndim == 1 else near
     if near.ndim != 3 or near.shape[1] != heads or near.shape[0] not in (1, rows) or near.shape[2] not in (1, tokens):
         raise ValueError(
@@ -130,8 +130,6 @@ def _check_near(near: Tensor, ramp: float, rows: int, heads: int, tokens: int, d
         )
     if not 0 < ramp < float("inf"):
         raise ValueError(f"ramp is {ramp}; expected a number above 0 beside `near`")
-    if decay is not None:
-        raise ValueError("near and decay are both given; expected one of them")
     return near.to(torch.promote_types(near.dtype, torch.float32))
 
 
@@ -147,6 +145,13 @@ def _check_state(state: LinearState, b: Tensor, v: Tensor) -> None:
         raise ValueError(f"state is {state.s.dtype} and {state.z.dtype}; expected {wide} beside inputs of {v.dtype}")
 
 
-def _check_ids(name: str, ids: Tensor, rows: int, tokens: int) -> None:
-    if tuple(ids.shape) != (rows, tokens):
-        raise ValueError(f"{name} has shape {list(ids.shape)}; expected [{rows}, {tokens}]")
+def _check_padding(padding: Tensor, rows: int, kv: int, tokens: int) -> Tensor:
+    """[B, 1 or Hkv, T]"""
+    padding = padding[:, None] if padding.ndim == 2 else padding
+    if padding.dtype != torch.bool:
+        raise ValueError(f"padding has dtype {padding.dtype}; expected torch.bool, True where a token is padding")
+    if padding.ndim != 3 or tuple(padding.shape) not in ((rows, 1, tokens), (rows, kv, tokens)):
+        raise ValueError(
+            f"padding has shape {list(padding.shape)}; expected [{rows}, {tokens}] or [{rows}, {kv}, {tokens}]"
+        )
+    return padding

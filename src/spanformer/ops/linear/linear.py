@@ -31,8 +31,6 @@ def attend_linear(
     causal: bool = True,
     documents: Tensor | None = None,
     padding: Tensor | None = None,
-    near: Tensor | None = None,
-    ramp: float = 0.0,
     elu: bool = False,
     backend: str = "auto",
 ) -> tuple[Attended, LinearState]:
@@ -41,18 +39,45 @@ def attend_linear(
     a [B, H, T, m]; b [B, Hkv, T, m]; v [B, Hkv, T, Dv]; H a multiple of Hkv. Sums of a·b must not be negative.
     decay [1 or B, Hkv, 1 or T]: the logarithm (at most 0) of what token t multiplies the state by before it joins.
     state: of earlier tokens. documents [B, T] ids: a token whose id differs from the one before begins with an empty
-    state; the state that is passed in belongs to the first token's document. padding [B, T] bool: True tokens neither
-    join nor decay. near [H] or [1 or B, H, 1 or T] multiplies the weight of a pair at distance d by
-    clip((d − near) / ramp, 0, 1), so that another mechanism can serve the nearer keys.
+    state; the state that is passed in belongs to the first token's document. padding [B, T] or [B, Hkv, T] bool: True
+    tokens neither join nor decay.
     elu: a and b are queries and keys, and their features elu + 1; the kernel then stores no features.
-    causal=False: every token sees every other, without decay, state or near.
+    causal=False: every token sees every other, without decay or state.
     A row whose sum is 0 gives zeros and −inf. All results are differentiable.
     """
     call = make_call(
-        a, b, v, decay, state, documents=documents, padding=padding, near=near, ramp=ramp, normalize=True, elu=elu
+        a, b, v, decay, state, documents=documents, padding=padding, near=None, ramp=0.0, normalize=True, elu=elu
     )  # fmt: skip
     out, lse, after = _run(call, causal, backend)
+    assert after is not None
     return Attended(out, lse), after
+
+
+def attend_far(
+    a: Tensor,
+    b: Tensor,
+    v: Tensor,
+    near: Tensor,
+    ramp: float,
+    state: LinearState | None = None,
+    *,
+    documents: Tensor | None = None,
+    padding: Tensor | None = None,
+    elu: bool = False,
+    backend: str = "auto",
+) -> Attended:
+    """Linear attention beyond a border, so that another mechanism can serve the nearer keys.
+
+    The weight of a pair at distance d is multiplied by clip((d − near) / ramp, 0, 1); keys beyond near + ramp come as a
+    state that lags behind the queries. a [B, H, Tq, m]: of the last Tq of the T tokens of b and v. near [H] or
+    [1 or B, H, 1 or Tq]; it has a gradient. state: of tokens before b's first, which all queries see in full.
+    The others as in `attend_linear`. Returns out [B, H, Tq, Dv] and lse [B, H, Tq].
+    """
+    call = make_call(
+        a, b, v, None, state, documents=documents, padding=padding, near=near, ramp=ramp, normalize=True, elu=elu
+    )  # fmt: skip
+    out, lse, _ = _run(call, True, backend)
+    return Attended(out, lse)
 
 
 def sum_linear(
@@ -73,10 +98,12 @@ def sum_linear(
         a, b, v, decay, state, documents=documents, padding=padding, near=None, ramp=0.0, normalize=False
     )  # fmt: skip
     numerator, denominator, after = _run(call, causal, backend)
+    assert after is not None
     return (numerator, denominator), after
 
 
-def _run(call: LinearCall, causal: bool, backend: str) -> tuple[Tensor, Tensor, LinearState]:
+def _run(call: LinearCall, causal: bool, backend: str) -> tuple[Tensor, Tensor, LinearState | None]:
+    """The state is None with `near`."""
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
     if not causal:

@@ -39,7 +39,7 @@ def unusable() -> list[str]:
     return [problem] if problem else []
 
 
-def run_native(call: LinearCall) -> tuple[Tensor, Tensor, LinearState]:
+def run_native(call: LinearCall) -> tuple[Tensor, Tensor, LinearState | None]:
     decay = None if call.decay is None else call.decay.float()
     near = None if call.near is None else call.near.float()
     s, z = (None, None) if call.state is None else call.state
@@ -49,10 +49,11 @@ def run_native(call: LinearCall) -> tuple[Tensor, Tensor, LinearState]:
         out, den, s1, z1 = _Linear.apply(*inputs, fixed)
     else:
         out, den, s1, z1 = _forward(_laid(inputs), fixed)
+    state = None if s1 is None or z1 is None else LinearState(s1, z1)
     if not call.normalize:
-        return out, den, LinearState(s1, z1)
+        return out, den, state
     nothing = den == 0
-    return out, torch.where(nothing, -math.inf, torch.where(nothing, 1, den).log()), LinearState(s1, z1)
+    return out, torch.where(nothing, -math.inf, torch.where(nothing, 1, den).log()), state
 
 
 class _Linear(torch.autograd.Function):
@@ -82,25 +83,28 @@ def _dense(t: Tensor | None) -> Tensor | None:
     return t if t is None or (t.stride(3) == 1 and 1 not in t.stride()[:3] and not t.is_neg()) else as_laid(t)
 
 
-def _forward(inputs: Inputs, fixed: Fixed) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    a, _, v, *_ = inputs
+def _forward(inputs: Inputs, fixed: Fixed) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    a, _, v, _, near, *_ = inputs
     assert a is not None and v is not None
     (batch, heads, tokens, m), (kv, dv) = a.shape, v.shape[1::2]
     out = torch.empty_like(a) if m == dv else a.new_empty((batch, heads, tokens, dv))
     den = a.new_empty((batch, heads, tokens), dtype=torch.float32)
-    s1 = a.new_empty((batch, kv, m, dv), dtype=torch.float32)
-    z1 = s1.new_empty((batch, kv, m))
+    s1 = z1 = None
+    if near is None:
+        s1 = a.new_empty((batch, kv, m, dv), dtype=torch.float32)
+        z1 = s1.new_empty((batch, kv, m))
     kernel.library().linear_forward(_pack(inputs, fixed, (out, den, s1, z1), _NO_GRADIENTS))
     return out, den, s1, z1
 
 
 def _backward(
-    inputs: Inputs, fixed: Fixed, results: Sequence[Tensor], grads: Inputs, wanted: Sequence[bool]
+    inputs: Inputs, fixed: Fixed, results: Inputs, grads: Inputs, wanted: Sequence[bool]
 ) -> list[Tensor | None]:
     """Gradients of the seven inputs; None where not wanted."""
     a, b, v, decay, near, s, z = inputs
     g_out, g_den, g_s1, g_z1 = grads
     assert a is not None and b is not None and v is not None
+    assert results[0] is not None
     g = _dense(torch.zeros_like(results[0]) if g_out is None else g_out)
     assert g is not None
     g_den, g_s1, g_z1 = (None if t is None else as_laid(t) for t in (g_den, g_s1, g_z1))
@@ -117,16 +121,17 @@ def _backward(
     return [da, db, dv, d_decay, d_near, d_s, d_z]
 
 
-def _pack(inputs: Inputs, fixed: Fixed, results: Sequence[Tensor], gradients: tuple[int, ...]) -> bytes:
+def _pack(inputs: Inputs, fixed: Fixed, results: Inputs, gradients: tuple[int, ...]) -> bytes:
     a, b, v, decay, near, s, z = inputs
     out, den, s1, z1 = results
     assert a is not None and b is not None and v is not None
-    (batch, heads, tokens, m), (kv, dv) = a.shape, v.shape[1::2]
+    assert out is not None and den is not None
+    (batch, heads, queries, m), (_, kv, tokens, dv) = a.shape, v.shape
     strides = (
         (0, 0, 0) if near is None else [n if size > 1 else 0 for n, size in zip(near.stride(), near.shape, strict=True)]
     )
     return LINEAR.pack(
-        DTYPES[v.dtype], torch.get_num_threads(), batch, heads, kv, tokens, m, dv, fixed.normalize,
+        DTYPES[v.dtype], torch.get_num_threads(), batch, heads, kv, queries, tokens, m, dv, fixed.normalize,
         fixed.elu, fixed.ramp,
         *rows(a), *rows(b), *rows(v), *rows(out), den.data_ptr(), _address(decay), _address(near), *strides,
         *map(_address, (fixed.starts, s, z, s1, z1)), *gradients,

@@ -15,16 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spanformer.ops.linear.call import LinearCall, LinearState
-from spanformer.ops.linear.reference import finish
+from spanformer.ops.linear.reference import far_weight, finish
 
 CHUNK = 64
 
 
-def run_portable(call: LinearCall) -> tuple[Tensor, Tensor, LinearState]:
+def run_portable(call: LinearCall) -> tuple[Tensor, Tensor, LinearState | None]:
     call, spoilt = _finite(call)
-    numerator, denominator, state = _run_chunks(call)
+    numerator, denominator, state = _far_pairs(call) if call.near is not None else _run_chunks(call)
     numerator = numerator.masked_fill(spoilt[..., None], torch.nan)
     denominator = denominator.masked_fill(spoilt, torch.nan)
+    if state is None:
+        return *finish(call, numerator, denominator), None
     last = spoilt[:, :: call.a.shape[1] // call.b.shape[1], -1, None]
     after = LinearState(state.s.masked_fill(last[..., None], torch.nan), state.z.masked_fill(last, torch.nan))
     return *finish(call, numerator, denominator), after
@@ -39,7 +41,8 @@ def _finite(call: LinearCall) -> tuple[LinearCall, Tensor]:
     count = wrong.cumsum(2)
     if call.starts is not None:
         count = count - torch.where(call.starts[:, None], count - wrong.long(), 0).cummax(2).values
-    spoilt = (count > 0).repeat_interleave(a.shape[1] // b.shape[1], 1) | ~good[0].all(3)
+    seen = (count > 0)[:, :, b.shape[2] - a.shape[2] :]
+    spoilt = seen.repeat_interleave(a.shape[1] // b.shape[1], 1) | ~good[0].all(3)
     return call._replace(a=a, b=b, v=v, decay=decay[0][..., 0] if decay else None), spoilt
 
 
@@ -69,17 +72,13 @@ def _run_chunks(call: LinearCall) -> tuple[Tensor, Tensor, LinearState]:
             joins = joins * (run[:, n] == newest[:, None])[:, None]
             kept = kept * (alive == newest)[:, None, None]
             alive = newest
-        if call.near is None:
-            inside = _inside(a[:, :, :, n], b[:, :, n], decayed, None if run is None else run[:, n])
-            numerators.append(inside @ v[:, :, None, n] + queries @ s[:, :, None])
-            denominators.append(inside.sum(4) + (queries * z[:, :, None, None]).sum(4))
+        inside = _inside(a[:, :, :, n], b[:, :, n], decayed, None if run is None else run[:, n])
+        numerators.append(inside @ v[:, :, None, n] + queries @ s[:, :, None])
+        denominators.append(inside.sum(4) + (queries * z[:, :, None, None]).sum(4))
         s = kept[..., None] * s + (b[:, :, n] * joins[..., None]).transpose(2, 3) @ v[:, :, n]
         z = kept * z + (b[:, :, n] * joins[..., None]).sum(2)
-    if call.near is not None:
-        numerator, denominator = _far_pairs(call)
-    else:
-        numerator = torch.stack(numerators, 3).flatten(3, 4).flatten(1, 2)[:, :, :tokens]
-        denominator = torch.stack(denominators, 3).flatten(3, 4).flatten(1, 2)[:, :, :tokens]
+    numerator = torch.stack(numerators, 3).flatten(3, 4).flatten(1, 2)[:, :, :tokens]
+    denominator = torch.stack(denominators, 3).flatten(3, 4).flatten(1, 2)[:, :, :tokens]
     return numerator, denominator, LinearState(s, z)
 
 
@@ -93,50 +92,43 @@ def _inside(a: Tensor, b: Tensor, sums: Tensor, run: Tensor | None) -> Tensor:
     return (a @ b[:, :, None].transpose(3, 4)) * factor[:, :, None]  # e^(G_i − G_j), 0 where hidden
 
 
-def _far_pairs(call: LinearCall) -> tuple[Tensor, Tensor]:
+def _far_pairs(call: LinearCall) -> tuple[Tensor, Tensor, None]:
     """Pairs weighted by clip((d − near) / ramp, 0, 1), queries by chunks. A chunk's keys that are farther than every
     query's ramp come as one sum."""
     assert call.near is not None
-    shared, tokens = call.a.shape[1] // call.b.shape[1], call.v.shape[2]
+    (_, heads, queries, _), tokens = call.a.shape, call.v.shape[2]
+    shared, skipped = heads // call.b.shape[1], tokens - queries
     a, b, v = (t.to(call.wide) for t in (call.a, call.b, call.v))
     s, z, b, v = (t.repeat_interleave(shared, 1) for t in (*call.initial(), b, v))
-    near = call.near.expand(-1, -1, tokens)
-    far = near.detach().amax()
-    run = None if call.starts is None else call.starts.cumsum(1)
-    lag = max(0, int(far + call.ramp) + 1)  # the host waits: the number of keys beside the state is a shape
-    numerators, denominators, begin = [], [], 0
-    for start in range(0, tokens, CHUNK):
-        stop = min(start + CHUNK, tokens)
-        upto = max(begin, start - lag)
-        joined, alive = slice(begin, upto), None
-        if run is not None and upto > begin:
-            newest = run[:, upto - 1]
+    near = call.near.expand(-1, -1, queries)
+    run = v.new_zeros((len(v), tokens), dtype=torch.long) if call.starts is None else call.starts.cumsum(1)
+    lag = max(0, int(near.detach().amax() + call.ramp) + 1)  # the host waits: how many keys stay pairs is a shape
+    numerators, denominators, begin, alive = [], [], 0, torch.zeros_like(run[:, 0])
+    for start in range(skipped, tokens, CHUNK):
+        stop, upto = min(start + CHUNK, tokens), max(begin, start - lag)
+        if upto > begin:
+            newest, joined = run[:, upto - 1], slice(begin, upto)
             mine = (run[:, joined] == newest[:, None])[:, None, :, None]
-            kept = (run[:, begin - 1 if begin else 0] == newest)[:, None, None, None]
+            kept = (alive == newest)[:, None, None, None]
             s = s * kept + (b[:, :, joined] * mine).transpose(2, 3) @ v[:, :, joined]
             z = z * kept[..., 0] + (b[:, :, joined] * mine).sum(2)
-        elif upto > begin:
-            s = s + b[:, :, joined].transpose(2, 3) @ v[:, :, joined]
-            z = z + b[:, :, joined].sum(2)
-        begin = upto
-        at = torch.arange(start, stop, device=a.device)
-        distance = at[:, None] - torch.arange(begin, stop, device=a.device)
-        weight = ((distance - near[:, :, start:stop, None]) / call.ramp).clamp(0, 1) * (distance >= 0)
-        queries = a[:, :, start:stop]
-        if run is not None:
-            weight = weight * (run[:, None, start:stop, None] == run[:, None, None, begin:stop])
-            alive = (run[:, start:stop] == run[:, begin - 1 if begin else 0, None])[:, None, :, None]
-        pairs = (queries @ b[:, :, begin:stop].transpose(2, 3)) * weight
-        queries = queries if alive is None else queries * alive
-        numerators.append(pairs @ v[:, :, begin:stop] + queries @ s)
-        denominators.append(pairs.sum(3) + (queries * z[:, :, None]).sum(3))
-    return torch.cat(numerators, 2), torch.cat(denominators, 2)
+            begin, alive = upto, newest
+        rows = slice(start - skipped, stop - skipped)
+        at = torch.arange(begin, stop, device=a.device)
+        distance = at[start - begin :, None] - at
+        weight = far_weight(distance, near[:, :, rows], call.ramp)
+        weight = weight * (run[:, None, start:stop, None] == run[:, None, None, begin:stop])
+        pairs = (a[:, :, rows] @ b[:, :, begin:stop].transpose(2, 3)) * weight
+        earlier = a[:, :, rows] * (run[:, start:stop] == alive[:, None])[:, None, :, None]
+        numerators.append(pairs @ v[:, :, begin:stop] + earlier @ s)
+        denominators.append(pairs.sum(3) + (earlier * z[:, :, None]).sum(3))
+    return torch.cat(numerators, 2), torch.cat(denominators, 2), None
 
 
 def run_whole(call: LinearCall) -> tuple[Tensor, Tensor, LinearState]:
     """Both directions: one sum over all keys, or one for each document."""
-    if call.decay is not None or call.state is not None or call.near is not None:
-        raise ValueError("causal is False beside decay, state or near; expected a causal call, or none of them")
+    if call.decay is not None or call.state is not None:
+        raise ValueError("causal is False beside decay or state; expected a causal call, or none of them")
     shared = call.a.shape[1] // call.b.shape[1]
     a, b, v = (t.to(call.wide) for t in (call.a, call.b, call.v))
     if call.starts is None:

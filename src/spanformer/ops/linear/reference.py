@@ -14,8 +14,10 @@ from torch import Tensor
 from spanformer.ops.linear.call import LinearCall, LinearState
 
 
-def run_reference(call: LinearCall) -> tuple[Tensor, Tensor, LinearState]:
+def run_reference(call: LinearCall) -> tuple[Tensor, Tensor, LinearState | None]:
     a, b, v = (t.to(call.wide) for t in (call.a, call.b, call.v))
+    if call.near is not None:
+        return *finish(call, *_pairs(call, a, b, v)), None
     shared = a.shape[1] // b.shape[1]
     s, z = call.initial()
     numerators, denominators = [], []
@@ -32,26 +34,32 @@ def run_reference(call: LinearCall) -> tuple[Tensor, Tensor, LinearState]:
         numerators.append((query * s.repeat_interleave(shared, 1)).sum(2))
         denominators.append((query[..., 0] * z.repeat_interleave(shared, 1)).sum(2))
     numerator, denominator = torch.stack(numerators, 2), torch.stack(denominators, 2)
-    if call.near is not None:
-        numerator, denominator = _pairs(call, a, b, v)
     return *finish(call, numerator, denominator), LinearState(s, z)
 
 
 def _pairs(call: LinearCall, a: Tensor, b: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     assert call.near is not None
-    shared, tokens = a.shape[1] // b.shape[1], v.shape[2]
+    shared, tokens, queries = a.shape[1] // b.shape[1], v.shape[2], a.shape[2]
     s, z, b, v = (t.repeat_interleave(shared, 1) for t in (*call.initial(), b, v))
     at = torch.arange(tokens, device=v.device)
-    distance = at[:, None] - at
-    weight = ((distance - call.near[..., None]) / call.ramp).clamp(0, 1) * (distance >= 0)  # [1 or B, H, T, T]
-    alive = a.new_ones((a.shape[0], 1, tokens, 1))
+    distance = at[tokens - queries :, None] - at
+    weight = far_weight(distance, call.near, call.ramp)  # [1 or B, H, Tq, T]
+    alive = a.new_ones((a.shape[0], 1, queries, 1))
     if call.starts is not None:
         run = call.starts.cumsum(1)
-        weight = weight * (run[:, None, :, None] == run[:, None, None, :])
-        alive = (run == 0)[:, None, :, None].to(a.dtype)
+        mine = run[:, None, tokens - queries :, None]
+        weight = weight * (mine == run[:, None, None, :])
+        alive = (mine == 0).to(a.dtype)
     pairs = (a @ b.transpose(2, 3)) * weight
     earlier = a * alive
     return pairs @ v + earlier @ s, pairs.sum(3) + (earlier * z[:, :, None]).sum(3)
+
+
+def far_weight(distance: Tensor, near: Tensor, ramp: float) -> Tensor:
+    """clip((d − near) / ramp, 0, 1) [1 or B, H, Tq, T] of near [1 or B, H, 1 or Tq]; 0 for the future. Its
+    gradient lives strictly inside the ramp, as that of spans; torch.clamp has one at the ends too."""
+    x = (distance - near[..., None]) / ramp
+    return torch.where((x > 0) & (x < 1), x, x.detach().clamp(0, 1)) * (distance >= 0)
 
 
 def finish(call: LinearCall, numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:

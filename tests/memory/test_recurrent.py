@@ -1,0 +1,243 @@
+"""The memory of recurrent states: segments, decoding, cropping, documents, and mixtures with windows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from spanformer import LM, Encoder
+from spanformer.attention import MixedMemory
+from spanformer.memory import ByHead, Cache, Recurrent
+from spanformer.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, PositionConfig
+
+KINDS = (
+    "linear",
+    "performer(16)",
+    "gated_rfa(8)",
+    "retention(learned=true)",
+    "2 adaptive_span + 2 linear",
+    "2 performer(16) + 2 retention",
+)
+
+
+def make(kind: str, position: str = "none", **more) -> LM:
+    torch.manual_seed(0)
+    config = ModelConfig(vocab=31, dim=32, layers=2, heads=4, kv_heads=2, position=PositionConfig(kind=position),
+                         attention=AttentionConfig(kind=kind, max_span=64, init=0.2, **more))  # fmt: skip
+    return LM(config).double().eval()
+
+
+@pytest.fixture(params=KINDS)
+def lm(request: pytest.FixtureRequest) -> LM:
+    return make(request.param, "none" if " linear" in request.param or request.param == "linear" else "rotary")
+
+
+def text(rows: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(31, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("cuts", [[1, 2, 3], [4, 64, 70], [99]])
+def test_segments_equal_one_pass(lm: LM, cuts: list[int]) -> None:
+    x, parts, state = text(2, 100), [], None
+    for piece in x.tensor_split(cuts, 1):
+        found = lm(piece, state)
+        parts.append(found.logits)
+        state = found.state
+    torch.testing.assert_close(torch.cat(parts, 1), lm(x).logits)
+
+
+@pytest.mark.parametrize("slack", [0, 5])
+@pytest.mark.parametrize("sizes", [[1] * 20, [3, 1, 8, 8]])
+def test_cache_equals_one_pass_with_and_without_slack(lm: LM, sizes: list[int], slack: int) -> None:
+    x, cache = text(2, 20), lm.cache(2, slack=slack)
+    parts = [lm.decode(piece, cache) for piece in x.split(sizes, 1)]
+    torch.testing.assert_close(torch.cat([p for p in parts if p is not None], 1), lm(x).logits)
+
+
+def test_rows_of_different_lengths(lm: LM) -> None:
+    x, cache, lengths = text(3, 14), lm.cache(3, slack=3), torch.tensor([9, 4, 0])
+    lm.decode(x[:, :9], cache, lengths=lengths)
+    after = lm.decode(x[:, 9:], cache)
+    assert after is not None
+    for row, n in enumerate(lengths.tolist()):
+        whole = lm(torch.cat([x[row : row + 1, :n], x[row : row + 1, 9:]], 1)).logits
+        torch.testing.assert_close(after[row], whole[0, n:])
+
+
+def test_cache_is_cropped_reordered_forked_and_saved(lm: LM, tmp_path: Path) -> None:
+    """Twice, so that what is taken back is the second time what was read after the first."""
+    x, cache = text(3, 40), lm.cache(3, slack=4)
+    lm.decode(x[:, :20], cache)
+    cache.crop(torch.tensor([20, 17, 16]))
+    for row, n in enumerate((20, 17, 16)):
+        assert cache.seen[row] == n
+    kept = [torch.cat([x[row, :n], x[row, 30:33]]) for row, n in enumerate((20, 17, 16))]
+    lm.decode(x[:, 30:33], cache)
+    cache.crop(cache.seen - torch.tensor([3, 0, 1]))
+    kept = [ids[: len(ids) - back] for ids, back in zip(kept, (3, 0, 1), strict=True)]
+    cache.reorder(torch.tensor([2, 1]))
+    cache.save(tmp_path / "cache")
+    fork = Cache.load(tmp_path / "cache", lm).fork(2)
+    for one, rows in ((cache, [2, 1]), (fork, [2, 2, 1, 1])):
+        after = lm.decode(x[rows, 34:], one)
+        assert after is not None
+        for n, row in enumerate(rows):
+            whole = lm(torch.cat([kept[row], x[row, 34:]])[None]).logits
+            torch.testing.assert_close(after[n], whole[0, len(kept[row]) :])
+
+
+def test_crop_of_some_rows_leaves_the_others_bit_identical(lm: LM) -> None:
+    x, cache = text(2, 12), lm.cache(2, slack=4)
+    lm.decode(x, cache)
+    before = [part.state["s"] for part in cache.parts() if isinstance(part, Recurrent)]
+    cache.crop(torch.tensor([12, 10]))
+    after = [part.state["s"] for part in cache.parts() if isinstance(part, Recurrent)]
+    assert all(torch.equal(a[0], b[0]) and not torch.equal(a[1], b[1]) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("slack", "said"), [(2, "row 0 cannot be cropped"), (0, "cannot take tokens back|row 0 cannot")]
+)
+def test_crop_beyond_slack_changes_nothing(lm: LM, slack: int, said: str) -> None:
+    x, cache = text(1, 80), lm.cache(1, slack=slack)
+    lm.decode(x, cache)
+    with pytest.raises(ValueError, match=said):
+        cache.crop(torch.tensor([74]))
+    assert cache.seen.tolist() == [80]
+    torch.testing.assert_close(lm.decode(x[:, :1], cache), lm(torch.cat([x, x[:, :1]], 1)).logits[:, -1:])
+
+
+def test_bytes_are_a_state_and_slack_tokens() -> None:
+    """float64: s and z of 2 KV heads, a document id, and for slack one state more and keys and values of n tokens."""
+    lm, state = make("linear"), 2 * 8 * (8 + 1) * 8
+    assert lm.cache(3).bytes() == 2 * 3 * (state + 8)
+    assert lm.cache(3, slack=7).bytes() == 2 * 3 * (2 * state + 8 + 7 * (2 * 2 * 8 * 8 + 1))
+    cache = lm.cache(3, slack=7)
+    lm.decode(text(3, 50), cache)
+    assert cache.bytes() == lm.cache(3, slack=7).bytes()
+    held = {t.untyped_storage().nbytes() for part in cache.parts() for t in part.tensors().values()}  # pyright: ignore
+    assert held == {t.numel() * t.element_size() for part in cache.parts() for t in part.tensors().values()}  # pyright: ignore
+
+
+def test_documents_begin_with_an_empty_state(lm: LM) -> None:
+    """Over segments, of which one begins with a document and another within one."""
+    x = text(2, 30)
+    documents = torch.tensor([[0] * 10 + [1] * 20, [4] * 3 + [5] * 14 + [6] * 13])
+    parts, state = [], None
+    for piece, ids in zip(x.split([10, 9, 11], 1), documents.split([10, 9, 11], 1), strict=True):
+        found = lm(piece, state, documents=ids)
+        parts.append(found.logits)
+        state = found.state
+    logits = torch.cat(parts, 1)
+    if lm.config.position.kind == "none":
+        for row in range(2):
+            for document in documents[row].unique():
+                mine = documents[row] == document
+                torch.testing.assert_close(logits[row, mine], lm(x[row : row + 1, mine]).logits[0])
+    torch.testing.assert_close(logits, lm(x, documents=documents).logits)
+
+
+def test_padding_changes_no_state(lm: LM) -> None:
+    if lm.config.position.kind != "none":
+        pytest.skip("positions count padding")
+    x, padding = text(1, 20), torch.zeros(1, 20, dtype=torch.bool)
+    padding[0, :4] = padding[0, 9:12] = True
+    if isinstance(lm.mechanisms()[0], MixedMemory):
+        padding[0, 9:12] = False  # distances of windows count padding
+    found = lm(x[:, 10:], lm(x[:, :10], padding=padding[:, :10]).state, padding=padding[:, 10:]).logits
+    real = ~padding[0, 10:]
+    torch.testing.assert_close(found[:, real], lm(x[:, ~padding[0]]).logits[:, -int(real.sum()) :])
+
+
+def test_states_are_detached_and_gradients_reach_every_parameter(lm: LM) -> None:
+    state = lm(text(2, 6, seed=1)).state
+    assert not any(t.requires_grad for t in state.tensors().values())
+    x = text(2, 9)
+    found = lm(x, state, targets=x)
+    assert found.nll is not None
+    (found.nll.mean() + found.penalty).backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in lm.parameters())
+
+
+def test_checkpointing_gives_the_same_gradients_and_state(lm: LM) -> None:
+    x, found = text(2, 20), []
+    for checkpointing in (False, True):
+        lm.checkpointing = checkpointing
+        lm.zero_grad()
+        output = lm(x[:, 10:], lm(x[:, :10]).state, targets=x[:, 10:])
+        assert output.nll is not None
+        output.nll.mean().backward()
+        grads = [p.grad.clone() for p in lm.parameters() if p.grad is not None]
+        found.append((grads, list(output.state.tensors().values())))
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_rows_and_stack_of_states(lm: LM) -> None:
+    x, more = text(4, 9), text(4, 5, seed=1)
+    state = lm(x).state
+    halves = [lm(more[some], state.rows(some)) for some in (slice(0, 2), slice(2, 4))]
+    torch.testing.assert_close(torch.cat([h.logits for h in halves]), lm(more, state).logits)
+    joined = type(state).stack([h.state for h in halves])
+    for name, t in lm(more, state).state.tensors().items():
+        torch.testing.assert_close(joined.tensors()[name], t)
+
+
+def test_segment_runs_twice_from_one_state(lm: LM) -> None:
+    state = lm(text(2, 9)).state
+    first, second = (lm(text(2, 5, seed=1), state) for _ in range(2))
+    assert torch.equal(first.logits, second.logits)
+
+
+def test_mixture_has_rings_for_some_heads_and_a_state_for_others() -> None:
+    lm = make("2 adaptive_span + 2 linear")
+    (rings, state), layer = lm.cache(1).parts()[:2], lm.start(1).layers[0]
+    assert isinstance(layer, ByHead) and isinstance(state, Recurrent) and not isinstance(rings, Recurrent)
+
+
+@pytest.mark.parametrize("kind", ["linear", "performer(16)", "2 rfa(8) + 2 window(5)"])
+def test_encoder_sees_both_directions(kind: str) -> None:
+    torch.manual_seed(0)
+    config = ModelConfig(vocab=31, dim=32, layers=2, heads=4, kind="encoder", attention=AttentionConfig(kind=kind),
+                         position=PositionConfig(kind="none"),
+                         feedforward=FeedForwardConfig(kind="none"))  # fmt: skip
+    model = Encoder(config).double().eval()
+    x = text(2, 20)
+    changed = x.clone()
+    changed[:, -1] = (x[:, -1] + 1) % 31
+    assert not torch.equal(model(x).logits[:, 0], model(changed).logits[:, 0])
+    padding = torch.arange(20) >= torch.tensor([20, 12])[:, None]
+    torch.testing.assert_close(model(x, padding=padding).logits[1, :12], model(x[1:, :12]).logits[0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "position", "said"),
+    [
+        ("linear", "rotary", "LinearAttention does not support this position encoding: .* use none, sinusoidal, sinus"),
+        ("2 window(3) + 2 linear", "alibi", "LinearAttention does not support this position encoding"),
+        ("performer(16)", "alibi", "Performer does not support this position encoding: .* learned_per_layer or rotary"),
+        ("retention", "t5", "Retention does not support this position encoding"),
+    ],
+)
+def test_positions_that_cannot_act_are_refused(kind: str, position: str, said: str) -> None:
+    for use in (lambda lm: lm(text(1, 4)), lambda lm: lm.cache(1)):
+        with pytest.raises(ValueError, match=said):
+            use(make(kind, position))
+
+
+def test_dropout_of_weights_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"model\.attention\.dropout is 0\.1, and LinearAttention has no attention weig"
+    ):
+        make("2 window(3) + 2 linear", dropout=0.1)
+
+
+def test_state_of_another_batch_or_dtype_is_refused() -> None:
+    lm = make("linear")
+    state, cache = lm(text(2, 5)).state, lm.cache(1)
+    with pytest.raises(ValueError, match=r"s has 2 rows of torch\.float64 on cpu, and the new tokens need 3 rows"):
+        lm(text(3, 4), state)
+    with pytest.raises(ValueError, match=r"need 1 rows of torch\.float32 on cpu; begin with this model's start\(\)"):
+        lm.float().decode(text(1, 3), cache)
