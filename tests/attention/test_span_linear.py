@@ -235,9 +235,7 @@ def test_later_tokens_change_no_earlier_logit(lm: LM) -> None:
 
 def test_distance_tables_are_refused() -> None:
     attention = AttentionConfig(kind="span_linear", max_span=12)
-    with pytest.raises(
-        ValueError, match=r"SpanLinear does not support this position encoding: its state has no distances"
-    ):
+    with pytest.raises(ValueError, match="SpanLinear does not support this position encoding: its state"):
         lm = LM(
             ModelConfig(vocab=9, dim=16, layers=1, heads=2, attention=attention, position=PositionConfig(kind="alibi"))
         )

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from spanformer import LM, Encoder
 from spanformer.attention import MixedMemory
+from spanformer.infer import Sampling, generate
+from spanformer.inspect.attention_maps import attention_maps
+from spanformer.inspect.clocks import AttentionClock
 from spanformer.memory import ByHead, Cache, Recurrent
 from spanformer.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, PositionConfig
 
@@ -195,6 +198,43 @@ def test_mixture_has_rings_for_some_heads_and_a_state_for_others() -> None:
     lm = make("2 adaptive_span + 2 linear")
     (rings, state), layer = lm.cache(1).parts()[:2], lm.start(1).layers[0]
     assert isinstance(layer, ByHead) and isinstance(state, Recurrent) and not isinstance(rings, Recurrent)
+
+
+def test_whole_prompt_matters(lm: LM) -> None:
+    """More of it than the spans of any layer reach."""
+    assert lm.receptive_field() > 10**12 and make("window(5)").receptive_field() == 9
+    x, read = text(1, 300)[0], []
+    (piece,) = generate(lm, x, max_tokens=1, sampling=Sampling(temperature=0), on_read=lambda n, *_: read.append(n))
+    assert piece.id == int(lm(x[None]).logits[0, -1].argmax()) and read[-1] == 300
+
+
+@pytest.mark.parametrize("position", ["none", "rotary"])
+@pytest.mark.parametrize(
+    "kind", ["linear", "performer(16)", "rfa(16)", "gated_rfa(16)", "2 window(5) + 2 performer(16)"]
+)
+def test_attention_maps_give_the_outputs(kind: str, position: str) -> None:
+    """Weights times values, by hooks on the layer's projections."""
+    if kind == "linear" and position == "rotary":
+        return
+    lm, x, found = make(kind, position), text(1, 30), {}
+    attention = lm.layers()[0].attention
+    attention.out.register_forward_pre_hook(lambda module, args: found.update(out=args[0]))
+    attention.value.register_forward_hook(lambda module, args, out: found.update(v=out))
+    weights = attention_maps(lm, x[0])[0]
+    v = found["v"].view(30, 2, 8).transpose(0, 1).repeat_interleave(2, 0)
+    torch.testing.assert_close((weights @ v).transpose(0, 1).flatten(1), found["out"][0])
+    assert "run" not in vars(attention.mechanism) and not bool(weights.triu(1).any())
+
+
+def test_clock_times_every_part_and_leaves_no_trace(lm: LM) -> None:
+    parts = [p for m in lm.mechanisms() for p in (m.each() if isinstance(m, MixedMemory) else [m])]
+    with AttentionClock(lm) as clock:
+        lm(text(2, 20)).logits.sum().backward()
+        assert len(clock.mechanisms) == len(parts) and not clock.running
+    assert clock.seconds > 0 and not any("run" in vars(part) for part in parts)
+    seconds = clock.seconds
+    lm(text(2, 20))
+    assert clock.seconds == seconds
 
 
 @pytest.mark.parametrize("kind", ["linear", "performer(16)", "2 rfa(8) + 2 window(5)"])

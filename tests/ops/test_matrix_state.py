@@ -7,7 +7,7 @@ of the largest value.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -41,8 +41,9 @@ class Case:
 
 
 def both(**options) -> list[Case]:
-    """The same case of both operations; gates are no option of gated linear attention."""
-    return [Case(**options), Case(op="gated", **{"decay": 0.3} | options)]
+    """The same case of both operations; gated linear attention has no call without gates."""
+    case = Case(**options)
+    return [case, replace(case, op="gated", decay=case.decay or 0.3)]
 
 
 CASES = [
@@ -293,7 +294,7 @@ def test_native_is_an_operator_for_torch_compile() -> None:
         torch.ops.spanformer.matrix_state.default, (*learning, None, True),
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )  # fmt: skip
-    compiled = torch.compile(lambda *given: attend_delta(*given), backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(attend_delta, backend="aot_eager", fullgraph=True)
     grads = []
     for run in (compiled, attend_delta):
         out, after = run(*learning)
@@ -323,10 +324,10 @@ def test_native_is_an_operator_for_torch_compile() -> None:
 def test_bad_input_is_one_sentence(change: dict, said: str) -> None:
     given = {name: torch.ones(1, 2, 5, 4) for name in "qkv"} | {"beta": torch.ones(1, 2, 5)} | change
     with pytest.raises(ValueError, match=said):
-        attend_delta(**given)
+        attend_delta(**given)  # pyright: ignore[reportArgumentType]
 
 
 def test_native_refuses_what_it_cannot_serve() -> None:
     inputs, _ = make(Case())
-    with pytest.raises(ValueError, match="'native' cannot serve this call: v has dtype torch.float64"):
+    with pytest.raises(ValueError, match="'native' cannot serve this call: v has dtype"):
         attend_delta(**inputs, backend="native")

@@ -1,7 +1,7 @@
 """Gated linear attention and gated delta networks from their equations: one token after the other, one text at a time.
 
-Shapes: B batch, H heads (and as many key/value heads), T tokens, D head size. x [B, T, dim] is what a layer's queries and
-keys are made of, m its mechanism.
+Shapes: B batch, H heads (and as many key/value heads), T tokens, D head size. x [B, T, dim] is what a layer's queries
+and keys are made of, m its mechanism.
 """
 
 from __future__ import annotations

@@ -111,8 +111,8 @@ class Performer(RecurrentAttention):
         self.clock[1] += 1
         seed, steps = self.clock.cpu()
         if int(steps) % self.redraw == 0:
-            drawn = orthogonal_features(*self.omega.shape, _generator(seed, int(steps)))
-            self.omega.copy_(drawn)
+            features, head_dim = self.omega.shape
+            self.omega.copy_(orthogonal_features(features, head_dim, _generator(seed, int(steps))))
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", relu=True" if self.relu else "") + f", redraw={self.redraw}"

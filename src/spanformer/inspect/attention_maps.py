@@ -220,7 +220,7 @@ class _WatchState(_Watch):
             self.found, self.keys = [(Attended(weights, found.lse), 0.0)], q.shape[2]
             return found, state
 
-        mechanism.run = run
+        mechanism.run = run  # pyright: ignore[reportAttributeAccessIssue]
         if self.persistent is not None:
             self.hooks = [self.persistent.register_forward_hook(self._observe_persistent)]
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
+from spanformer.attention import MixedMemory
 from spanformer.model.stack import TransformerStack
+from spanformer.ops import Attended
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "mkldnn_linear", "_linear_pointwise"}
 """operators that multiply matrices, PyTorch's and oneDNN's"""
@@ -16,11 +20,12 @@ PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "mkldnn_linear", "_linear
 
 class AttentionClock:
     """Times every mechanism's forward pass, and its backward pass from the gradient of its result to that of its
-    queries, keys and values, by hooks."""
+    queries, keys and values, by hooks. Heads with a recurrent state have no such pass, and their `run` is timed."""
 
     def __init__(self, model: TransformerStack) -> None:
         cross = [block.cross.mechanism for block in model.layers() if block.cross is not None]
-        self.mechanisms, self.seconds = [*model.mechanisms(), *cross], 0.0
+        layers = (m.each() if isinstance(m, MixedMemory) else [m] for m in model.mechanisms())
+        self.mechanisms, self.seconds = [*(part for layer in layers for part in layer), *cross], 0.0
         self.running = 0
         """calls under way, forward or backward"""
         self.hooks: list[RemovableHandle] = []
@@ -29,6 +34,9 @@ class AttentionClock:
 
     def __enter__(self) -> AttentionClock:
         for mechanism in self.mechanisms:
+            if hasattr(mechanism, "run"):
+                mechanism.run = self._timed(mechanism)  # pyright: ignore[reportArgumentType]
+                continue
             self.hooks.append(mechanism.register_forward_pre_hook(self._before))
             self.hooks.append(mechanism.register_forward_hook(self._after))
         return self
@@ -36,6 +44,18 @@ class AttentionClock:
     def __exit__(self, *_exception) -> None:
         for hook in self.hooks:
             hook.remove()
+        for mechanism in self.mechanisms:
+            mechanism.__dict__.pop("run", None)
+
+    def _timed(self, mechanism: Any) -> Callable[..., tuple[Attended, dict[str, Tensor]]]:
+        def run(q: Tensor, inputs: dict[str, Tensor], *others: Any) -> tuple[Attended, dict[str, Tensor]]:
+            given = tuple(t.view_as(t) for t in (q, *inputs.values()))
+            self.calls.append((self._start(), given))
+            found, state = type(mechanism).run(mechanism, given[0], dict(zip(inputs, given[1:], strict=True)), *others)
+            self._after(mechanism, (), found)
+            return found, state
+
+        return run
 
     def _before(self, mechanism: nn.Module, arguments: tuple) -> tuple:
         # views of their own, so that the hooks see this call's gradients only

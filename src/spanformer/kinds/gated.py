@@ -1,7 +1,8 @@
 """Specs of heads with a matrix state that gates change: gated linear attention and the gated delta rule.
 
-Per query head and token, chunks of c tokens cost 2·(c + 1)·D for the pairs in the chunk and 2·D² for what the state adds;
-per KV head 2·D² to advance the state, and by the delta rule 2·D² + 2·(c + 1)·D more for what the state already holds.
+Per query head and token, chunks of c tokens cost 2·(c + 1)·D for the pairs in the chunk and 2·D² for what the state
+adds; per KV head 2·D² to advance the state, and by the delta rule 2·D² + 2·(c + 1)·D more for what the state already
+holds.
 """
 
 from types import SimpleNamespace

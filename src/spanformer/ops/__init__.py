@@ -15,6 +15,7 @@ from spanformer.ops.union import Union
 
 __all__ = [
     "AnyRule", "Attended", "BlockIndex", "HeadGroups", "LinearState", "Rings", "Rule", "Union", "attend",
-    "attend_delta", "attend_far", "attend_gated", "attend_linear", "attend_rings", "backends", "choose_backend", "merge",
+    "attend_delta", "attend_far", "attend_gated", "attend_linear", "attend_rings", "backends", "choose_backend",
+    "merge",
     "sum_linear",
 ]  # fmt: skip

@@ -28,7 +28,7 @@ def run_portable(call: MatrixCall) -> tuple[Tensor, Tensor]:
 
 def _run_chunks(call: MatrixCall) -> tuple[Tensor, Tensor]:
     assert call.beta is not None
-    (b, heads, tokens, size), kv = call.q.shape, call.k.shape[1]
+    (b, _, tokens, size), kv = call.q.shape, call.k.shape[1]
     chunks = -(-tokens // CHUNK)
     fill = chunks * CHUNK - tokens
     # q [B, Hkv, H/Hkv, N, c, D]; k, v [B, Hkv, N, c, ·]; tokens added at the end neither join nor decay

@@ -4,9 +4,9 @@ Within a chunk of c tokens, G the running sum of the gates and S the state befor
 
     P_ij = Σ_d q_id k_jd e^(G_id − G_jd), j ≤ i        out = (Q e^G) S + P V        S ← e^(G_c) S + (K e^(G_c − G))ᵀ V
 
-P is no product of two matrices unless e^(−G) is formed, which overflows. A chunk is halved again and again instead: a pair
-in different halves of a block has e^(G_i − G_j) = e^(G_i − G_m) e^(G_m − G_j), m the last token of the left half, and both
-exponents are at most 0. Shapes: N chunks of c tokens, n blocks of two halves of s tokens.
+P is no product of two matrices unless e^(−G) is formed, which overflows. A chunk is halved again and again instead: a
+pair in different halves of a block has e^(G_i − G_j) = e^(G_i − G_m) e^(G_m − G_j), m the last token of the left half,
+and both exponents are at most 0. Shapes: N chunks of c tokens, n blocks of two halves of s tokens.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class MatrixCall(NamedTuple):
         return self.v.new_zeros((*self.k.shape[:2], self.k.shape[3], self.v.shape[3]), dtype=self.wide)
 
     def finite(self) -> tuple[MatrixCall, Tensor, Tensor]:
-        """The call with 0 for every NaN and infinity; which rows [B, H, T] saw one; which states [B, Hkv] did. A product
-        by chunks would take 0 · NaN from a later token to an earlier one."""
+        """The call with 0 for every NaN and infinity; which rows [B, H, T] saw one; which states [B, Hkv] did. A
+        product by chunks would take 0 · NaN from a later token to an earlier one."""
         every = [self.q, self.k, self.v]
         gates = [t for t in (self.beta, self.decay) if t is not None]
         good = [t.isfinite() for t in (*every, *gates)]
@@ -83,8 +83,8 @@ def make_call(
         _check_ids("padding", padding, rows, tokens)
         if padding.dtype != torch.bool:
             raise ValueError(f"padding has dtype {padding.dtype}; expected torch.bool, True where a token is padding")
-        k, v, beta, decay = (_hide(t, padding) for t in (k, v, beta, decay))
-        assert k is not None and v is not None
+        k, v = _hide(k, padding), _hide(v, padding)
+        beta, decay = (None if t is None else _hide(t, padding) for t in (beta, decay))
     starts = None
     if documents is not None:
         _check_ids("documents", documents, rows, tokens)
@@ -93,8 +93,8 @@ def make_call(
     return MatrixCall(q, k, v, beta, decay, starts, state)
 
 
-def _hide(t: Tensor | None, padding: Tensor) -> Tensor | None:
-    return t if t is None else t.masked_fill(padding[:, None] if t.ndim == 3 else padding[:, None, :, None], 0)
+def _hide(t: Tensor, padding: Tensor) -> Tensor:
+    return t.masked_fill(padding[:, None] if t.ndim == 3 else padding[:, None, :, None], 0)
 
 
 def _check_rows(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -107,8 +107,8 @@ def _check_rows(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError("q has 0 tokens; expected at least 1")
     if (q.shape[0], q.shape[2], q.shape[3]) != (k.shape[0], k.shape[2], k.shape[3]) or k.shape[:3] != v.shape[:3]:
         raise ValueError(
-            f"q has shape {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}; expected the same batch, tokens and "
-            "size, and as many heads in k as in v"
+            f"q has shape {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)}; expected the same batch, tokens "
+            "and size, and as many heads in k as in v"
         )
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"q has {q.shape[1]} heads; expected a multiple of k's {k.shape[1]}")

@@ -107,9 +107,9 @@ def _forward(inputs, starts: Tensor | None, learning: bool) -> tuple[Tensor, Ten
 def _backward(g_out: Tensor | None, g_state: Tensor | None, marks: Tensor, inputs, starts: Tensor | None):
     """Gradients of the six inputs; None for one that is None."""
     inputs, starts = _laid(inputs, starts)
-    q, _, v = inputs[:3]
-    g_out = torch.zeros((*q.shape[:3], v.shape[3]), dtype=q.dtype) if g_out is None else _dense(g_out)
-    g_state = None if g_state is None else as_laid(g_state)
+    if g_out is None:
+        g_out = torch.zeros_like(_empty(inputs)[0])
+    g_out, g_state = _dense(g_out), None if g_state is None else as_laid(g_state)
     made = [None if t is None else torch.empty_like(t) for t in inputs]
     library = kernel.library()
     run = library.gla_backward if inputs[3] is None else library.delta_backward

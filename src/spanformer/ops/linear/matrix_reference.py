@@ -1,7 +1,7 @@
 """Attention with a matrix state by its definition: the recurrence, token after token. Slow and obvious; the tests'
 oracle in float64.
 
-    S ← e^(decay_t) S        u = v_t, or β_t (v_t − Sᵀ k_t) by the delta rule        S ← S + k_t uᵀ        out_t = Sᵀ q_t
+    S ← e^(decay_t) S      u = v_t, or β_t (v_t − Sᵀ k_t) by the delta rule      S ← S + k_t uᵀ      out_t = Sᵀ q_t
 """
 
 from __future__ import annotations
