@@ -45,17 +45,21 @@ class Peak:
 
 def measure(job: Job, timeout: float = 1800.0) -> Peak:
     """Run a job in a fresh process."""
+    return in_fresh_process("spanformer.bench.memory", asdict(job), job.threads, timeout)
+
+
+def in_fresh_process(module: str, job: dict, threads: int, timeout: float = 1800.0) -> Peak:
+    """Run `python -m module JOB`, whose last line is a `Peak` as JSON."""
     reason = unsupported()
     if reason:
         return Peak(None, reason=reason)
-    threads = str(job.threads)
     env = os.environ | {
         "MALLOC_MMAP_THRESHOLD_": "65536",
         "MALLOC_TRIM_THRESHOLD_": "65536",
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
     }
-    command = [sys.executable, "-m", "spanformer.bench.memory", json.dumps(asdict(job))]
+    command = [sys.executable, "-m", module, json.dumps(job)]
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -10,7 +10,7 @@ Shapes: B batch, H heads, Tq queries, Tk keys, D head size, N sampled rows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -114,18 +114,28 @@ def check(forward: Callable[[], Tensor], inputs: Inputs, truth: Truth, *, floor:
 
     forward: out [B, H, Tq, D] of `inputs`. floor: a relative error that is tolerated whatever the dtype.
     """
-    dtype, verdict = inputs.work.torch_dtype, Verdict()
     got = _run(forward, inputs, truth)
+    verdict = judge(got, truth.exact, truth.dense, inputs.work.torch_dtype, floor=floor)
+    if "elsewhere" in got and _worst(got["elsewhere"]) != 0:
+        verdict.wrong.append("dq is not zero on rows whose output had no gradient")
+    return verdict
+
+
+def judge(
+    got: Mapping[str, Tensor], exact: Mapping[str, Tensor], dense: Mapping[str, Tensor], dtype: torch.dtype, *,
+    floor: float = 0.0,
+) -> Verdict:  # fmt: skip
+    """Compare each tensor of `exact`, in float64, with what was got in `dtype`. dense: a plain run in `dtype`, whose
+    error is what that dtype costs."""
+    verdict = Verdict()
     units = (FLOOR if dtype.itemsize >= 4 else HALF_FLOOR) * torch.finfo(dtype).eps
-    for name, exact in truth.exact.items():
-        scale = max(_worst(exact), 1e-3)
-        allowed = FACTOR * _worst(truth.dense[name] - exact) + max(units, floor) * scale
-        error = _worst(got[name] - exact) if bool(torch.isfinite(got[name]).all()) else float("nan")
+    for name, right in exact.items():
+        scale = max(_worst(right), 1e-3)
+        allowed = FACTOR * _worst(dense[name] - right) + max(units, floor) * scale
+        error = _worst(got[name] - right) if bool(torch.isfinite(got[name]).all()) else float("nan")
         verdict.errors[name], verdict.allowed[name] = error, allowed
         if not error <= allowed:
             verdict.wrong.append(f"{name} is off by {error:.2g}, {allowed:.2g} is tolerable")
-    if "elsewhere" in got and _worst(got["elsewhere"]) != 0:
-        verdict.wrong.append("dq is not zero on rows whose output had no gradient")
     return verdict
 
 
