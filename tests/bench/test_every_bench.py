@@ -89,6 +89,21 @@ def test_patterns(tmp_path, capsys):
     assert "blockwise, blocks of 256" in capsys.readouterr().out
 
 
+@needs_native
+def test_linear(tmp_path, capsys):
+    found = bench(tmp_path, "linear", "--kinds", "linear")
+    assert [row["length"] for row in found["speed"]] == [64, 128] and found["speed"][0]["times_as_fast"] > 0
+    assert found["flat"][0]["us_per_token"][0] > 0 and len(found["decode"][0]["us"]) == 3
+    assert all(row["off"] < 1e-4 for part in ("speed", "flat", "decode") for row in found[part])
+    peak = found["memory"][0]
+    assert "reason" in peak or 3.9 < peak["units_of_q"] < 9  # out and the gradients of q, k and v are four
+    assert {row["name"] for row in found["peers"]} >= {"ours", "transformers"}
+    assert all(row["changed_rows"] == 0 for row in found["peers"] if row["name"] == "ours")
+    capsys.readouterr()
+    bench(tmp_path, "linear", "--parts", "table")
+    assert "Times as fast as full causal SDPA" in capsys.readouterr().out
+
+
 def test_products(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(linear, "_onednn", object())
     monkeypatch.setattr(linear, "_run", lambda x, weight, _bias, _activation: x @ weight.t())
@@ -204,6 +219,7 @@ def test_published_commands_have_options_that_exist(line, tmp_path):
         pytest.importorskip("transformers")
     for file in ("models.py", "train.txt", "valid.txt"):
         (tmp_path / file).touch()
+    (tmp_path / "fla" / "ops").mkdir(parents=True)
     stands_for = {"CLONE": str(tmp_path), "FOLDER": str(tmp_path), "lagged": "window"}  # CONTRIBUTING's new mechanism
     options = [stands_for.get(word, word) for word in options]
     leaf = getattr(importlib.import_module(COMMANDS[f"bench {name}"].module), COMMANDS[f"bench {name}"].name)

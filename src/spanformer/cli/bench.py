@@ -60,6 +60,7 @@ def _command(name: str) -> Command:
 
 ATTENTION = Command(AttentionBench, run_attention)
 DECODE, FIT_SPANS, GALLERY, HF = _command("decode"), _command("fit-spans"), _command("gallery"), _command("hf")
-LONGFORMER, PATTERNS, PER_TOKEN = _command("longformer"), _command("patterns"), _command("per-token")
+LINEAR, LONGFORMER = _command("linear"), _command("longformer")
+PATTERNS, PER_TOKEN = _command("patterns"), _command("per-token")
 POSITIONS, PRODUCTS = _command("positions"), _command("products")
 QUALITY, TRAIN_STEP = _command("quality"), _command("train-step")

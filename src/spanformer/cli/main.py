@@ -56,6 +56,7 @@ COMMANDS = {
         "spanformer.cli.bench", "GALLERY", "time every mechanism and position; write docs/gallery.md"
     ),
     "bench hf": Route("spanformer.cli.bench", "HF", "time a Hugging Face model with and without spans"),
+    "bench linear": Route("spanformer.cli.bench", "LINEAR", "time attention with a recurrent state against SDPA"),
     "bench longformer": Route("spanformer.cli.bench", "LONGFORMER", "time Longformer's pattern against a dense mask"),
     "bench patterns": Route("spanformer.cli.bench", "PATTERNS", "time fixed patterns against a dense mask"),
     "bench per-token": Route("spanformer.cli.bench", "PER_TOKEN", "measure time per token as the sequence grows"),
