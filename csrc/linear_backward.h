@@ -11,19 +11,26 @@
 namespace spanformer {
 namespace SPANFORMER_ISA {
 
+constexpr long RESTART = 8;  // chunks; the sum over dG is computed anew that often, or its rounding would pile up
+
 struct LinearGradients {
-  float *S, *ST, *Z, *A, *B, *V, *BT, *VT, *P, *dP, *weights, *dN, *dA, *dB, *dV, *joined;
+  float *S, *ST, *Z, *A, *B, *V, *BT, *VT, *P, *dP, *weights, *dN, *dA, *dB, *dV, *joined, *added, *added_z;
   float e[CHUNK];
-  std::vector<double> dG;
-  explicit LinearGradients(const Linear& c) : dG(c.d_decay ? c.T : 0) {
+  Sums sums, sums_z;
+  std::vector<double> dG, from_end;  // [T]; [chunks] U·S at a chunk's end, NaN where it is not computed
+  std::vector<float> states;         // ST and Z at the end of every RESTART-th chunk
+  explicit LinearGradients(const Linear& c)
+      : sums(round_up(c.M, PANEL) * round_up(c.Dv, PANEL), false),
+        sums_z(round_up(c.M, PANEL), false),
+        dG(c.d_decay ? c.T : 0) {
     const size_t m = round_up(c.M, PANEL), v = round_up(c.Dv, PANEL), n = CHUNK, wide = std::max(m, v);
     const size_t sizes[] = {m * v, m * v, m,     n * m, n * m, n * v, m * n, v * n,
-                            n * n, n * n, n * n, n * v, n * m, n * m, n * v, n * wide};
-    float** parts[] = {&S, &ST, &Z, &A, &B, &V, &BT, &VT, &P, &dP, &weights, &dN, &dA, &dB, &dV, &joined};
+                            n * n, n * n, n * n, n * v, n * m, n * m, n * v, n * wide, m * v, m};
+    float** parts[] = {&S, &ST, &Z, &A, &B, &V, &BT, &VT, &P, &dP, &weights, &dN, &dA, &dB, &dV, &joined, &added, &added_z};
     size_t all = 0;
     for (size_t x : sizes) all += Arena::rounded(x);
     arena().reserve(all);
-    for (int t = 0; t < 16; t++) *parts[t] = arena().take(sizes[t]);
+    for (int t = 0; t < 18; t++) *parts[t] = arena().take(sizes[t]);
   }
 };
 
@@ -64,20 +71,28 @@ static void absorb_transposed(const LinearItem& it, long n, View B, View V, long
   const long from = it.from(n), nk = it.tokens(n), newest = it.last_run(n), mp = it.m_padded;
   const float kept = state_run == newest ? it.kept(n) : 0.f;
   if (kept != 1.f) {
-    scale_row(w.ST, kept, it.v_padded * mp);
-    scale_row(w.Z, kept, mp);
+    w.sums.scale(kept, w.ST);
+    w.sums_z.scale(kept, w.Z);
   }
+  std::memset(w.added_z, 0, sizeof(float) * mp);
+  std::memset(w.added, 0, sizeof(float) * mp * it.v_padded);
   for (long j = 0; j < nk; j++) {
     const float by = it.joins(from + j, n, newest);
     if (!it.sums.empty() || !it.run.empty()) {
       std::memcpy(w.joined + j * mp, B.data + j * B.ld, sizeof(float) * mp);
       scale_row(w.joined + j * mp, by, mp);
     }
-    add_row(w.Z, B.data + j * B.ld, by, mp);
+    add_row(w.added_z, B.data + j * B.ld, by, mp);
   }
   if (!it.sums.empty() || !it.run.empty()) B = {w.joined, mp};
-  multiply<BY_COLUMN, true>(it.c.Dv, nk, V.data, V.ld, B.data, B.ld, w.ST, mp, mp);
+  multiply<BY_COLUMN, false>(it.c.Dv, nk, V.data, V.ld, B.data, B.ld, w.added, mp, mp);
+  w.sums.add(w.added, w.ST);
+  w.sums_z.add(w.added_z, w.Z);
   state_run = newest;
+  if (it.c.d_decay && n % RESTART == RESTART - 1) {
+    w.states.insert(w.states.end(), w.ST, w.ST + it.v_padded * mp);
+    w.states.insert(w.states.end(), w.Z, w.Z + mp);
+  }
 }
 
 template <class T>
@@ -117,20 +132,24 @@ static void absorb_queries(const LinearItem& it, long n, long& of_run, LinearGra
   const long from = it.from(n), ni = it.tokens(n), vp = it.v_padded, state_run = it.last_run(it.first[n] - 1);
   const float kept = of_run == state_run ? it.kept(n) : 0.f;
   if (kept != 1.f) {
-    scale_row(w.S, kept, it.m_padded * vp);
-    scale_row(w.Z, kept, it.m_padded);
+    w.sums.scale(kept, w.S);
+    w.sums_z.scale(kept, w.Z);
   }
   of_run = state_run;
+  std::memset(w.added_z, 0, sizeof(float) * it.m_padded);
+  std::memset(w.added, 0, sizeof(float) * it.m_padded * vp);
   for (long h = 0; n >= it.queries && h < it.shared; h++) {
     load_gradient<T>(it, h, n, w);
     const View A = features_at<T>(c, c.a, it.b, it.head(h), from - it.skipped, ni, c.M, w.A);
     for (long i = 0; i < ni; i++) {
       const float by = it.left(from + i, state_run);
       if (by != 1.f) scale_row(w.dN + i * vp, by, vp);
-      add_row(w.Z, A.data + i * A.ld, by * w.e[i], c.M);
+      add_row(w.added_z, A.data + i * A.ld, by * w.e[i], c.M);
     }
-    multiply<BY_COLUMN, true>(c.M, ni, A.data, A.ld, w.dN, vp, w.S, vp, vp);
+    multiply<BY_COLUMN, true>(c.M, ni, A.data, A.ld, w.dN, vp, w.added, vp, vp);
   }
+  w.sums.add(w.added, w.S);
+  w.sums_z.add(w.added_z, w.Z);
 }
 
 // What a query gains for each token of its span: the ramp's slope is 1 / ramp, and pairs on it lose weight.
@@ -192,6 +211,18 @@ static void key_gradients(const LinearItem& it, long k, long until, long of_run,
   }
 }
 
+// U·S at the end of a chunk: what all later tokens together gain from the decay of the state there.
+static void restart_decay_gradient(const LinearItem& it, long k, LinearGradients& w) {
+  if (!it.c.d_decay || k % RESTART != RESTART - 1 || k == it.chunks - 1) return;
+  const long vp = it.v_padded, mp = it.m_padded, at = (k / RESTART) * (vp + 1) * mp;
+  double total = 0;
+  for (long m = 0; m < it.c.M; m++) {
+    for (long d = 0; d < it.c.Dv; d++) total += (double)w.S[m * vp + d] * w.states[at + d * mp + m];
+    total += (double)w.Z[m] * w.states[at + vp * mp + m];
+  }
+  w.from_end[k] = total;
+}
+
 // The decay's gradient: what dG adds up to from each token on to its document's end.
 static void decay_gradient(const LinearItem& it, long index, LinearGradients& w) {
   const Linear& c = it.c;
@@ -199,6 +230,8 @@ static void decay_gradient(const LinearItem& it, long index, LinearGradients& w)
   for (long x = 0; c.g_s1 && x < c.M * c.Dv; x++) total += (double)c.g_s1[index * c.M * c.Dv + x] * c.s1[index * c.M * c.Dv + x];
   for (long x = 0; c.g_z1 && x < c.M; x++) total += (double)c.g_z1[index * c.M + x] * c.z1[index * c.M + x];
   for (long t = c.T - 1; t >= 0; t--) {
+    const long k = (t + it.shift) / CHUNK;
+    if (t == it.from(k) + it.tokens(k) - 1 && w.from_end[k] == w.from_end[k]) total = w.from_end[k];
     total += w.dG[t];
     const bool begins = t > 0 && it.run_of(t) != it.run_of(t - 1);
     c.d_decay[index * c.T + t] = begins ? 0.f : (float)total;
@@ -216,6 +249,9 @@ static void linear_backward_item(const Linear& c, long index) {
 
   read_state(c.s0 ? c.s0 + at * c.Dv : nullptr, c.z0 ? c.z0 + at : nullptr, c.M, c.Dv, vp, w.S, w.Z);
   transpose(w.S, vp, w.ST, mp, mp, vp);
+  w.sums.read(w.ST);
+  w.sums_z.read(w.Z);
+  w.from_end.assign(c.d_decay ? it.chunks : 0, NAN);
   long run = 0, absorbed = 0;
   for (long n = it.queries; n < it.chunks; n++) {
     for (; absorbed < it.first[n]; absorbed++) {
@@ -228,10 +264,13 @@ static void linear_backward_item(const Linear& c, long index) {
   }
 
   read_state(c.g_s1 ? c.g_s1 + at * c.Dv : nullptr, c.g_z1 ? c.g_z1 + at : nullptr, c.M, c.Dv, vp, w.S, w.Z);
+  w.sums.read(w.S);
+  w.sums_z.read(w.Z);
   run = it.last_run(it.chunks - 1);
   long until = it.chunks - 1;  // the last query chunk that is not in U
   for (long k = it.chunks - 1; k >= 0; k--) {
     for (; it.first[until] > k; until--) absorb_queries<T>(it, until, run, w);
+    restart_decay_gradient(it, k, w);
     key_gradients<T>(it, k, until, run, w);
   }
   for (; until >= 0; until--) absorb_queries<T>(it, until, run, w);

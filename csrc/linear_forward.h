@@ -5,16 +5,35 @@
 namespace spanformer {
 namespace SPANFORMER_ISA {
 
+// A state's sums over a long text: in double, with a copy in float for products. In float alone, what a chunk adds is
+// rounded by the size of the whole sum, thousands of times.
+struct Sums {
+  size_t size;
+  std::vector<double> wide;  // empty for a text of one chunk, such as a token that is decoded
+  Sums(size_t n, bool one_chunk) : size(n), wide(one_chunk ? 0 : n) {}
+  void read(const float* x) {
+    for (size_t n = 0; n < wide.size(); n++) wide[n] = x[n];
+  }
+  void scale(float by, float* x) {  // by 0: not 0 · x, for a NaN of another document ends with it
+    for (size_t n = 0; n < wide.size(); n++) x[n] = (float)(wide[n] = by == 0.f ? 0.0 : wide[n] * by);
+    for (size_t n = wide.size(); n < size; n++) x[n] = by == 0.f ? 0.f : x[n] * by;
+  }
+  void add(const float* more, float* x) {
+    for (size_t n = 0; n < wide.size(); n++) x[n] = (float)(wide[n] += more[n]);
+    for (size_t n = wide.size(); n < size; n++) x[n] += more[n];
+  }
+};
+
 struct LinearScratch {
-  float *S, *Z, *A, *B, *V, *BT, *P, *weights, *N, *joined;
+  float *S, *Z, *A, *B, *V, *BT, *P, *weights, *N, *joined, *added, *added_z;
   explicit LinearScratch(const Linear& c) {
     const size_t m = round_up(c.M, PANEL), v = round_up(c.Dv, PANEL), n = CHUNK;
-    const size_t sizes[] = {m * v, m, n * m, n * m, n * v, m * n, n * n, n * n, n * v, n * v};
-    float** parts[] = {&S, &Z, &A, &B, &V, &BT, &P, &weights, &N, &joined};
+    const size_t sizes[] = {m * v, m, n * m, n * m, n * v, m * n, n * n, n * n, n * v, n * v, m * v, m};
+    float** parts[] = {&S, &Z, &A, &B, &V, &BT, &P, &weights, &N, &joined, &added, &added_z};
     size_t all = 0;
     for (size_t x : sizes) all += Arena::rounded(x);
     arena().reserve(all);
-    for (int t = 0; t < 10; t++) *parts[t] = arena().take(sizes[t]);
+    for (int t = 0; t < 12; t++) *parts[t] = arena().take(sizes[t]);
   }
 };
 
@@ -28,22 +47,21 @@ static inline void read_state(const float* s, const float* z, long m, long dv, l
 
 // S ← kept·S + Σ_j joins_j b_j v_jᵀ over the tokens of chunk n.
 template <class T>
-static void absorb_keys(const LinearItem& it, long n, long& state_run, const LinearScratch& w) {
+static void absorb_keys(const LinearItem& it, long n, long& state_run, Sums& s, Sums& z, const LinearScratch& w) {
   const Linear& c = it.c;
   const long from = it.from(n), nk = it.tokens(n), newest = it.last_run(n);
   const View B = features_at<T>(c, c.b, it.b, it.g, from, nk, c.M, w.B);
   View V = rows_at<T>(c.v, it.b, it.g, from, nk, c.Dv, it.v_padded, w.V);
   const float kept = state_run == newest ? it.kept(n) : 0.f;
-  if (kept == 0.f) {  // not 0 · S: a NaN of another document ends with it
-    std::memset(w.S, 0, sizeof(float) * it.m_padded * it.v_padded);
-    std::memset(w.Z, 0, sizeof(float) * it.m_padded);
-  } else if (kept != 1.f) {
-    scale_row(w.S, kept, it.m_padded * it.v_padded);
-    scale_row(w.Z, kept, it.m_padded);
+  if (kept != 1.f) {
+    s.scale(kept, w.S);
+    z.scale(kept, w.Z);
   }
+  std::memset(w.added_z, 0, sizeof(float) * it.m_padded);
+  std::memset(w.added, 0, sizeof(float) * it.m_padded * it.v_padded);
   for (long j = 0; j < nk; j++) {
     const float by = it.joins(from + j, n, newest);
-    if (by != 0.f) add_row(w.Z, B.data + j * B.ld, by, c.M);
+    if (by != 0.f) add_row(w.added_z, B.data + j * B.ld, by, c.M);
   }
   if (!it.sums.empty() || !it.run.empty()) {
     for (long j = 0; j < nk; j++) {
@@ -52,7 +70,9 @@ static void absorb_keys(const LinearItem& it, long n, long& state_run, const Lin
     }
     V = {w.joined, it.v_padded};
   }
-  multiply<BY_COLUMN, true>(c.M, nk, B.data, B.ld, V.data, V.ld, w.S, it.v_padded, it.v_padded);
+  multiply<BY_COLUMN, false>(c.M, nk, B.data, B.ld, V.data, V.ld, w.added, it.v_padded, it.v_padded);
+  s.add(w.added, w.S);
+  z.add(w.added_z, w.Z);
   state_run = newest;
 }
 
@@ -125,13 +145,16 @@ static void linear_forward_item(const Linear& c, long index) {
   const LinearScratch w(c);
   const long at = index * c.M;
   read_state(c.s0 ? c.s0 + at * c.Dv : nullptr, c.z0 ? c.z0 + at : nullptr, c.M, c.Dv, it.v_padded, w.S, w.Z);
+  Sums s(it.m_padded * it.v_padded, it.chunks == 1), z(it.m_padded, it.chunks == 1);
+  s.read(w.S);
+  z.read(w.Z);
   long state_run = 0, absorbed = 0;
   for (long n = it.queries; n < it.chunks; n++) {
-    for (; absorbed < it.first[n]; absorbed++) absorb_keys<T>(it, absorbed, state_run, w);
+    for (; absorbed < it.first[n]; absorbed++) absorb_keys<T>(it, absorbed, state_run, s, z, w);
     for (long h = 0; h < it.shared; h++) linear_forward_chunk<T>(it, h, n, state_run, w);
   }
   if (!c.s1) return;
-  for (; absorbed < it.chunks; absorbed++) absorb_keys<T>(it, absorbed, state_run, w);
+  for (; absorbed < it.chunks; absorbed++) absorb_keys<T>(it, absorbed, state_run, s, z, w);
   for (long r = 0; r < c.M; r++) std::memcpy(c.s1 + (at + r) * c.Dv, w.S + r * it.v_padded, sizeof(float) * c.Dv);
   std::memcpy(c.z1 + at, w.Z, sizeof(float) * c.M);
 }

@@ -52,6 +52,8 @@ class AdaptiveSpan(Attention):
         self.max_span, self.ramp, self.penalty_weight, self.paper_compat = max_span, float(ramp), penalty, paper_compat
         self.ratio = nn.Parameter(torch.full((self.kv_heads,), float(init)))
         """[heads], or [kv_heads] when tied: z / S"""
+        self.shortest = 0.0
+        """the smallest span, in tokens"""
         self._read: tuple[tuple[int, int], list[float]] = ((0, 0), [])
 
     @classmethod
@@ -62,10 +64,16 @@ class AdaptiveSpan(Attention):
         )  # fmt: skip
 
     def rule(self, view: View | None = None) -> Rule:
+        span = self._spans()
+        if span.device.type == "cpu" and not torch.compiler.is_compiling() and span.detach().min() < self.shortest:
+            raise ValueError(
+                f"span of shape {list(span.shape)} holds {float(span.detach().min())}; expected at least "
+                f"{self.shortest:g}: call after_step() after every optimiser step"
+            )
         return Rule(
             self.heads,
             causal=self.causal,
-            span=self._spans(),
+            span=span,
             ramp=self.ramp,
             paper_compat=self.paper_compat,
             reach=[self.max_span] * self.heads if self.paper_compat else None,
@@ -102,8 +110,8 @@ class AdaptiveSpan(Attention):
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Clamp the ratios to [0, 1], without waiting for the device."""
-        self.ratio.clamp_(0, 1)
+        """Clamp the spans to [shortest, max_span], without waiting for the device."""
+        self.ratio.clamp_(self.shortest / self.max_span, 1)
 
     def _spans(self) -> Tensor:
         return self._tokens().repeat_interleave(self.heads // self.kv_heads)

@@ -32,12 +32,15 @@ from spanformer.ops import AnyRule, Attended, LinearState, Rule, attend, attend_
 class Border(AdaptiveSpan):
     """A span that may shrink to −R, where no key is exact."""
 
+    def __init__(
+        self, heads: int, max_span: int, *, ramp: float = 32, init: float = 0.0, penalty: float = 2e-6,
+        kv_heads: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(heads, max_span, ramp=ramp, init=init, penalty=penalty, kv_heads=kv_heads)
+        self.shortest = -self.ramp
+
     def _tokens(self) -> Tensor:
         return super()._tokens().clamp(min=-self.ramp)  # a share of max_span is rounded
-
-    @torch.no_grad()
-    def after_step(self) -> None:
-        self.ratio.clamp_(-self.ramp / self.max_span, 1)
 
     def context_length(self) -> list[int]:
         return [max(n, 0) for n in super().context_length()]
@@ -133,7 +136,7 @@ class SpanLinear(Attention):
             k, v, hidden = self._stored(state, inputs, kv_heads, need, padding)
             ids = None if documents is None else torch.cat([documents[:, :1].expand(-1, need), documents], 1)
             mine = rule.for_heads(heads, kv_heads)
-            pair = None if ids is None else (documents, ids)
+            pair = None if ids is None or documents is None else (documents, ids)
             shown = torch.zeros(hidden.shape, device=q.device).masked_fill(hidden, -math.inf)
             near = attend(
                 q[:, heads], k, v, mine + Rule(len(heads), key_bias=shown, documents=pair), backend=self.backend,
