@@ -76,7 +76,7 @@ class LinearBench(BenchOptions):
 
     @property
     def chosen_kinds(self) -> tuple[str, ...]:
-        return self.kinds or tuple(kind.timed for kind in KINDS.values() if kind.cost.state is not None)
+        return self.kinds or tuple(kind.timed for kind in KINDS.values() if kind.cost.recurrent is not None)
 
 
 def run(bench: Bench[LinearBench]) -> None:

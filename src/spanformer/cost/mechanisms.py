@@ -64,7 +64,9 @@ class Cost:
     stored: Callable[[int, int, Params], int] | None = None
     """(n, D, p): numbers one head holds in the place of weights, where they are not one a pair"""
     state: Callable[[int, Params], int] | None = None
-    """(D, p): numbers one KV head keeps for decoding in the place of keys and values, in float32 or wider"""
+    """(D, p): numbers one query head keeps for decoding in the place of keys and values"""
+    recurrent: Callable[[int, Params], int] | None = None
+    """(D, p): numbers of one KV head's recurrent state, in float32 or wider"""
     noted: bool = False
     """the KV cache also stores one number per key and query head"""
     kept: Callable[[Sizes, Params], activations.Kept] | None = lambda s, p: activations.softmax(s)
@@ -173,7 +175,9 @@ def _cache(cost: Cost, p: Params, sizes: Sizes) -> int | None:
     if cost.cached is None:
         return None
     if cost.state is not None:
-        return max(sizes.item, STATE) * sizes.times * sizes.groups * cost.state(sizes.head_dim, p)
+        return sizes.item * sizes.times * sizes.heads * cost.state(sizes.head_dim, p)
+    if cost.recurrent is not None:
+        return max(sizes.item, STATE) * sizes.times * sizes.groups * cost.recurrent(sizes.head_dim, p)
     keys = cost.cached(sizes.length, p)
     keys = keys if cost.source else min(sizes.length, keys)
     note = NOTE * sizes.times * sizes.heads if cost.noted else 0

@@ -45,7 +45,7 @@ def _cost(
         lambda n, p: 0,
         extra=lambda s, p: _sums(s, m(s.head_dim, p)) + beside(s, p),
         stored=lambda n, d, p: m(d, p) * (d + 1) + more,
-        state=lambda d, p: m(d, p) * (d + 1) + more,
+        recurrent=lambda d, p: m(d, p) * (d + 1) + more,
         kept=lambda s, p: kept(s, p, m(s.head_dim, p)),
     )
 
