@@ -31,6 +31,7 @@ struct LinearGradients {
     for (size_t x : sizes) all += Arena::rounded(x);
     arena().reserve(all);
     for (int t = 0; t < 18; t++) *parts[t] = arena().take(sizes[t]);
+    std::memset(added, 0, sizeof(float) * m * v);  // products write rows up to M or Dv alone
   }
 };
 
@@ -75,7 +76,6 @@ static void absorb_transposed(const LinearItem& it, long n, View B, View V, long
     w.sums_z.scale(kept, w.Z);
   }
   std::memset(w.added_z, 0, sizeof(float) * mp);
-  std::memset(w.added, 0, sizeof(float) * mp * it.v_padded);
   for (long j = 0; j < nk; j++) {
     const float by = it.joins(from + j, n, newest);
     if (!it.sums.empty() || !it.run.empty()) {
@@ -137,7 +137,6 @@ static void absorb_queries(const LinearItem& it, long n, long& of_run, LinearGra
   }
   of_run = state_run;
   std::memset(w.added_z, 0, sizeof(float) * it.m_padded);
-  std::memset(w.added, 0, sizeof(float) * it.m_padded * vp);
   for (long h = 0; n >= it.queries && h < it.shared; h++) {
     load_gradient<T>(it, h, n, w);
     const View A = features_at<T>(c, c.a, it.b, it.head(h), from - it.skipped, ni, c.M, w.A);
@@ -146,8 +145,12 @@ static void absorb_queries(const LinearItem& it, long n, long& of_run, LinearGra
       if (by != 1.f) scale_row(w.dN + i * vp, by, vp);
       add_row(w.added_z, A.data + i * A.ld, by * w.e[i], c.M);
     }
-    multiply<BY_COLUMN, true>(c.M, ni, A.data, A.ld, w.dN, vp, w.added, vp, vp);
+    if (h == 0)
+      multiply<BY_COLUMN, false>(c.M, ni, A.data, A.ld, w.dN, vp, w.added, vp, vp);
+    else
+      multiply<BY_COLUMN, true>(c.M, ni, A.data, A.ld, w.dN, vp, w.added, vp, vp);
   }
+  if (n < it.queries) return;
   w.sums.add(w.added, w.S);
   w.sums_z.add(w.added_z, w.Z);
 }
@@ -249,8 +252,6 @@ static void linear_backward_item(const Linear& c, long index) {
 
   read_state(c.s0 ? c.s0 + at * c.Dv : nullptr, c.z0 ? c.z0 + at : nullptr, c.M, c.Dv, vp, w.S, w.Z);
   transpose(w.S, vp, w.ST, mp, mp, vp);
-  w.sums.read(w.ST);
-  w.sums_z.read(w.Z);
   w.from_end.assign(c.d_decay ? it.chunks : 0, NAN);
   long run = 0, absorbed = 0;
   for (long n = it.queries; n < it.chunks; n++) {
@@ -263,9 +264,10 @@ static void linear_backward_item(const Linear& c, long index) {
     for (long h = 0; h < it.shared; h++) query_gradients<T>(it, h, n, run, w);
   }
 
+  std::memset(w.added, 0, sizeof(float) * mp * vp);
   read_state(c.g_s1 ? c.g_s1 + at * c.Dv : nullptr, c.g_z1 ? c.g_z1 + at : nullptr, c.M, c.Dv, vp, w.S, w.Z);
-  w.sums.read(w.S);
-  w.sums_z.read(w.Z);
+  w.sums.clear();
+  w.sums_z.clear();
   run = it.last_run(it.chunks - 1);
   long until = it.chunks - 1;  // the last query chunk that is not in U
   for (long k = it.chunks - 1; k >= 0; k--) {

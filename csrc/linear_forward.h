@@ -5,22 +5,35 @@
 namespace spanformer {
 namespace SPANFORMER_ISA {
 
-// A state's sums over a long text: in double, with a copy in float for products. In float alone, what a chunk adds is
-// rounded by the size of the whole sum, thousands of times.
+// A state's sums over a long text, with what rounding has lost of each (Kahan): what a chunk adds would otherwise be
+// rounded by the size of the whole sum, thousands of times. -ffp-contract=fast does not reorder sums.
 struct Sums {
-  size_t size;
-  std::vector<double> wide;  // empty for a text of one chunk, such as a token that is decoded
-  Sums(size_t n, bool one_chunk) : size(n), wide(one_chunk ? 0 : n) {}
-  void read(const float* x) {
-    for (size_t n = 0; n < wide.size(); n++) wide[n] = x[n];
+  std::vector<float> lost;  // empty for a text of one chunk, such as a token that is decoded
+  long size;                // a multiple of W
+  Sums(long n, bool one_chunk) : lost(one_chunk ? 0 : n), size(n) {}
+  void clear() { std::fill(lost.begin(), lost.end(), 0.f); }
+  void scale(float by, float* x) {
+    if (by == 0.f) {  // not 0 · x: a NaN of another document ends with it
+      std::memset(x, 0, sizeof(float) * size);
+      return clear();
+    }
+    float* __restrict l = lost.data();
+    for (long n = 0; n < size; n += W) {
+      const vf old = load(x + n), now = old * set1(by);
+      if (!lost.empty()) store(l + n, load(l + n) * set1(by) + (old * set1(by) - now));
+      store(x + n, now);
+    }
   }
-  void scale(float by, float* x) {  // by 0: not 0 · x, for a NaN of another document ends with it
-    for (size_t n = 0; n < wide.size(); n++) x[n] = (float)(wide[n] = by == 0.f ? 0.0 : wide[n] * by);
-    for (size_t n = wide.size(); n < size; n++) x[n] = by == 0.f ? 0.f : x[n] * by;
-  }
-  void add(const float* more, float* x) {
-    for (size_t n = 0; n < wide.size(); n++) x[n] = (float)(wide[n] += more[n]);
-    for (size_t n = wide.size(); n < size; n++) x[n] += more[n];
+  void add(const float* __restrict more, float* __restrict x) {
+    float* __restrict l = lost.data();
+    if (lost.empty())
+      for (long n = 0; n < size; n += W) store(x + n, load(x + n) + load(more + n));
+    else
+      for (long n = 0; n < size; n += W) {
+        const vf old = load(x + n), y = load(more + n) + load(l + n), now = old + y;
+        store(l + n, y - (now - old));
+        store(x + n, now);
+      }
   }
 };
 
@@ -34,6 +47,7 @@ struct LinearScratch {
     for (size_t x : sizes) all += Arena::rounded(x);
     arena().reserve(all);
     for (int t = 0; t < 12; t++) *parts[t] = arena().take(sizes[t]);
+    std::memset(added, 0, sizeof(float) * m * v);  // products write M rows alone
   }
 };
 
@@ -58,7 +72,6 @@ static void absorb_keys(const LinearItem& it, long n, long& state_run, Sums& s, 
     z.scale(kept, w.Z);
   }
   std::memset(w.added_z, 0, sizeof(float) * it.m_padded);
-  std::memset(w.added, 0, sizeof(float) * it.m_padded * it.v_padded);
   for (long j = 0; j < nk; j++) {
     const float by = it.joins(from + j, n, newest);
     if (by != 0.f) add_row(w.added_z, B.data + j * B.ld, by, c.M);
@@ -146,8 +159,6 @@ static void linear_forward_item(const Linear& c, long index) {
   const long at = index * c.M;
   read_state(c.s0 ? c.s0 + at * c.Dv : nullptr, c.z0 ? c.z0 + at : nullptr, c.M, c.Dv, it.v_padded, w.S, w.Z);
   Sums s(it.m_padded * it.v_padded, it.chunks == 1), z(it.m_padded, it.chunks == 1);
-  s.read(w.S);
-  z.read(w.Z);
   long state_run = 0, absorbed = 0;
   for (long n = it.queries; n < it.chunks; n++) {
     for (; absorbed < it.first[n]; absorbed++) absorb_keys<T>(it, absorbed, state_run, s, z, w);
