@@ -64,12 +64,31 @@ def retention(m, x: Tensor) -> Weights:
     return lambda q, k: q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) * faded
 
 
+def span_linear(m, x: Tensor) -> Weights:
+    at = torch.arange(x.shape[1], dtype=torch.float64)
+    distance, border = at[:, None] - at, m.border
+    if hasattr(border, "ratio"):
+        z = border.ratio.repeat_interleave(m.heads // len(border.ratio))[:, None, None] * border.max_span
+    else:
+        z = border.max_span * (x @ border.weight.T + border.bias).sigmoid()
+        z = z.transpose(1, 2).repeat_interleave(m.heads // len(border.bias), 1)[..., None]
+    near = ((border.ramp + z - distance) / border.ramp).clamp(0, 1)
+    far = linear(m, x)
+
+    def weights(q: Tensor, k: Tensor) -> Tensor:
+        exact = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).exp()
+        return near * exact + (1 - near) * far(q, k) * m.far_scale.exp()[:, None, None]
+
+    return weights
+
+
 WEIGHTS: dict[str, Callable[..., Weights]] = {
     "linear": linear,
     "performer": performer,
     "rfa": rfa,
     "gated_rfa": gated_rfa,
     "retention": retention,
+    "span_linear": span_linear,
 }
 """by the kind's name: (mechanism, x) → (q, k) → weights of all pairs; a layer hides those that it does not see"""
 

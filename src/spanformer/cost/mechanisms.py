@@ -176,9 +176,11 @@ def _cache(cost: Cost, p: Params, sizes: Sizes) -> int | None:
         return None
     if cost.state is not None:
         return sizes.item * sizes.times * sizes.heads * cost.state(sizes.head_dim, p)
-    if cost.recurrent is not None:
-        return max(sizes.item, STATE) * sizes.times * sizes.groups * cost.recurrent(sizes.head_dim, p)
+    item, state = sizes.item, 0
+    if cost.recurrent is not None:  # keys beside a state are as wide
+        item = max(sizes.item, STATE)
+        state = item * sizes.times * sizes.groups * cost.recurrent(sizes.head_dim, p)
     keys = cost.cached(sizes.length, p)
     keys = keys if cost.source else min(sizes.length, keys)
     note = NOTE * sizes.times * sizes.heads if cost.noted else 0
-    return int((2 * sizes.item * sizes.times * sizes.groups * sizes.head_dim + note) * keys)
+    return state + int((2 * item * sizes.times * sizes.groups * sizes.head_dim + note) * keys)

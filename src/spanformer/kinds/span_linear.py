@@ -32,6 +32,7 @@ KIND = Kind(
         lambda n, p: p.span + int(p.ramp),
         assumed={"span": 256},
         extra=_far,
+        recurrent=lambda d, p: d * (d + 1),
         kept=lambda s, p: activations.joined(s),
     ),
     drawn="3 span_linear",
