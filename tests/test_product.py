@@ -17,6 +17,7 @@ from spanformer.model.build import make_block, make_heads
 from support.compatibility import PAGE, page, refusals
 from support.covering import covering
 from support.linear_oracle import WEIGHTS
+from support.low_rank_oracle import POOLED
 from support.oracles import BY_CONTENT, ORACLES, TWO_STREAMS, parts
 from support.product import (
     KIND_ROWS,
@@ -82,16 +83,16 @@ def test_covering_array_has_every_pair() -> None:
 
 def test_every_kind_has_a_row_and_an_oracle() -> None:
     assert {spec.kind for row in KIND_ROWS for spec in parts(row)} == set(KINDS), "a kind without `tested`"
-    missing = set(KINDS) - {*ORACLES, *TWO_STREAMS, *BY_CONTENT, *WEIGHTS, *STATES}
+    missing = set(KINDS) - {*ORACLES, *TWO_STREAMS, *BY_CONTENT, *WEIGHTS, *STATES, *POOLED}
     assert not missing, f"{sorted(missing)} have no dense oracle; add one to ORACLES in tests/support/oracles.py"
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_mixture_is_built_unless_supports_says_no(row: str) -> None:
-    table = TABLES["Encoders" if row.startswith("etc") else "Language models"]
+    table = TABLES["Encoders" if row.startswith(("etc", "linformer")) else "Language models"]
     specs = parts(row)
     config = configured(table, row, "none", "reference")
-    reasons = [reason for spec in config.stack()[0] for reason in make_heads(config, spec).supports(mixed=True)]
+    reasons = [reason for spec in config.layer_specs()[0] for reason in make_heads(config, spec).supports(mixed=True)]
     if len(specs) > 1:
         assert not reasons
         return
@@ -99,21 +100,21 @@ def test_mixture_is_built_unless_supports_says_no(row: str) -> None:
     config = replace(config, attention=mixed)
     if reasons:
         with pytest.raises(ValueError) as said:
-            make_block(config, config.stack()[0])
+            make_block(config, config.layer_specs()[0])
         assert str(said.value) in reasons
     else:
-        make_block(config, config.stack()[0])
+        make_block(config, config.layer_specs()[0])
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_persistent_vectors_are_built_unless_supports_says_no(row: str) -> None:
-    table = TABLES["Encoders" if row.startswith("etc") else "Language models"]
+    table = TABLES["Encoders" if row.startswith(("etc", "linformer")) else "Language models"]
     config = configured(table, row, "none", "reference")
-    reasons = make_block(config, config.stack()[0]).attention.mechanism.supports(persistent=True)
+    reasons = make_block(config, config.layer_specs()[0]).attention.mechanism.supports(persistent=True)
     config = replace(config, persistent=2)
     if reasons:
         with pytest.raises(ValueError) as said:
-            make_block(config, config.stack()[0])
+            make_block(config, config.layer_specs()[0])
         assert str(said.value) in reasons
     else:
-        make_block(config, config.stack()[0])
+        make_block(config, config.layer_specs()[0])

@@ -46,7 +46,7 @@ def test_name_that_is_taken_is_refused() -> None:
 def test_errors_name_it(capsys: pytest.CaptureFixture[str]) -> None:
     def refused(kind: str) -> str:
         with pytest.raises(ValueError) as said:
-            ModelConfig(vocab=5, dim=8, layers=1, heads=2, attention=AttentionConfig(kind=kind)).stack()
+            ModelConfig(vocab=5, dim=8, layers=1, heads=2, attention=AttentionConfig(kind=kind)).layer_specs()
         return str(said.value)
 
     assert "every_other" in refused("nonsense")
@@ -127,5 +127,5 @@ def test_position_that_supports_refuses_is_refused(monkeypatch: pytest.MonkeyPat
 def test_unregistered_kind_is_unknown_again() -> None:
     KINDS.unregister("every_other")
     with pytest.raises(ValueError, match="every_other"):
-        ModelConfig(vocab=5, dim=8, layers=1, heads=2, attention=AttentionConfig(kind="every_other(9)")).stack()
+        ModelConfig(vocab=5, dim=8, layers=1, heads=2, attention=AttentionConfig(kind="every_other(9)")).layer_specs()
     spanformer.kinds.register(outside.KIND)

@@ -106,7 +106,7 @@ def oracle(model: Seq2Seq, source: Tensor, hidden: Tensor, x: Tensor) -> Tensor:
 
 def halves(half, config: ModelConfig, h: Tensor, hidden: Tensor | None, states, states_hidden) -> Tensor:
     place = half.position
-    for block, parts in zip(half.blocks, config.stack(), strict=True):
+    for block, parts in zip(half.blocks, config.layer_specs(), strict=True):
 
         def at(norm, f, h=h):
             return h + f(norm_of(norm, h)) if config.order == "pre" else norm_of(norm, h + f(h))

@@ -15,8 +15,9 @@ from spanformer.attention.etc import Structure
 from support.content_oracle import by_content
 from support.etc_oracle import PARTS, oracle
 from support.linear_oracle import WEIGHTS, output
+from support.low_rank_oracle import POOLED, pooled
 from support.oracles import BY_CONTENT, distances, full, log_weights, parts
-from support.position_oracles import PER_LAYER, absolute, scores, values
+from support.position_oracles import PER_LAYER, absolute, rotated, scores, values
 from support.state_oracle import STATES, outputs
 
 Padding = Tensor | None
@@ -79,6 +80,10 @@ def attended(layer, kind: str, place, position: str, x: Tensor, padding: Padding
     if scoring in BY_CONTENT:
         q, k, v = (split(x, linear, layer.heads) for linear in (layer.query, layer.key, layer.value))
         return joined(by_content(m, scoring, q, k, v, causal), layer.out)
+    if scoring in POOLED:
+        q, k, v = (split(x, linear, layer.heads) for linear in (layer.query, layer.key, layer.value))
+        q, k = (rotated(t, position) for t in (q, k)) if position.startswith("rotary") else (q, k)
+        return joined(pooled(m, scoring, q, k, v, padding), layer.out)
     unseen = torch.zeros_like(d, dtype=torch.float64).masked_fill((d < 0) & causal, -math.inf)
     if padding is not None:
         unseen = unseen.masked_fill(padding[:, None, None], -math.inf)

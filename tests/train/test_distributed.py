@@ -61,6 +61,7 @@ PAPER = {
 }
 CLUSTERS = {**MODERN, "embedding": {"tied": True, "cutoffs": [9, 20]}}
 EXPERTS = {**PAPER, "feedforward": {"kind": "gelu", "dim": 20, "experts": 3, "balance": 0.0}}
+REVERSIBLE = {**MODERN, "layers": 3, "stack": "reversible", "feedforward": {"dim": 41, "chunk": 24}}
 ADAMW = {"kind": "adamw", "lr": 3e-3, "span_lr": 2e-2, "clip": 0.5, "warmup": 2, "schedule": "constant"}
 ADAGRAD = {"kind": "adagrad", "lr": 0.07, "clip": 0.03, "warmup": 2, "schedule": "constant"}
 CASES = {
@@ -68,6 +69,7 @@ CASES = {
     "adagrad": (PAPER, ADAGRAD),
     "clusters": (CLUSTERS, ADAMW),
     "experts": (EXPERTS, ADAGRAD),
+    "reversible": (REVERSIBLE, ADAMW),
 }
 
 

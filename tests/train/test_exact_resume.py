@@ -119,6 +119,14 @@ INTERRUPTED = {
     "sgd": {"optim.kind": "sgd"},
     "muon": {"optim.kind": "muon"},
     "recomputed activations": {"train.checkpointing": True, "model.attention.dropout": 0.2},
+    "reversible": {
+        "model.stack": "reversible",
+        "model.attention.dropout": 0.2,
+        "model.feedforward.dropout": 0.1,
+        "model.feedforward.chunk": 50,
+        "model.embedding.loss_chunk": 70,
+        "train.grad_accum_steps": 2,
+    },
 }
 
 

@@ -16,7 +16,9 @@ from spanformer.attention.gated_delta import GatedDelta
 from spanformer.attention.gated_linear import GatedLinear
 from spanformer.attention.image_local import ImageLocal1D, ImageLocal2D
 from spanformer.attention.linear import LinearAttention
+from spanformer.attention.linformer import Linformer
 from spanformer.attention.longformer import Longformer
+from spanformer.attention.low_rank import LowRank
 from spanformer.attention.lsh import LSH
 from spanformer.attention.mixed import Mixed
 from spanformer.attention.mixed_memory import MixedMemory, mix, new_memory
@@ -58,7 +60,9 @@ __all__ = [
     "ImageLocal1D",
     "ImageLocal2D",
     "LinearAttention",
+    "Linformer",
     "Longformer",
+    "LowRank",
     "Mixed",
     "MixedMemory",
     "Patterned",

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from spanformer.attention.base import View, own_output
 from spanformer.attention.bucketed import Bucketed
 from spanformer.attention.routing_top import attend_top
+from spanformer.core.recompute import recomputing, to_be_recomputed
 from spanformer.kinds import HeadSpec
 from spanformer.memory.base import MemoryShape, OwnMemory
 from spanformer.ops import AnyRule, Attended
@@ -141,7 +142,7 @@ class Routing(Bucketed):
         """From x [B, H, T, D] and clusters [B, H, T]: the commitment loss, and sums for `after_step`. Not in
         evaluation; a backward pass that computes a layer again does not count its tokens again."""
         self._loss = None
-        if not (self.training and torch.is_grad_enabled()):
+        if not (self.training and (torch.is_grad_enabled() or to_be_recomputed())):
             return
         for x, ids in found:
             real = ids < self.buckets
@@ -150,7 +151,7 @@ class Routing(Bucketed):
             off = torch.where(real, (torch.where(real[..., None], x, 0) - own).square().sum(-1), 0).sum()
             loss = self.commitment * off / real.sum().clamp(min=1) / len(found)
             self._loss = loss if self._loss is None else self._loss + loss
-            if torch._C._current_graph_task_id() == -1:  # not in a backward pass
+            if not recomputing():
                 self._count(x.detach(), at, real)
 
     @torch.no_grad()

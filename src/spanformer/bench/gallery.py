@@ -173,7 +173,7 @@ def step(run: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Callable[[], 
 def make(text: str, length: int) -> Attention:
     """The mechanism of a layer of 8 heads of 64; a bidirectional-only kind gets an encoder's layer."""
     config = model(text, heads=HEADS, head_dim=DIM, length=length, init=1 / 16)
-    return make_mechanism(config, config.stack()[0])
+    return make_mechanism(config, config.layer_specs()[0])
 
 
 def model(

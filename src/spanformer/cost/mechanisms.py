@@ -141,7 +141,7 @@ def together(kind: str, parts: Sequence[tuple[int, AttentionCost]]) -> Attention
     return AttentionCost(kind=kind, about=about, pairs=mean("pairs"), keys=mean("keys"), **sums)  # pyright: ignore
 
 
-def attention_cost(name: str, about: str, cost: Cost, params: Mapping[str, float], sizes: Sizes) -> AttentionCost:
+def attention_cost(name: str, about: str, cost: Cost, params: Mapping[str, float | str], sizes: Sizes) -> AttentionCost:
     """What a mechanism with these parameters costs at these sizes; `name` and `about` describe it in tables.
 
     One that cannot be causal is counted as it is, in both directions.

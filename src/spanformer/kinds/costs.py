@@ -26,7 +26,7 @@ class Priced(NamedTuple):
     name: str
     about: str
     cost: Cost
-    params: Mapping[str, float]
+    params: Mapping[str, float | str]
 
 
 def layer_cost(text: str, sizes: Sizes, where: str = "kind") -> AttentionCost:

@@ -22,7 +22,7 @@ PATTERN = "pattern"
 """name of the kind whose heads are given by an expression"""
 LARGEST = 1 << 31
 """no parameter is larger: tensors hold the product of two"""
-Value = int | float | bool
+Value = int | float | bool | str
 
 
 class Part(NamedTuple):
@@ -57,7 +57,7 @@ def parse_layer(
         else:
             kind, given = parse_kind(part, where)
             params = fill(kind, given, section, where)
-            if params.get("max_span", 0) > section.max_span:
+            if int(params.get("max_span", 0)) > section.max_span:
                 raise ValueError(
                     f"max_span in {where}, {text!r}, is {params['max_span']}; expected at most "
                     f"model.attention.max_span, {section.max_span}"
@@ -87,7 +87,7 @@ def parse_kind(
             name = names[n]
         if name not in names or name in given:
             raise ValueError(f"{where} is {text!r}; expected {signature(kind, assumed=assumed)}")
-        given[name] = _value(value, name, text, where)
+        given[name] = _word(kind, value, name, text, where) or _value(value, name, text, where)
     return kind, given
 
 
@@ -98,6 +98,8 @@ def fill(kind: Kind, given: Mapping[str, Value], section: Section, where: str) -
     defaults = {name: inherited[name] if value is None else value for name, value in kind.params.items()}
     filled = defaults | dict(kind.cost.assumed) | dict(given)
     for name, value in filled.items():
+        if isinstance(value, str):
+            continue
         known = defaults.get(name, 0)
         least = 0 if name in (*kind.zero, *kind.cost.assumed) or isinstance(known, bool) else 1
         whole = isinstance(known, float) or isinstance(value, int)
@@ -122,6 +124,15 @@ def signature(kind: Kind, *, assumed: bool = False) -> str:
 
 def _shown(value: Value) -> str:
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _word(kind: Kind, text: str, name: str, whole: str, where: str) -> str | None:
+    """The value of a parameter that is a word."""
+    if name not in kind.choices:
+        return None
+    if text not in kind.choices[name]:
+        raise ValueError(f"{name} in {where}, {whole!r}, is {text!r}; expected one of {', '.join(kind.choices[name])}")
+    return text
 
 
 def _value(text: str, name: str, whole: str, where: str) -> Value:

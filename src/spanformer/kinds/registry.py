@@ -82,6 +82,8 @@ KINDS: Registry[Kind] = Registry(
         "linear",
         "gated",
         "span_linear",
+        "linformer",
+        "low_rank",
     ),
 )
 POSITIONS: Registry[PositionKind] = Registry(

@@ -48,8 +48,10 @@ class Kind:
     build: str
     """"module:function" that makes an Attention from a `HeadSpec`"""
     cost: Cost
-    params: Mapping[str, int | float | bool | None] = field(default_factory=dict)
+    params: Mapping[str, int | float | bool | str | None] = field(default_factory=dict)
     """by name, with defaults, in the order in which they may be given without a name; INHERIT: as `Section` says"""
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """the words that a parameter may be, for those that are words"""
     zero: tuple[str, ...] = ()
     """parameters that may be 0; any other number is at least 1"""
     drawn: str = ""
@@ -76,7 +78,7 @@ class HeadSpec:
 
     kind: str
     heads: int
-    params: Mapping[str, int | float | bool] = field(default_factory=dict)
+    params: Mapping[str, int | float | bool | str] = field(default_factory=dict)
     """by name, every one that the kind has, with the section's value where none was given"""
     text: str = ""
     """the expression of a pattern"""
@@ -89,6 +91,8 @@ class HeadSpec:
     causal: bool = True
     paper_compat: bool = False
     """the conventions of the adaptive-span paper's code"""
+    shared: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """what the layers of one model share: a `build` puts it there, and those of later layers find it"""
 
     @property
     def p(self) -> SimpleNamespace:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spanformer.core.recompute import recompute
 from spanformer.memory.base import LayerCall, MemoryShape
 from spanformer.ops import Attended, Rule, attend, merge
 from spanformer.ops.buckets import Placed, Seen, attend_buckets, near, pick_rows, sort_tokens
@@ -78,7 +79,7 @@ class Buckets:
         rule = mechanism.rule(view)
         if self._held is None and self._waiting is None:
             found = mechanism(call.q, call.k, call.v, rule, view)
-            self._pending = torch.no_grad()(lambda: self._place(mechanism, call, self.tensors()["counts"]))
+            self._pending = lambda: self._place_again(mechanism, call)
             return found, mechanism.penalty(rule, view)
         placed = self._place(mechanism, call, self.tensors()["counts"])
         self._pending = lambda: placed
@@ -87,6 +88,11 @@ class Buckets:
         found = mechanism.finish(found, placed.q, placed.k, placed.v)
         shape = call.q.shape[:3]
         return Attended(found.out.view(*shape, -1), found.lse.view(shape)), mechanism.penalty(rule, view)
+
+    def _place_again(self, mechanism: Any, call: LayerCall) -> Placed:
+        """As `_place`, of tokens from which the mechanism has learned already."""
+        with torch.no_grad(), recompute():
+            return self._place(mechanism, call, self.tensors()["counts"])
 
     def _place(self, mechanism: Any, call: LayerCall, counts: Tensor) -> Placed:
         """The new tokens with their buckets and ranks."""

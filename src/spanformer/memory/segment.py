@@ -76,7 +76,7 @@ def remember(
     """
     new = x.shape[1]
     if length <= new:
-        return x[:, new - length :].detach(), None
+        return x.detach() if length == new else x[:, new - length :].clone(), None  # a view would hold on to all of x
     old = past[:, max(0, past.shape[1] - (length - new)) :]
     if x.shape[-1] * x.element_size() % ALIGNED:
         return torch.cat([old, x], 1), None

@@ -1,6 +1,6 @@
 """One block of a transformer: attention and a feed-forward, each added to its input, with the norm before or after.
 
-pre     x + f(norm(x))            post    norm(x + f(x))
+pre     x + f(norm(x))            post    norm(x + f(x))            reversible: two streams, see reversible.py
 
 A decoder has a second attention between the two, over the states of an encoder.
 """
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from spanformer.attention import View
 from spanformer.memory import LayerMemory, Source
 from spanformer.model.cross_attention import CrossAttention
+from spanformer.model.feedforward import FeedForward
 from spanformer.model.layer import SelfAttention
+from spanformer.model.reversible import Halves, Streams
 from spanformer.position import Position
 
 EncoderStates = tuple[Tensor, Tensor | None]
@@ -44,36 +46,81 @@ class Block(nn.Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Streams,
         memory: LayerMemory,
         view: View,
         position: Position,
         encoder_states: EncoderStates | Source | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor | Streams, Tensor, Tensor | None]:
         """x [B, T, dim] → new x, the states that a memory may keep [B, T, dim], a term of the loss. encoder_states: for
         a decoder's layer, the encoder's states or their keys and values."""
+        if isinstance(x, Streams):
+            return self._halves(memory, view, position, encoder_states).run(x)
+        found, h, penalty = self.attend(x, memory, view, position)
+        y = x + found if self.pre else self.norm1(x + found)
+        y, auxiliary = self.feed(self.cross_attend(y, encoder_states))
+        return y, h, _plus(penalty, auxiliary)
+
+    def attend(
+        self, x: Tensor, memory: LayerMemory, view: View, position: Position
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What attention adds to x [B, T, dim], the states that a memory may keep, a term of the loss."""
         h = self.norm1(x) if self.pre else x
         found, penalty = self.attention(h, memory, view, position)
-        x = x + found if self.pre else self.norm1(x + found)
-        x, auxiliary = self.feed(self.cross_attend(x, encoder_states))
-        return x, h, _plus(penalty, auxiliary)
+        return found, h, penalty
 
     def cross_attend(self, x: Tensor, encoder_states: EncoderStates | Source | None) -> Tensor:
         """Attention to the encoder's states, x [B, T, dim] → new x; x itself without them."""
-        if encoder_states is None or self.cross is None or self.norm3 is None:
+        found = self._cross(x, encoder_states)
+        if found is None or self.norm3 is None:
             return x
+        return x + found if self.pre else self.norm3(x + found)
+
+    def _cross(self, x: Tensor, encoder_states: EncoderStates | Source | None) -> Tensor | None:
+        """What that attention adds to x."""
+        if encoder_states is None or self.cross is None or self.norm3 is None:
+            return None
         # here and not earlier: sharded weights are gathered only while their block runs
         source = encoder_states if isinstance(encoder_states, Source) else self.cross.source(*encoder_states)
-        found = self.cross(self.norm3(x) if self.pre else x, source)
-        return x + found if self.pre else self.norm3(x + found)
+        return self.cross(self.norm3(x) if self.pre else x, source)
 
     def feed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The feed-forward half, x [B, T, dim] → new x, a term of the loss. None of its shapes depends on spans, so
         it can be compiled (`LM.compile_feedforwards`)."""
-        if self.feedforward is None or self.norm2 is None:
+        if self.norm2 is None:
             return x, None
-        added, auxiliary = self.feedforward(self.norm2(x) if self.pre else x)
+        added, auxiliary = self.fed(x)
         return x + added if self.pre else self.norm2(x + added), auxiliary
+
+    def fed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the feed-forward adds to x [..., dim], what to add to the loss."""
+        assert self.feedforward is not None and self.norm2 is not None
+        return self.feedforward(self.norm2(x) if self.pre else x)
+
+    def _halves(
+        self, memory: LayerMemory, view: View, position: Position, encoder_states: EncoderStates | Source | None
+    ) -> Halves:
+        """Of a reversible layer. Cross-attention belongs to the half of the feed-forward, which reads its sum."""
+        fixed = encoder_states if isinstance(encoder_states, Source) else None
+        states, padding = (None, None) if isinstance(encoder_states, Source | None) else encoder_states
+
+        def feed(y: Tensor, states: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            crossed = self._cross(y, fixed if states is None else (states, padding))
+            if self.feedforward is None:
+                return torch.zeros_like(y) if crossed is None else crossed, None
+            if crossed is None:
+                return self.fed(y)
+            added, auxiliary = self.fed(y + crossed)
+            return crossed + added, auxiliary
+
+        chunk = self.feedforward.chunk if isinstance(self.feedforward, FeedForward) and self.cross is None else 0
+        return Halves(
+            lambda x: self.attend(x, memory, view, position),
+            None if self.feedforward is None and self.cross is None else feed,
+            chunk,
+            states,
+            [*self.parameters(), *position.parameters()],
+        )
 
 
 def _plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:

@@ -46,9 +46,9 @@ def make_embedding(config: ModelConfig) -> tuple[Embedding, Head] | tuple[Adapti
     if e.cutoffs:
         adaptive = AdaptiveEmbedding(config.vocab, config.dim, e.cutoffs, e.divisor)
         tied = adaptive if e.tied else None
-        return adaptive, AdaptiveHead(config.vocab, config.dim, e.cutoffs, e.divisor, tied_to=tied)
+        return adaptive, AdaptiveHead(config.vocab, config.dim, e.cutoffs, e.divisor, tied_to=tied, chunk=e.loss_chunk)
     plain = Embedding(config.vocab, config.dim)
-    head = Head(config.vocab, config.dim, bias=e.bias, tied_to=plain if e.tied else None)
+    head = Head(config.vocab, config.dim, bias=e.bias, tied_to=plain if e.tied else None, chunk=e.loss_chunk)
     if e.tied:  # as an output weight, N(0, 1) would make the first predictions far too certain
         nn.init.normal_(plain.weight, std=config.dim**-0.5)
     return plain, head
@@ -108,6 +108,6 @@ def make_feedforward(config: ModelConfig) -> nn.Module | None:
     if f.experts:
         return Experts(
             config.dim, inner, experts=f.experts, per_token=f.per_token, kind=f.kind, bias=f.bias, dropout=f.dropout,
-            balance=f.balance,
+            balance=f.balance, chunk=f.chunk,
         )  # fmt: skip
-    return FeedForward(config.dim, inner, kind=f.kind, bias=f.bias, dropout=f.dropout)
+    return FeedForward(config.dim, inner, kind=f.kind, bias=f.bias, dropout=f.dropout, chunk=f.chunk)

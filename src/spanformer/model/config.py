@@ -108,9 +108,12 @@ class FeedForwardConfig:
     """how many experts each token uses"""
     balance: float = 0.01
     """weight of the load-balancing loss"""
+    chunk: int = 0
+    """tokens per batch that it takes at a time, and again in the backward pass, to keep no inner activations; 0: all"""
 
     def __post_init__(self) -> None:
-        _size("feedforward.dim", self.dim, 0)
+        for name in ("dim", "chunk"):
+            _size(f"feedforward.{name}", getattr(self, name), 0)
         _size("feedforward.experts", self.experts, 0, MOST_PARTS)
         _dropout("feedforward", self.dropout)
         _within("feedforward.balance", self.balance, 0 <= self.balance < math.inf, "0 or more")
@@ -128,8 +131,11 @@ class EmbeddingConfig:
     """dropout of the embedded tokens, and of the last hidden states"""
     bias: bool = False
     """a bias for each token of the output"""
+    loss_chunk: int = 0
+    """tokens per batch whose logits the loss takes at a time, and again in the backward pass, to keep none; 0: all"""
 
     def __post_init__(self) -> None:
+        _size("embedding.loss_chunk", self.loss_chunk, 0)
         _dropout("embedding", self.dropout)
 
 
@@ -166,6 +172,8 @@ class ModelConfig:
     """layer: LayerNorm; rms: RMSNorm, without mean and bias"""
     order: Literal["pre", "post"] = "pre"
     """norm before each part, or after its sum (as in the paper)"""
+    stack: Literal["residual", "reversible"] = "residual"
+    """reversible: two streams, whose layers keep no activations and run again in the backward pass"""
     persistent: int = 0
     """learned key/value vectors that each head sees beside the text ("all-attention" with feedforward.kind none)"""
     paper_compat: bool = False
@@ -191,6 +199,8 @@ class ModelConfig:
                 f"model.paper_compat is set, and model.kind is {self.kind!r}; the paper's code has language models "
                 "only, so unset it"
             )
+        if self.stack == "reversible" and self.order == "post":
+            raise ValueError("model.stack is 'reversible', and a norm of a sum cannot be undone; expected order 'pre'")
         _size("dim", self.dim, 1)
         for name in ("layers", "heads"):
             _size(name, getattr(self, name), 1, MOST_PARTS)
@@ -206,7 +216,7 @@ class ModelConfig:
             raise ValueError(
                 f"model.embedding.cutoffs ends at {cutoffs[-1]}; expected less than the vocabulary, {self.vocab}"
             )
-        kinds = {spec.kind for layer in self.stack() for spec in layer}
+        kinds = {spec.kind for layer in self.layer_specs() for spec in layer}
         strange = sorted(kind for kind in kinds if kind == PATTERN or not KINDS[kind].paper_compat)
         if self.paper_compat and strange:
             raise ValueError(
@@ -229,8 +239,7 @@ class ModelConfig:
     @property
     def max_span(self) -> int:
         """The largest span of any layer, in tokens."""
-        both = self.attention.max_span, self.encoder.attention.max_span
-        return max(both) if self.kind == "seq2seq" else both[0]
+        return max(self.attention.max_span, self.encoder.attention.max_span if self.kind == "seq2seq" else 0)
 
     @property
     def head_dim(self) -> int:
@@ -241,20 +250,20 @@ class ModelConfig:
         """The number of key/value heads, never 0."""
         return self.kv_heads or self.heads
 
-    def stack(self) -> list[list[HeadSpec]]:
+    def layer_specs(self) -> list[list[HeadSpec]]:
         """The heads of each layer: one spec for a uniform layer, several for a mixture."""
         a = self.attention
-        entries = a.stack or (a.kind,)
-        where = "model.attention.stack" if a.stack else "model.attention.kind"
+        entries, where = (a.stack, "model.attention.stack") if a.stack else ((a.kind,), "model.attention.kind")
         section = Section(**{f.name: getattr(a, f.name) for f in fields(Section)})
+        common: dict[str, object] = {}
         once = {
-            entry: self._layer(parse_layer(entry, self.heads, where, section), where)
+            entry: self._layer(parse_layer(entry, self.heads, where, section), where, common)
             for entry in set(entries[: self.layers])
         }
         return [once[entries[n % len(entries)]] for n in range(self.layers)]
 
-    def _layer(self, specs: list[HeadSpec], where: str) -> list[HeadSpec]:
-        """The specs of a layer, filled in from the model's settings."""
+    def _layer(self, specs: list[HeadSpec], where: str, common: dict[str, object]) -> list[HeadSpec]:
+        """The specs of a layer, filled in from the model's settings; common: what all layers share."""
         shared = self.heads // self.groups
         if any(spec.heads % shared for spec in specs):
             raise ValueError(
@@ -264,7 +273,7 @@ class ModelConfig:
         return [
             replace(
                 spec, dim=self.dim, head_dim=self.head_dim, kv_heads=spec.heads // shared, causal=self.causal,
-                paper_compat=self.paper_compat,
+                paper_compat=self.paper_compat, shared=common,
             )
             for spec in specs
         ]  # fmt: skip

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spanformer.model.linear import Linear
+from spanformer.model.recompute import by_chunks
 
 
 class Embedding(nn.Embedding):
@@ -41,10 +42,14 @@ class Embedding(nn.Embedding):
 
 
 class Head(Linear):
-    """One softmax over all tokens; `tied_to`: an embedding whose weight [V, dim] it shares."""
+    """One softmax over all tokens; `tied_to`: an embedding whose weight [V, dim] it shares; chunk: see
+    `EmbeddingConfig.loss_chunk`."""
 
-    def __init__(self, vocab: int, dim: int, bias: bool, tied_to: nn.Embedding | None = None) -> None:
+    def __init__(
+        self, vocab: int, dim: int, bias: bool, tied_to: nn.Embedding | None = None, chunk: int = 0
+    ) -> None:  # fmt: skip
         super().__init__(dim, vocab, bias=bias)
+        self.chunk = chunk
         if tied_to is not None:
             if tied_to.weight.shape != (vocab, dim):
                 raise ValueError(
@@ -59,7 +64,10 @@ class Head(Linear):
     def nll(self, h: Tensor, targets: Tensor) -> Tensor:
         """h [B, T, dim], targets [B, T] → [B, T], −log p of each target, in float32 or wider."""
         _check_ids(targets, self.out_features)
-        return _cross_entropy(self(h).flatten(0, -2), targets.flatten()).view(targets.shape)
+        return by_chunks(self._nll, self.chunk, h.flatten(0, -2), targets.flatten()).view(targets.shape)
+
+    def _nll(self, h: Tensor, targets: Tensor) -> Tensor:
+        return _cross_entropy(self(h), targets)
 
 
 class Clusters(nn.Module):
@@ -120,9 +128,11 @@ class AdaptiveHead(nn.Module):
     and the rows of the tails are separate."""
 
     def __init__(
-        self, vocab: int, dim: int, cutoffs: Sequence[int], divisor: int, tied_to: AdaptiveEmbedding | None = None
-    ) -> None:
+        self, vocab: int, dim: int, cutoffs: Sequence[int], divisor: int, tied_to: AdaptiveEmbedding | None = None,
+        chunk: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.chunk = chunk
         if tied_to is None:
             self.clusters = Clusters(vocab, dim, cutoffs, divisor)
             for weight in self.clusters.weights:
@@ -155,7 +165,9 @@ class AdaptiveHead(nn.Module):
         A tail is scored only for tokens whose target is in it. The host waits only for their number.
         """
         _check_ids(targets, self.clusters.vocab)
-        h, flat = h.flatten(0, -2), targets.flatten()
+        return by_chunks(self._nll, self.chunk, h.flatten(0, -2), targets.flatten()).view(targets.shape)
+
+    def _nll(self, h: Tensor, flat: Tensor) -> Tensor:
         shortlist, (_, *tails) = self.clusters.bounds[1], self.clusters.rows(flat)
         column = flat
         for i, row in enumerate(tails, 1):
@@ -164,7 +176,7 @@ class AdaptiveHead(nn.Module):
         for i, row in enumerate(tails, 1):
             word = flat.index_select(0, row) - self.clusters.bounds[i]
             nll = nll.index_add(0, row, _cross_entropy(self._scores(h.index_select(0, row), i), word))
-        return nll.view(targets.shape)
+        return nll
 
     def _scores(self, h: Tensor, i: int) -> Tensor:
         """h [..., dim] → [..., V_i]; for the head, i = 0, [..., V_0 + C − 1]."""

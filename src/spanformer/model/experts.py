@@ -38,6 +38,7 @@ class Experts(nn.Module):
         bias: bool,
         dropout: float,
         balance: float,
+        chunk: int = 0,
     ) -> None:
         super().__init__()
         if experts < 1:
@@ -51,7 +52,7 @@ class Experts(nn.Module):
         self.per_token, self.balance = per_token, balance
         self.router = nn.Linear(dim, experts, bias=False)
         self.experts = nn.ModuleList(
-            FeedForward(dim, hidden, kind=kind, bias=bias, dropout=dropout) for _ in range(experts)
+            FeedForward(dim, hidden, kind=kind, bias=bias, dropout=dropout, chunk=chunk) for _ in range(experts)
         )
 
     @property

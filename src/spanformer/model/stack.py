@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from spanformer.attention import AdaptiveSpan, Attention, DynamicSpan, View, new_memory, read_spans, remembers_itself
 from spanformer.memory import HiddenStates, LayerMemory, MemoryShape, Source
@@ -17,6 +17,8 @@ from spanformer.model.config import ModelConfig
 from spanformer.model.embedding import AdaptiveEmbedding, AdaptiveHead, Embedding, Head
 from spanformer.model.feedforward import FeedForward
 from spanformer.model.norm import make_norm
+from spanformer.model.recompute import recomputed
+from spanformer.model.reversible import Streams
 from spanformer.position import Position
 
 M = TypeVar("M", bound=LayerMemory)
@@ -53,7 +55,7 @@ class TransformerStack(nn.Module):
         one_each = range(config.layers if config.position.per_layer else 0)
         made = [make_position(config, n) for n in one_each]
         self.position = nn.ModuleList(made) if made else make_position(config)
-        self.blocks = nn.ModuleList(make_block(config, parts) for parts in config.stack())
+        self.blocks = nn.ModuleList(make_block(config, parts) for parts in config.layer_specs())
         self.norm = make_norm(config.norm, config.dim) if config.order == "pre" else nn.Identity()
         self.dropout = nn.Dropout(config.embedding.dropout)
         self.checkpointing = False
@@ -85,25 +87,32 @@ class TransformerStack(nn.Module):
         that has its own absolute positions. encoder_states: for a decoder, one per layer.
         """
         penalty = h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
+        x: Tensor | Streams = h
         for n, (block, position) in enumerate(zip(self.blocks, self.positions(), strict=True)):
             if not n or self.config.position.per_layer:
-                h = add_positions(position, h)
-            h = h if n else self.dropout(h)
-            h, states, added = self._run_block(
-                block, h, memories[n], view, position, encoder_states[n] if encoder_states else None
+                x = _with_positions(x, partial(add_positions, position))
+            x = x if n else self._start(x)
+            x, states, added = self._run_block(
+                block, x, memories[n], view, position, encoder_states[n] if encoder_states else None
             )
             memories[n] = memories[n].keep(states)
             penalty = penalty if added is None else penalty + added
-        return h, penalty
+        return x.mean() if isinstance(x, Streams) else x, penalty
+
+    def _start(self, h: Tensor | Streams) -> Tensor | Streams:
+        """What the first block gets, of embedded tokens [B, T, dim] with their positions."""
+        assert isinstance(h, Tensor)
+        dropped: Tensor = self.dropout(h)
+        return Streams.start(dropped) if self.config.stack == "reversible" else dropped
 
     def _run_block(
-        self, block: nn.Module, h: Tensor, memory: LayerMemory, view: View, position: Position,
+        self, block: nn.Module, x: Tensor | Streams, memory: LayerMemory, view: View, position: Position,
         encoder_states: EncoderStates | Source | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        """One block; see `Block.forward`."""
-        if self.checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, h, memory, view, position, encoder_states, use_reentrant=False)  # pyright: ignore
-        return block(h, memory, view, position, encoder_states)
+    ) -> tuple[Tensor | Streams, Tensor, Tensor | None]:  # fmt: skip
+        """One block; see `Block.forward`. A reversible one keeps nothing that checkpointing could save."""
+        if self.checkpointing and isinstance(x, Tensor):
+            return recomputed(block, x, memory, view, position, encoder_states)
+        return block(x, memory, view, position, encoder_states)
 
     def mechanisms(self) -> list[Attention]:
         """The attention mechanism of each layer."""
@@ -130,10 +139,12 @@ class TransformerStack(nn.Module):
 
     def compile_feedforwards(self) -> None:
         """torch.compile norm, feed-forward and sum of every block. Attention is not compiled: its shapes follow the
-        spans, so it would be recompiled often. Nor are experts: their shapes follow the tokens."""
+        spans, so it would be recompiled often. Nor are experts, whose shapes follow the tokens, and chunked
+        feed-forwards, which the backward pass runs again."""
         for block in self.layers():
-            if isinstance(block.feedforward, FeedForward):
+            if isinstance(block.feedforward, FeedForward) and not block.feedforward.chunk:
                 block.feed = torch.compile(block.feed, dynamic=True)
+                block.fed = torch.compile(block.fed, dynamic=True)  # a reversible block's
 
     def spans(self) -> list[list[float | None]]:
         """[layers][heads] learned spans in tokens (for dynamic spans, the latest average); None for heads that learn
@@ -157,3 +168,7 @@ class TransformerStack(nn.Module):
         distance to itself is one of them, unless `paper_compat` leaves it out."""
         read_spans(self.spans_modules())
         return [[n - self.config.paper_compat for n in mechanism.mean_context()] for mechanism in self.mechanisms()]
+
+
+def _with_positions(x: Tensor | Streams, add: Callable[[Tensor], Tensor]) -> Tensor | Streams:
+    return x.add_positions(add) if isinstance(x, Streams) else add(x)

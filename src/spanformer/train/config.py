@@ -107,6 +107,11 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
+        if self.train.checkpointing and self.model.stack == "reversible":
+            raise ValueError(
+                "train.checkpointing is set, and model.stack is 'reversible', which keeps no activations of layers "
+                "anyway; expected one of the two"
+            )
         if self.train.cpc_mask_ratio and self.model.kind != "encoder":
             raise ValueError(
                 f"train.cpc_mask_ratio is {self.train.cpc_mask_ratio} and model.kind is {self.model.kind!r}; expected "

@@ -40,8 +40,9 @@ def _hidden(config: RunConfig, world: World) -> int:
     t, m = config.train, config.model
     if m.kind == "seq2seq":
         return 0
-    logits = m.vocab if m.kind == "lm" and not m.embedding.cutoffs else 0
-    return ITEM * (t.batch // t.grad_accum_steps // world.size) * t.block * (m.dim * m.layers + logits)
+    logits = m.vocab if m.kind == "lm" and not (m.embedding.cutoffs or m.embedding.loss_chunk) else 0
+    inputs = 2 if m.stack == "reversible" else m.layers  # one pair of streams, whatever the number of layers
+    return ITEM * (t.batch // t.grad_accum_steps // world.size) * t.block * (m.dim * inputs + logits)
 
 
 def _advice(config: RunConfig, room: int) -> str:

@@ -122,7 +122,7 @@ class Answers:
 
 def _segment(config: RunConfig) -> int:
     """Tokens per global token (ETC's segment size); raises for a model without global tokens."""
-    sizes = {int(spec.params.get("segment", 0)) for layer in config.model.stack() for spec in layer}
+    sizes = {int(spec.params.get("segment", 0)) for layer in config.model.layer_specs() for spec in layer}
     size = sizes.pop()
     if not size or sizes:
         raise ValueError(
