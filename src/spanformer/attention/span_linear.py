@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from spanformer.attention.adaptive_span import AdaptiveSpan
 from spanformer.attention.base import Attention, View, adds_rule, full_precision
 from spanformer.attention.dynamic_span import DynamicSpan, first_bias
-from spanformer.attention.recurrent import ABSOLUTE, BACKENDS, Tensors, unsupported_position
+from spanformer.attention.recurrent import ABSOLUTE, BACKENDS, RecurrentAttention, Tensors, unsupported_position
 from spanformer.kinds import HeadSpec
 from spanformer.memory import MemoryShape, Recurrent, empty_rows
 from spanformer.memory.groups import group_heads
@@ -46,15 +46,12 @@ class Border(AdaptiveSpan):
         return [max(n, 0) for n in super().context_length()]
 
 
-class SpanLinear(Attention):
-    """border: a `Border`, or a `DynamicSpan` for a span per token. Without weights there is nothing to drop: `dropout`
-    acts on exact weights alone."""
+class SpanLinear(RecurrentAttention):
+    """border: a `Border`, or a `DynamicSpan` for a span per token."""
 
     def __init__(self, border: Border | DynamicSpan, head_dim: int, kv_heads: int = 0) -> None:
-        super().__init__()
-        self.border, self.heads, self.head_dim, self.kv_heads = border, border.heads, head_dim, kv_heads or border.heads
-        if self.heads % self.kv_heads:
-            raise ValueError(f"kv_heads is {kv_heads}; expected a number that divides heads, {self.heads}")
+        super().__init__(border.heads, head_dim, kv_heads)
+        self.border, self.head_dim = border, head_dim
         self.far_scale = nn.Parameter(torch.full((self.heads,), -math.log(head_dim)))
         """[H]: c. φ·φ is about D where exp(s) is about 1"""
 
@@ -90,7 +87,7 @@ class SpanLinear(Attention):
         """A whole text, without a state before it."""
         documents = view.documents[1] if isinstance(view.documents, tuple) else view.documents
         hidden = None if view.padding is None else view.padding[:, None]
-        near = super().forward(q, k, v, rule, view)
+        near = Attention.forward(self, q, k, v, rule, view)
         return self._with_far(near, q, k, v, self._spans(rule), list(range(self.heads)), None, documents, hidden)
 
     def _spans(self, rule: AnyRule) -> Tensor:
@@ -122,9 +119,6 @@ class SpanLinear(Attention):
             inputs["spans"] = spans.transpose(2, 3)  # [B, Hkv, T, H / Hkv]
         return inputs
 
-    def query_inputs(self, q: Tensor) -> Tensors:
-        return {}
-
     def run(
         self, q: Tensor, inputs: Tensors, state: Tensors, padding: Tensor | None, documents: Tensor | None
     ) -> tuple[Attended, Tensors]:
@@ -138,10 +132,8 @@ class SpanLinear(Attention):
             mine = rule.for_heads(heads, kv_heads)
             pair = None if ids is None or documents is None else (documents, ids)
             shown = torch.zeros(hidden.shape, device=q.device).masked_fill(hidden, -math.inf)
-            near = attend(
-                q[:, heads], k, v, mine + Rule(len(heads), key_bias=shown, documents=pair), backend=self.backend,
-                dropout=self.dropout if self.training else 0.0,
-            )  # fmt: skip
+            seen = mine + Rule(len(heads), key_bias=shown, documents=pair)
+            near = attend(q[:, heads], k, v, seen, backend=self.backend)
             before = LinearState(state["s"][:, kv_heads], state["z"][:, kv_heads])
             parts.append(self._with_far(near, q[:, heads], k, v, self._spans(mine), heads, before, ids, hidden))
             order += heads
@@ -219,9 +211,10 @@ class SpanLinear(Attention):
 
     # ---- what a layer asks for
 
-    def context_length(self) -> list[int]:
-        """No hidden state of an earlier token is needed: keys, values and the state are this mechanism's own."""
-        return [0] * self.heads
+    def pair_weights(self, q: Tensor, inputs: Tensors, padding: Tensor | None, documents: Tensor | None) -> Tensor:
+        ones = torch.eye(q.shape[2], dtype=q.dtype, device=q.device).expand(*inputs["v"].shape[:3], -1)
+        view = View(padding=padding, documents=documents)
+        return SpanLinear.forward(self, q, inputs["k"], ones, self._rule(inputs), view).out
 
     def mean_context(self) -> list[int]:
         """What a head sees exactly, and the state, which costs as much as D keys."""
@@ -232,6 +225,3 @@ class SpanLinear(Attention):
 
     def after_step(self) -> None:
         self.border.after_step()
-
-    def extra_repr(self) -> str:
-        return f"head_dim={self.head_dim}, kv_heads={self.kv_heads}"
