@@ -219,7 +219,7 @@ def test_bfloat16_inputs_have_a_float32_state(row: str) -> None:
 
 
 def test_rows_are_all_kinds_with_an_oracle() -> None:
-    assert {spec_of(row).kind for row in ROWS} == set(WEIGHTS)
+    assert {spec_of(row).kind for row in ROWS} == set(WEIGHTS) - {"span_linear"}  # test_span_linear.py
 
 
 @pytest.mark.parametrize("rule", [Rule(HEADS, reach=4), Rule(HEADS, distance_bias=torch.zeros(HEADS, 9))])

@@ -56,7 +56,8 @@ def test_layers_that_take_turns(capsys, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_shown(kind):
     """As language models have it, or encoders."""
-    (seen, *_) = visible(kind, 40, causal=not kind.startswith("etc"))
+    example = KINDS[kind].tested[0]
+    (seen, *_) = visible(example, 37, causal=not kind.startswith(("etc", "linformer")))
     assert seen.any(1).all()
 
 

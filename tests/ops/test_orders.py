@@ -97,5 +97,5 @@ def test_bad_orders_are_refused() -> None:
     q = torch.randn(1, 1, 5, 4)
     with pytest.raises(ValueError, match=r"orders\[0\] has shape \[1, 1, 4\] .*expected \[E, 1 or 1, 5\]"):
         attend(q, q, q, Rule(1, orders=(other, other)))
-    with pytest.raises(ValueError, match=r"backend 'flex' cannot serve this call: .*orders is not served"):
+    with pytest.raises(ValueError, match=r"backend 'flex' cannot serve this call: .*does not support orders"):
         attend(q, q, q, Rule(1, orders=(other.new_zeros(1, 1, 5),) * 2), backend="flex")

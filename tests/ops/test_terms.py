@@ -19,6 +19,7 @@ def rand(*shape: int) -> torch.Tensor:
 
 
 BAND = (torch.arange(T)[:, None] - torch.arange(T)).abs() < 3
+ORDER = (torch.arange(T) * 5 % T)[None, None]
 SAMPLES = {
     "causal": {"causal": False},
     "reach": {"reach": [3, 5]},
@@ -35,6 +36,7 @@ SAMPLES = {
     "documents": {"documents": torch.arange(T) // 4},
     "sink_logits": {"sink_logits": rand(H)},
     "sink_tokens": {"reach": 3, "sink_tokens": 2},
+    "orders": {"reach": 4, "orders": (ORDER, ORDER)},
     "blocks": {"blocks": BlockIndex.from_dense(BAND[None].expand(H, T, T), 16)},
     "paper_compat": {"paper_compat": True},
     "stride": {"stride": [2, 3]},
