@@ -21,6 +21,8 @@ from spanformer.ops import AnyRule, Attended, LinearState, Rule, sum_linear
 Tensors = dict[str, Tensor]
 BACKENDS = {"auto": "auto", "native": "native", "reference": "reference", "banded": "portable", "flex": "portable"}
 """of `attend_linear`, by the backend of `attend` that a model is set to"""
+MOST_FEATURES = 1 << 16
+"""a state has D + 1 numbers for each, and random ones are drawn on the CPU"""
 TERMS = ("heads", "causal", "documents", "key_bias")
 """of a rule: documents and padding, which `view` holds, too"""
 ABSOLUTE = ", ".join(name for name, kind in POSITIONS.items() if kind.absolute)
@@ -49,6 +51,8 @@ class RecurrentAttention(Attention):
                 f"heads is {heads}, features {features} and kv_heads {kv_heads}; expected at least 1 each, and heads a "
                 "multiple of kv_heads"
             )
+        if features > MOST_FEATURES:
+            raise ValueError(f"there are {features} features; expected at most {MOST_FEATURES:,}")
         self.heads, self.features, self.kv_heads, self.causal = heads, features, kv_heads, causal
 
     def query_features(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
