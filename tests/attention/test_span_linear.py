@@ -128,12 +128,13 @@ def test_span_shrinks_where_linear_weights_serve_and_grows_where_they_do_not() -
     assert border.ratio.grad is not None and border.ratio.grad.abs().max() > 1e-3
 
 
-def test_clamping_leaves_room_below_zero() -> None:
+def test_border_is_clamped_as_other_spans_and_may_be_set_below_zero() -> None:
     border = Border(2, 40, ramp=RAMP)
     with torch.no_grad():
-        border.ratio.copy_(torch.tensor([-3.0, 3.0]))
+        border.ratio.copy_(torch.tensor([-RAMP / 40, 3.0]))
+    assert border.spans()[0] == pytest.approx(-RAMP) and border.context_length()[0] == 0
     border.after_step()
-    assert border.spans() == pytest.approx([-RAMP, 40.0]) and border.context_length() == [0, 47]
+    assert border.spans() == pytest.approx([0.0, 40.0]) and border.context_length() == [7, 47]
 
 
 # ---- models

@@ -30,7 +30,8 @@ from spanformer.ops import AnyRule, Attended, LinearState, Rule, attend, attend_
 
 
 class Border(AdaptiveSpan):
-    """A span that may shrink to −R, where no key is exact."""
+    """A span that may be set as low as −R, where no key is exact. Training clamps it to [0, S] as any other span: at −R
+    no pair is on the ramp, and a span that got there would have no gradient to leave."""
 
     def __init__(
         self, heads: int, max_span: int, *, ramp: float = 32, init: float = 0.0, penalty: float = 2e-6,
@@ -38,6 +39,10 @@ class Border(AdaptiveSpan):
     ) -> None:  # fmt: skip
         super().__init__(heads, max_span, ramp=ramp, init=init, penalty=penalty, kv_heads=kv_heads)
         self.shortest = -self.ramp
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        self.ratio.clamp_(0, 1)
 
     def _tokens(self) -> Tensor:
         return super()._tokens().clamp(min=-self.ramp)  # a share of max_span is rounded
