@@ -117,6 +117,8 @@ def test_span_shrinks_where_linear_weights_serve_and_grows_where_they_do_not() -
     """With far weights equal to exact ones the span has no gradient but the penalty's."""
     border = Border(1, 40, ramp=RAMP, init=0.25)
     m = SpanLinear(border, D).double()
+    with torch.no_grad():
+        m.far_scale.fill_(-math.log(D))
     q = torch.full((1, 1, 60, D), 0.0, dtype=torch.float64)  # exp(s) is 1, and so is e^c φ·φ for c = −log D
     k, v = q.clone(), torch.randn(1, 1, 60, D, dtype=torch.float64)
     m(q, k, v, m.rule(View()), View()).out.square().sum().backward()

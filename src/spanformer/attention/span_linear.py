@@ -29,6 +29,10 @@ from spanformer.memory.groups import group_heads
 from spanformer.ops import AnyRule, Attended, LinearState, Rule, attend, attend_far, merge
 
 
+FIRST_SCALE = -4.0
+"""log of what S far keys weigh at first beside one near key; with more, they drown the near ones (docs/LOG.md)"""
+
+
 class Border(AdaptiveSpan):
     """A span that may be set as low as −R, where no key is exact. Training clamps it to [0, S] as any other span: at −R
     no pair is on the ramp, and a span that got there would have no gradient to leave."""
@@ -57,8 +61,8 @@ class SpanLinear(RecurrentAttention):
     def __init__(self, border: Border | DynamicSpan, head_dim: int, kv_heads: int = 0) -> None:
         super().__init__(border.heads, head_dim, kv_heads)
         self.border, self.head_dim = border, head_dim
-        self.far_scale = nn.Parameter(torch.full((self.heads,), -math.log(head_dim)))
-        """[H]: c. φ·φ is about D where exp(s) is about 1"""
+        self.far_scale = nn.Parameter(torch.full((self.heads,), FIRST_SCALE - math.log(head_dim * border.max_span)))
+        """[H]: c. φ·φ is about D where exp(s) is about 1, and the state holds S keys and many more"""
 
     @classmethod
     def build(cls, spec: HeadSpec) -> SpanLinear:
