@@ -28,7 +28,6 @@ from spanformer.memory import MemoryShape, Recurrent, empty_rows
 from spanformer.memory.groups import group_heads
 from spanformer.ops import AnyRule, Attended, LinearState, Rule, attend, attend_far, merge
 
-
 FIRST_SCALE = -4.0
 """log of what S far keys weigh at first beside one near key; with more, they drown the near ones (docs/LOG.md)"""
 
