@@ -37,7 +37,7 @@ struct Decays {
     }
     float x[C];
     for (long i = 0; i < C; i++) {
-      for (long j = 0; j < C; j++) x[j] = (float)((G[i] - G[j]) * (double)LOG2E);
+      for (long j = 0; j < C; j++) x[j] = j > i ? 0.f : (float)((G[i] - G[j]) * (double)LOG2E);  // never above 0
       for (long j = 0; j < C; j += W) store(L + i * C + j, vexp2(load(x + j)));
       for (long j = 0; j < C; j++)
         if (j > i || border[j] != border[i]) L[i * C + j] = 0.f;
