@@ -1,6 +1,6 @@
-// Gradients, with the weights recomputed from lse. An item owns a segment of keys of one key/value head: it alone writes
-// dK and dV there. Several segments add to one block of dQ, always in the same order (the nearest keys first, by taking
-// turns), so results do not depend on the number of threads and no copy of dQ is needed.
+// Backward pass; weights are recomputed from lse. An item is a segment of keys of one key/value head, and only this item
+// writes dK and dV there. Several segments add to one block of dQ, always in the same order (the nearest keys first), so
+// results do not depend on the number of threads and no copy of dQ is needed.
 #pragma once
 #include <memory>
 #include <thread>
@@ -14,8 +14,8 @@ namespace SPANFORMER_ISA {
 constexpr long BACK_QUERIES = 64;  // per block
 constexpr long BACK_KEYS = 192;     // per chunk, a multiple of ROWS
 
-// Sums over distances, d first … first + count − 1, of one segment and head; `width` numbers a distance. Where positions
-// are given one by one, over the table's rows instead.
+// Sums over distances, d first … first + count − 1, for one segment and head; `width` numbers per distance. With explicit
+// positions, sums over the table's rows.
 struct DistanceSums {
   long h, first, count;
   float* data;
@@ -27,23 +27,23 @@ struct Segment {
 
 struct Visit {
   long block;
-  int turn;  // how many segments add to the block's dQ before this one
+  int turn;  // number of segments that add to the block's dQ before this one
 };
 
-struct Plan {  // who visits which block of queries
+struct Plan {  // the segments that visit each block of queries
   const Scene& s;
   long size, segments, blocks, group;
   std::vector<long> nearest;  // [B, H, blocks]: the highest segment that visits the block, −1 for none
-  std::vector<std::vector<Visit>> visits;  // [B, H, segments] where blocks are stored; otherwise visited() says it
+  std::vector<std::vector<Visit>> visits;  // [B, H, segments] if the rule stores blocks; otherwise visited() computes it
   std::vector<Segment> items;
-  std::unique_ptr<std::atomic<int>[]> turns;  // [B, H, blocks]: how many segments have added their dQ
+  std::unique_ptr<std::atomic<int>[]> turns;  // [B, H, blocks]: number of segments that have added their dQ
   double cost = 0;
 
   explicit Plan(const Scene& scene) : s(scene), group(scene.c.H / scene.c.Hkv) {
     const Call& c = s.c;
     // Depends on the shape only: the sums and their order must not depend on the number of threads.
     size = std::clamp(round_up(c.Tk * c.B * c.Hkv / 8, 64), 128L, c.Tk < 4096 ? 512L : 1024L);
-    // Far blocks of a pattern make a block of queries be visited by as many segments as there are, so not more than so.
+    // With the far blocks of a pattern, all segments may visit a block of queries, so limit their number.
     if (s.sparse()) size = std::max(size, round_up(c.Tk / 8, 64));
     if (c.d_distance_vec) size = std::max(size, round_up(c.Tk / 8, 64));  // each segment has its own sum of vectors
     segments = (c.Tk + size - 1) / size;
@@ -87,7 +87,7 @@ struct Plan {  // who visits which block of queries
 
   const std::vector<Visit>& of(long b, long h, long t) const { return visits[(b * s.c.H + h) * segments + t]; }
 
-  // Each block of queries is visited by the segments that its stored blocks lie in, the highest first.
+  // Each block of queries is visited by the segments that contain its stored blocks, the highest first.
   void plan_visits(long b, long h) {
     std::vector<long> tiles, first(segments), last(segments), seen;
     for (long t = 0; t < segments; t++) visited(b, h, t * size, std::min((long)s.c.Tk, (t + 1) * size), first[t], last[t]);
@@ -120,7 +120,7 @@ struct Plan {  // who visits which block of queries
 
 struct BackwardScratch {
   float *QT, *GT, *dQT, *P, *dS, *mask, *rel, *dQ, *lse, *delta, *dz, *Q, *G, *K, *V, *dK, *dV;
-  long D, Dv;  // head sizes rounded up to a panel: dK and dV have them in the lanes
+  long D, Dv;  // head sizes rounded up to a panel, because the lanes of dK and dV run over them
   BackwardScratch(const Call& c, long segment) : D(round_up(c.D, PANEL)), Dv(round_up(c.Dv, PANEL)) {
     const long q = BACK_QUERIES, k = BACK_KEYS, rel_rows = k + PANEL;
     const bool plain = c.dtype == kFloat32;
@@ -170,7 +170,7 @@ class SegmentBackward {
   float* d_key_ = nullptr;   // d_key_bias of this head
   float* d_key_span_ = nullptr;  // d_key_span of this head
 
-  bool seen() const {  // by any query of any head
+  bool seen() const {  // seen by any query of any head
     for (long h = x_.kv * plan_.group; h < (x_.kv + 1) * plan_.group; h++) {
       long first, last;
       plan_.visited(x_.b, h, x_.ka, x_.kb, first, last);
@@ -189,7 +189,7 @@ class SegmentBackward {
     }
   }
 
-  // The row of a [B, H, Tk] gradient for head h, zero in this segment.
+  // The row of a [B, H, Tk] gradient for head h, set to zero in this segment.
   float* cleared(float* gradient, long h) const {
     if (!gradient) return nullptr;
     float* row = gradient + (x_.b * c.H + h) * c.Tk;
@@ -221,7 +221,7 @@ class SegmentBackward {
     add_to_dq(block, turn, i0, i1);
   }
 
-  // delta = Σ out·g − g_lse and lse of each query; false if anything of the block is NaN or infinite.
+  // delta = Σ out·g − g_lse and lse of each query; false if any number of the block is NaN or infinite.
   bool load_block(long i0, long i1) {
     const long n = i1 - i0;
     const T *q = row<T>(c.q, x_.b, h_, i0), *g = row<T>(c.g, x_.b, h_, i0), *o = row<T>(c.out, x_.b, h_, i0);
@@ -229,7 +229,7 @@ class SegmentBackward {
     const float* g_lse = c.g_lse ? c.g_lse + (x_.b * c.H + h_) * c.Tq + i0 : nullptr;
     bool finite = true;
     for (long t = 0; t < BACK_QUERIES; t++) {
-      if (t >= n) {  // lanes of no query: no weight
+      if (t >= n) {  // lanes without a query get no weight
         w.lse[t] = -HIDDEN, w.delta[t] = 0.f;
         continue;
       }
@@ -271,12 +271,12 @@ class SegmentBackward {
 
   void chunk(const Panel* panel, long panels, long queries, long jc, long je) {
     const long keys = je - jc;
-    long low[BACK_QUERIES / PANEL], high[BACK_QUERIES / PANEL];  // rows of the tile each panel has written
+    long low[BACK_QUERIES / PANEL], high[BACK_QUERIES / PANEL];  // rows of the tile that each panel has written
     for (long p = 0; p < panels; p++) {
       low[p] = high[p] = 0;
       s.runs(panel[p], jc, je, [&](long ja, long jb, bool masked) {
         long a = ja - jc, b = jb - jc;
-        if (!s.general) a = a / ROWS * ROWS, b = std::min(keys, round_up(b, ROWS));  // the table hides rows beyond
+        if (!s.general) a = a / ROWS * ROWS, b = std::min(keys, round_up(b, ROWS));  // the table hides later rows
         if (high[p] == 0)
           low[p] = a;
         else
@@ -359,7 +359,7 @@ class SegmentBackward {
     for (long r = plain_b; r < t.n; r++) edge(r);
     if (!d_span_) return;
     for (int v = 0; v < VECS; v++) d_span_[g_] += sum(dz[v]);
-    if (s.positioned)  // the table was in the mask, and so was the ramp
+    if (s.positioned)  // the mask contained the table and the ramp
       for (long r = 0; r < t.n; r++)
         for (long lane = 0; lane < t.p.n; lane++)
           d_span_[g_] += dS[r * t.ld + lane] * head.slope_at(s.head_key(s.pair_distance(x_.b, t.p.i + lane, t.ja + r)));
@@ -448,7 +448,7 @@ class SegmentBackward {
         b = std::min(b, jc + r + m + far - panel[0].at);
         if (b <= a) continue;
       }
-      for (long p = pa; p < pb; p++)  // rows a panel did not write hold old numbers
+      for (long p = pa; p < pb; p++)  // rows that a panel did not write hold old numbers
         if (low[p] > r || high[p] < r + m) {
           zero(p, r, std::min(low[p], r + m));
           zero(p, std::max(high[p], r), r + m);

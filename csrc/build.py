@@ -1,9 +1,9 @@
 """Build the CPU kernel as a plain shared library, loaded by path: no Python and no torch headers are needed.
 
 kernel.cpp is compiled once for each instruction set and dispatch.cpp, compiled for any processor, picks one when the
-library is loaded. A digest of the library is appended to it (linkers and loaders pass over what follows an ELF or
-Mach-O file's own end), because loading a file that was cut short ends the process instead of raising an error.
-A tool that changes the library afterwards (strip, patchelf, auditwheel) has to be followed by `--seal`.
+library is loaded. A digest of the library is appended to it (loaders ignore bytes after the end of an ELF or Mach-O
+file), because loading a truncated file ends the process instead of raising an error.
+After a tool that changes the library (strip, patchelf, auditwheel), run `--seal`.
 
 Used by setup.py, `make sanitize` and `make tsan`; by hand:
 
@@ -85,13 +85,13 @@ def commands(cxx: list[str], objects: Path, sanitize: str = "") -> dict[Path, li
 
 
 def is_fresh(out: Path) -> bool:
-    """True if no file of csrc, headers and this one among them, is newer than `out`."""
+    """True if no file of csrc, including headers and this script, is newer than `out`."""
     files = [path for path in CSRC.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     return out.exists() and all(path.stat().st_mtime <= out.stat().st_mtime for path in files)
 
 
 def build(out: Path, sanitize: str = "") -> None:
-    """Make `out` unless it is fresh; raise BuildError, and leave no old library behind, if that fails."""
+    """Build `out` unless it is fresh; on failure raise BuildError and remove an old library."""
     if is_fresh(out):
         return
     out.unlink(missing_ok=True)  # a library that no longer matches its sources is worse than none
@@ -108,7 +108,7 @@ def build(out: Path, sanitize: str = "") -> None:
 
 
 def seal(library: Path) -> None:
-    """Append the digest that ops/kernel.py compares before it loads the library, in place of an older one."""
+    """Append the digest that ops/kernel.py checks before it loads the library, replacing an older one."""
     content = library.read_bytes()
     at = len(content) - len(SEAL) - hashlib.sha256().digest_size
     if at > 0 and content[at:].startswith(SEAL):
@@ -117,7 +117,7 @@ def seal(library: Path) -> None:
 
 
 def warn(error: BuildError) -> None:
-    """Say on stderr, so that it is seen, that there is no kernel and what that means."""
+    """Print on stderr that the kernel is missing, and the consequences."""
     line = "!" * 78
     print(
         f"\n{line}\nspanformer: THE CPU KERNEL WAS NOT BUILT; everything else works without it.\n"

@@ -1,5 +1,5 @@
-// The C ABI: one attention call as plain numbers, every field 8 bytes wide, as the table in ops/c_layout.py. A field that
-// is added or moved here takes its place there and in layout.h.
+// The C ABI: one attention call as a struct of plain numbers, every field 8 bytes wide. ops/c_layout.py has the same
+// table: add or move a field there and in layout.h too.
 // Strides count elements; the last axis of q, k, v, out and their gradients is contiguous.
 #pragma once
 #include <cstdint>
@@ -16,8 +16,8 @@ struct Rows {  // a [B, heads, T, size] tensor
 struct Call {
   int64_t dtype, threads;
   int64_t B, H, Hkv, Tq, Tk, D, Dv;
-  int64_t causal, shift;  // shift: every distance is shortened by this (1 with the original's conventions)
-  int64_t max_future;  // tables begin at distance −max_future; 0: without causality they are read at |d|
+  int64_t causal, shift;  // shift: subtracted from every distance (1 with the conventions of the original code)
+  int64_t max_future;  // tables begin at distance −max_future; 0 and not causal: they are read at |d|
   double scale, ramp, dropout;
   Rows q, k, v, out;
   float* lse;            // [B, H, Tq] contiguous, natural log
@@ -26,17 +26,17 @@ struct Call {
   int64_t dynamic;
   const float* distance_bias;  // [H, bias_length] contiguous or null
   int64_t bias_length;
-  const float* distance_vec;  // [1 or H, vec_length, D] contiguous or null; vec_head is 0 when heads share it
+  const float* distance_vec;  // [1 or H, vec_length, D] contiguous or null; vec_head is 0 if heads share it
   int64_t vec_length, vec_head;
   const float* key_bias;  // [1 or B, H / key_bias_group, Tk] or null
   int64_t key_bias_batch, key_bias_head, key_bias_group;
-  const float* key_span;  // [1 or B, 1 or H, Tk] or null; a stride is 0 where rows or heads share them
+  const float* key_span;  // [1 or B, 1 or H, Tk] or null; a stride is 0 if rows or heads share them
   int64_t key_span_batch, key_span_head;
-  const int64_t *q_positions, *k_positions;  // [1 or B, T] or null; the batch stride is 0 when rows share them
+  const int64_t *q_positions, *k_positions;  // [1 or B, T] or null; the batch stride is 0 if rows share them
   int64_t q_positions_batch, k_positions_batch;
   const int64_t *q_documents, *k_documents;
   int64_t q_documents_batch, k_documents_batch;
-  // Places in `orders` other orders, [orders, 1 or B, T] or null: a pair that is within reach in one of them is hidden.
+  // Positions in `orders` other orders, [orders, 1 or B, T] or null: a pair within reach in one of them is hidden.
   const int64_t *q_orders, *k_orders;
   int64_t orders, q_orders_order, q_orders_batch, k_orders_order, k_orders_batch;
   const float* sink_logits;  // [H] or null
@@ -44,7 +44,7 @@ struct Call {
   const uint8_t* block_masks;  // [M, size, size]
   int64_t block_size, block_rows, block_head;
   const int64_t* seed;  // [1] or null
-  // What dropout knows heads [B, H], queries [1 or B, Tq] and keys [1 or B, Tk] by; null: b·H + h, and their indices.
+  // Dropout counters of heads [B, H], queries [1 or B, Tq] and keys [1 or B, Tk]; null: b·H + h, and the indices.
   const int64_t *drop_heads, *drop_queries, *drop_keys;
   int64_t drop_queries_batch, drop_keys_batch;
   // backward only
@@ -59,25 +59,25 @@ struct Call {
 };
 
 // One query per batch row against a ring of keys and values per key/value head.
-// Head g of row b keeps `capacity[g]` slots from slot `first[g]` of that row on; the key at position p lies in slot
+// Head g of row b has `capacity[g]` slots from slot `first[g]` of that row on; the key at position p is in slot
 // first[g] + p mod capacity[g]. The newest position of row b is newest[b] (−1: the row is empty). The first `sink_tokens`
-// positions lie in as many slots before first[g] instead: every query sees them, whatever reach and span say.
-// Fields that change from token to token come first, so that ops/kernel.py rewrites only those.
+// positions are in the slots just before first[g]: every query sees them, regardless of reach and span.
+// Fields that change with every token come first, so that ops/kernel.py rewrites only those.
 struct Decode {
   int64_t threads;
   Rows q, out;          // [B, H, 1, ·]
   float* lse;           // [B, H]
-  Rows new_k, new_v;    // [B, Hkv, 1, ·] to be written at the newest positions first; null: they are there already
+  Rows new_k, new_v;    // [B, Hkv, 1, ·] to write at the newest positions first; null: already written
   const float* span;
   int64_t dtype, bits;  // bits of keys and values: 8 with a scale for each slot, or 0 for the dtype
   int64_t B, H, Hkv, D, Dv;
   int64_t shift, sink_tokens;
   double scale, ramp;
-  Rows k, v;                   // [B, slots, ·]: batch and row strides count, head is unused
+  Rows k, v;                   // [B, slots, ·]: batch and row strides are used, the head stride is not
   float *k_scale, *v_scale;    // [B, slots] with batch stride scale_batch, or null
   int64_t scale_batch;
   const int64_t *first, *capacity, *newest;  // [Hkv], [Hkv], [B]
-  const int64_t* oldest;       // [B, Hkv] positions below are held no more; null: all are held that fit
+  const int64_t* oldest;       // [B, Hkv] earlier positions are no longer held; null: all that fit are held
   const int64_t* reach;
   int64_t dynamic;
   const float* distance_bias;

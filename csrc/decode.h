@@ -1,4 +1,4 @@
-// One query against rings of keys and values, each key/value head's as long as it needs; lanes are the head size.
+// One query against a ring of keys and values per key/value head, each of its own length; lanes run over the head size.
 #pragma once
 #include "exact.h"
 #include "work.h"
@@ -6,8 +6,8 @@
 namespace spanformer {
 namespace SPANFORMER_ISA {
 
-constexpr long DECODE_KEYS = 1024;  // per part of a head: long heads are shared between threads
-// Each number is used once here, so memory bounds the time: loading one takes as long as this many multiply-adds.
+constexpr long DECODE_KEYS = 1024;  // per part of a head: threads share long heads
+// Each number is used once, so memory bounds the time: loading one takes as long as this many multiply-adds.
 constexpr double MEMORY = 16;
 
 SPANFORMER_INLINE vf load_row(const float* p) { return load(p); }
@@ -24,7 +24,7 @@ SPANFORMER_INLINE vf load_row(const int8_t* p) {
   return __builtin_convertvector(__builtin_convertvector(x, vi), vf);
 }
 
-// A row into its slot. In 8 bits: the nearest multiples of max |x| / 127, as ops/decode/banded.py `quantise` rounds them.
+// Write a row into its slot. In 8 bits: the nearest multiples of max |x| / 127, as `quantise` in ops/decode/banded.py.
 template <class T>
 static void put_row(const T* from, T* to, float*, long n) {
   std::memcpy(to, from, n * sizeof(T));
@@ -57,7 +57,7 @@ static void write_newest(const Decode& c) {
     }
 }
 
-// Rings are long unread by the time the next token comes: their rows are asked for well before they are needed.
+// Rings have left the cache by the next token, so prefetch their rows.
 template <class T>
 SPANFORMER_INLINE void prefetch(const T* from, long n) {
   for (long at = 0; at < n * (long)sizeof(T); at += 64) __builtin_prefetch(reinterpret_cast<const char*>(from) + at);
@@ -133,7 +133,7 @@ class PartDecode {
   }
 
  private:
-  struct Stretch {  // of score_: [from, to), whose keys lie in slots `slot`, `slot` + 1, …
+  struct Stretch {  // of score_: [from, to), whose keys are in slots `slot`, `slot` + 1, …
     long from, to, slot;
   };
   const Decode& c;
@@ -169,7 +169,7 @@ class PartDecode {
     if (!c.distance_vec) return;
     float few[W];
     const float* table = c.distance_vec + x.h * c.vec_head;
-    long d = x.from;  // nearest first, as the table lies
+    long d = x.from;  // nearest first, the order of the table
     for (; d + W <= x.to; d += W) {
       row_dots(query_, table + d * c.D, c.D, c.D, few);
       for (long e = 0; e < W; e++) score_[x.to - 1 - d - e] += few[e];

@@ -1,5 +1,5 @@
-// The slow, obvious version, pair by pair, for the cases that the fast one skips: rows that see NaN or infinity
-// (0 · NaN must not leak from a key that is hidden), and distance vectors at positions given one by one.
+// A slow version, pair by pair, for the cases that the fast one skips: rows that see NaN or infinity (0 · NaN must not
+// leak from a hidden key), and distance vectors with explicit positions.
 #pragma once
 #include "scores.h"
 
@@ -27,7 +27,7 @@ static inline float exact_dot(const A* a, const B* b, long n) {
 struct Pair {
   bool visible;
   float score;  // log2
-  long row;     // of distance_vec, −1 if it has none
+  long row;     // row of distance_vec, −1 if none
   float slope;  // d score / d span, natural
   float key_slope;  // d score / d span of the key
 };

@@ -7,8 +7,8 @@ namespace spanformer {
 namespace SPANFORMER_ISA {
 
 constexpr long FORWARD_QUERIES = 128;  // per item
-constexpr long SUMMED = 16;            // weights in a row, before they join their chunk's sum
-constexpr long FORWARD_KEYS = 256;     // per chunk: K and V of it stay in the cache for all the item's panels
+constexpr long SUMMED = 16;            // weights summed together before they are added to the chunk's sum
+constexpr long FORWARD_KEYS = 256;     // per chunk: its K and V stay in the cache for all panels of the item
 
 struct ForwardScratch {
   float *QT, *OT, *S, *mask, *rel, *top, *total, *K, *V;
@@ -55,11 +55,11 @@ static inline bool forward_run(const Scene& s, const Tile& t, bool masked, const
   for (int v = 0; v < VECS; v++) bad |= finite[v] != vf{};
   if (any(bad)) return false;
 
-  // A lane whose every key is hidden so far keeps HIDDEN as its maximum; s − HIDDEN would give weight, so lift it.
+  // A lane whose keys are all hidden so far has the maximum HIDDEN; s − HIDDEN would give weight, so raise it.
   vf lifted[VECS], added[VECS] = {};
   for (int v = 0; v < VECS; v++) lifted[v] = vmax(x[v], set1(HIDDEN_AT_MOST));
   for (long r = 0; r < t.n;) {
-    vf some[VECS] = {};  // short sums first: the error of a sum grows with its length
+    vf some[VECS] = {};  // sum short runs first: the error of a sum grows with its length
     for (const long end = std::min(r + SUMMED, t.n); r < end; r++)
       for (int v = 0; v < VECS; v++) {
         const vf e = vexp2(load(t.S + r * PANEL + v * W) - lifted[v]);
@@ -120,7 +120,7 @@ static void forward_finish(const Scene& s, const Panel& p, float* OT, const floa
   if (fresh) std::memset(OT, 0, sizeof(float) * c.Dv * PANEL);
   T* out = row_of<T>(c.out, p.b, p.h, p.i);
   unpack_panel(OT, p.n, c.Dv, by, out, c.out.row);
-  if (!all_finite(out, c.out.row, p.n, c.Dv)) exact_forward<T>(s, p);  // some V is not finite: find out who sees it
+  if (!all_finite(out, c.out.row, p.n, c.Dv)) exact_forward<T>(s, p);  // some V is not finite: find the queries that see it
 }
 
 // A block of queries [i0, i1) of one head.
@@ -141,7 +141,7 @@ class BlockForward {
       s.hull(panel_[p], ja, jb);
       if (ja < jb) from = std::min(from, ja), to = std::max(to, jb), longest = std::max(longest, jb - ja);
     }
-    if (longest <= FORWARD_KEYS && sizeof(T) == 4) {  // short spans: a panel at a time, all of it in the nearest cache
+    if (longest <= FORWARD_KEYS && sizeof(T) == 4) {  // short spans: one panel at a time, all in the L1 cache
       for (long p = 0; p < panels; p++) {
         start(p, 0);
         keys(p, 0, 0, c.Tk, {row_float(c.k, 0), c.k.row}, {row_float(c.v, 0), c.v.row});
@@ -167,7 +167,7 @@ class BlockForward {
   Panel panel_[FORWARD_QUERIES / PANEL];
   bool fresh_[FORWARD_QUERIES / PANEL], exact_[FORWARD_QUERIES / PANEL];
 
-  void spoil() {  // a sink of NaN or +inf is seen by every query, whatever else it sees
+  void spoil() {  // every query sees a sink logit of NaN or +inf
     const float nan = std::numeric_limits<float>::quiet_NaN();
     for (long i = i0_; i < i1_; i++) {
       T* out = row_of<T>(c.out, b_, h_, i);
@@ -208,7 +208,7 @@ class BlockForward {
   }
 };
 
-// About how many pairs of queries [i0, i1) and keys a head has; for sharing out the work only.
+// Approximate number of pairs of queries [i0, i1) and keys of a head, for distributing the work only.
 static double pairs(const Scene& s, long b, long h, long i0, long i1) {
   long ja, jb;
   s.hull(s.panel(b, h, i0, std::min((long)PANEL, i1 - i0)), ja, jb);

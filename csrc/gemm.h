@@ -1,6 +1,6 @@
-// Small matrix products whose right side is one panel wide: C[m][n] (+)= Σ_k A[m·sm + k·sk] · B[k·ldb + n].
-// A is read one scalar at a time and broadcast, so keys and values need no packing. A's layout is either BY_ROW
-// (a row of A is a row of memory, lda apart) or BY_COLUMN (a column of A is).
+// Small matrix products whose right factor is one panel wide: C[m][n] (+)= Σ_k A[m·sm + k·sk] · B[k·ldb + n].
+// A is read one scalar at a time and broadcast, so keys and values need no packing. A is stored BY_ROW (rows are
+// contiguous, lda apart) or BY_COLUMN (columns are).
 #pragma once
 #include "simd.h"
 
@@ -9,8 +9,8 @@ namespace SPANFORMER_ISA {
 
 enum Layout { BY_ROW, BY_COLUMN };
 
-// Which half of the panel's lanes each step k needs: both, but for the first `low` (lower half only) and those from
-// `high` on (upper half only). The band's corners are such triangles, and a sixth of a short span's work.
+// The half of the panel's lanes that each step k needs: both, except the first `low` steps (lower half only) and those
+// from `high` on (upper half only). The corners of the band are such triangles, a sixth of the work of a short span.
 struct Halves {
   long low, high;
 };
@@ -61,7 +61,7 @@ static inline void product_dispatch(long r, long K, const float* A, long lda, co
   }
 }
 
-// Any number of rows, split evenly: a last group of one row would be bound by the latency of its sums. N vectors wide.
+// Any number of rows, N vectors wide, in even groups: a last group of one row would wait for the latency of its sums.
 template <Layout LAYOUT, bool ADD, int N = VECS, bool HALVES = false>
 static inline void product(long M, long K, const float* A, long lda, const float* B, long ldb, float* C, long ldc,
                            Halves halves = {0, 0}) {
@@ -76,7 +76,7 @@ static inline void product(long M, long K, const float* A, long lda, const float
   }
 }
 
-// C[r][lane] = A·B where rows before halves.low need only the lower half of the lanes and rows from halves.high on only
+// C[r][lane] = A·B, where rows before halves.low need only the lower half of the lanes and rows from halves.high on only
 // the upper half; the other half of such a row is 0.
 static inline void product_of_band(long M, long K, const float* A, long lda, const float* B, long ldb, float* C,
                                    long ldc, Halves halves) {

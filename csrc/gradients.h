@@ -1,11 +1,11 @@
-// The whole backward pass: segments, then the sums that several segments share, each in a fixed order.
+// The whole backward pass: segments, then the sums over several segments, each in a fixed order.
 #pragma once
 #include "backward.h"
 
 namespace spanformer {
 namespace SPANFORMER_ISA {
 
-// One buffer of sums over distances for every segment and head.
+// One buffer of sums over distances per segment and head.
 class SegmentSums {
  public:
   SegmentSums(const Plan& plan, long width, long folded_length) : plan_(plan), width_(width) {

@@ -1,4 +1,4 @@
-// Compiled once for each instruction set; SPANFORMER_ISA names the namespace it fills.
+// Compiled once per instruction set; SPANFORMER_ISA is the name of its namespace.
 #include "decode.h"
 #include "delta.h"
 #include "forward.h"

@@ -1,5 +1,5 @@
-// Where the compiler has put the fields of each struct of call.h, as text, one field a line: "Call.scale float at byte 96".
-// ops/c_layout.py has the same table, and compares the two when it loads the library.
+// The offsets of the fields of each struct of call.h as text, one field per line: "Call.scale float at byte 96".
+// ops/c_layout.py compares it with its own table when it loads the library.
 #pragma once
 #include <cstddef>
 #include <string>

@@ -1,5 +1,5 @@
-// What a head sees. Distances d = i + offset − j are looked up in one table per head, in log2: the soft span, the
-// distance bias, the reach and causality are one vector add. Which keys a panel of queries needs is arithmetic.
+// The pairs that a head sees. Distances d = i + offset − j index one table per head, in log2, so that the soft span, the
+// distance bias, the reach and causality are one vector add. The range of keys of a panel of queries is computed from d.
 #pragma once
 #include <algorithm>
 #include <limits>
@@ -12,14 +12,14 @@ namespace spanformer {
 namespace SPANFORMER_ISA {
 
 constexpr float HIDDEN = -6e37f;  // five of them (key, its span, span, mask, table) still add up to a finite number
-constexpr float HIDDEN_AT_MOST = -1e37f;  // no real score is this low
+constexpr float HIDDEN_AT_MOST = -1e37f;  // lower than any real score
 constexpr float LOG2E = 1.44269504088896340736f, LN2 = 0.69314718055994530942f;
 constexpr long PAD = PANEL + 16;  // tables may be read this far past either end
 constexpr long FAR = 1L << 40;    // a reach beyond any sequence, as ops/rule.py
-constexpr long LONG_TABLE = 1L << 22;  // longer than this, a table must be worth its memory
+constexpr long LONG_TABLE = 1L << 22;  // a longer table must be worth its memory
 
-// Add the ramp to the fraction of z, not to z: added to a long span, a short ramp would be rounded away.
-static inline long reach_of_span(double z, double ramp) {  // how many distances 0, 1, … have m > 0
+// Add the ramp to the fraction of z, not to z: adding a short ramp to a long span would round it away.
+static inline long reach_of_span(double z, double ramp) {  // number of distances 0, 1, … with m > 0
   if (z + ramp >= (double)FAR) return FAR;
   const double whole = std::floor(z), n = whole + std::ceil(z - whole + ramp);
   return n > 0 ? (long)n : 0;  // NaN sees nothing
@@ -37,7 +37,7 @@ struct Head {
   const float *bias = nullptr, *slope = nullptr;  // by d: log2 of the factor of the weight; 1/(m·ramp) on the ramp
   std::vector<float> store;
 
-  // The table's value for any distance (|d| where `folded`).
+  // The table's value for any distance (|d| if `folded`).
   float at(long d) const {
     if (d < first || d > last) return HIDDEN;
     return d < table_first || d > table_last ? 0.f : bias[d];
@@ -45,17 +45,17 @@ struct Head {
   float slope_at(long d) const { return d < table_first || d > table_last ? 0.f : slope[d]; }
 };
 
-// How many distances a head reaches, without dynamic spans.
+// Number of distances that a head reaches, without dynamic spans.
 static inline long limit_of(const Call& c, long h) {
   const long limit = c.reach ? std::min(FAR, (long)c.reach[h]) : FAR;
   return c.span && !c.dynamic ? std::min(limit, reach_of_span(c.span[h], c.ramp)) : limit;
 }
 
-// Which row of distance_bias and distance_vec a signed distance reads; it may be none of theirs.
+// The row of distance_bias and distance_vec for a signed distance; it may be outside of them.
 static inline long row_of_table(const Call& c, long d) { return c.max_future ? d + c.max_future : c.causal ? d : std::labs(d); }
 
-// `folded` heads know only |d| (positions are given one by one, and no table tells −d from d); otherwise the table runs
-// over signed distances. `positioned` heads' tables are never read past their ends, so they need none of the padding.
+// The table of a `folded` head runs over |d| (explicit positions, and no table distinguishes −d from d), otherwise over
+// signed distances. The table of a `positioned` head is never read past its ends, so it has no padding.
 static void make_head(const Call& c, long h, bool folded, bool positioned, long least, long most, Head& head) {
   const bool soft = c.span && !c.dynamic;
   const double z = soft ? c.span[h] : 0;
@@ -78,7 +78,7 @@ static void make_head(const Call& c, long h, bool folded, bool positioned, long 
     head.table_first = 0, head.table_last = -1;
   }
   const long n = std::max(0L, head.table_last - head.table_first + 1);
-  head.store.resize((size_t)(soft ? 2 * n : n) + 1);  // never empty: its address is counted from
+  head.store.resize((size_t)(soft ? 2 * n : n) + 1);  // never empty: pointers are computed from its address
   float *bias = head.store.data() - head.table_first, *slope = soft ? bias + n : nullptr;
   head.bias = bias, head.slope = slope;
   for (long d = head.table_first; d <= head.table_last; d++) {
@@ -116,9 +116,9 @@ class Scene {
   const Call& c;
   std::vector<Head> heads;
   std::vector<long> offset, base;  // by batch row: query 0 less key 0 (less the shift); the position of key 0
-  bool positioned = false;         // distances are not i + offset − j, and are looked up pair by pair
-  bool folded = false;             // and then at |d|
-  bool general;                    // some pairs inside the band may be hidden: runs are found tile by tile
+  bool positioned = false;         // distances are not i + offset − j; they are looked up pair by pair
+  bool folded = false;             // and looked up at |d|
+  bool general;                    // some pairs inside the band may be hidden, so runs are found tile by tile
   long tile = 64, tiles = 0;
 
   explicit Scene(const Call& call) : c(call) {
@@ -147,7 +147,7 @@ class Scene {
     }
     long widest = 0;
     for (long h = 0; h < c.H; h++) widest = std::max(widest, limit_of(c, h));
-    // Queries and keys far apart would make a table as long as the way between them.
+    // If queries and keys are far apart, the table is as long as their distance.
     const long table = std::min(most, widest) - (c.causal ? 0 : std::max(least, -widest));
     if (table > std::max(LONG_TABLE, 4 * (c.Tq + c.Tk))) positioned = true;
     folded = positioned && !(c.max_future && c.distance_bias);
@@ -175,7 +175,7 @@ class Scene {
   long k_document(long b, long j) const { return c.k_documents[b * c.k_documents_batch + j]; }
   long q_order(long e, long b, long i) const { return c.q_orders[e * c.q_orders_order + b * c.q_orders_batch + i]; }
   long k_order(long e, long b, long j) const { return c.k_orders[e * c.k_orders_order + b * c.k_orders_batch + j]; }
-  // How many distances a query sees, by its head's reach and span.
+  // Number of distances that a query sees, from its head's reach and span.
   long seen_distances(long b, long h, long i) const {
     const long limit = limit_of(c, h);
     return c.dynamic ? std::min(limit, reach_of_span(dynamic_span(b, h, i), c.ramp)) : limit;
@@ -194,15 +194,15 @@ class Scene {
   const float* key_span(long b, long h) const {
     return c.key_span ? c.key_span + b * c.key_span_batch + h * c.key_span_head : nullptr;
   }
-  // The most distances that the head's dynamic spans and its key spans reach.
+  // Maximum number of distances that the head's dynamic spans and key spans reach.
   long longest(long b, long h) const {
     const long limit = c.dynamic ? longest_[b * c.H + h] : FAR;
     return c.key_span ? std::min(limit, lasting_[b * c.H + h]) : limit;
   }
   long pair_distance(long b, long i, long j) const { return q_position(b, i) - k_position(b, j) - c.shift; }
-  // What a span measures.
+  // The distance that a span applies to.
   long length(long d) const { return c.causal ? d : std::labs(d); }
-  // What a head's table is read at where distances come one by one.
+  // The index into a head's table if positions are explicit.
   long head_key(long d) const { return folded ? length(d) : d; }
 
   Panel panel(long b, long h, long i, long n) const {
@@ -240,7 +240,7 @@ class Scene {
     return p;
   }
 
-  // The keys [ja, jb) the panel's band touches.
+  // The keys [ja, jb) in the panel's band.
   void hull(const Panel& p, long& ja, long& jb) const {
     if (p.last < p.first)
       ja = jb = 0;
@@ -250,8 +250,8 @@ class Scene {
       ja = std::max(0L, p.at - p.last), jb = std::max(ja, std::min((long)c.Tk, p.at + p.n - p.first));
   }
 
-  // Calls run(ja, jb, masked) for the stretches of [from, to) the panel sees something of; masked stretches have
-  // hidden pairs that the band's table does not know of.
+  // Calls run(ja, jb, masked) for the ranges of [from, to) with keys that the panel sees; masked ranges have hidden pairs
+  // that the band's table does not contain.
   template <class Run>
   void runs(const Panel& p, long from, long to, Run run) const {
     long ja, jb;
@@ -259,7 +259,7 @@ class Scene {
     ja = std::max(ja, from), jb = std::min(jb, to);
     if (jb <= ja) return;
     if (!general) return run(ja, jb, false);
-    int held = NOTHING;  // neighbouring tiles of a kind go together
+    int held = NOTHING;  // merge neighbouring tiles of the same kind
     long start = ja, end = ja;
     auto flush = [&]() {
       if (held != NOTHING && end > start) run(start, end, held == PARTLY);
@@ -279,8 +279,8 @@ class Scene {
     flush();
   }
 
-  // Calls use(ja, jb) for stretches of at most `most` keys that hold all that queries [i0, i1) see of [from, to), in
-  // ascending order: with blocks, only those that are stored.
+  // Calls use(ja, jb) for ranges of at most `most` keys, in ascending order, that cover all keys of [from, to) that
+  // queries [i0, i1) see; with blocks, only stored ones.
   template <class Use>
   void stretches(long b, long h, long i0, long i1, long from, long to, long most, Use use) const {
     if (!sparse()) {
@@ -305,7 +305,7 @@ class Scene {
     flush();
   }
 
-  // Whether stored blocks say which keys there are to look at.
+  // Whether stored blocks determine the visible keys.
   bool sparse() const { return c.block_offsets && !positioned; }
 
   // The tiles of keys that queries [i0, i1) have blocks for, ascending; tiles are blocks here.
@@ -323,7 +323,7 @@ class Scene {
     }
   }
 
-  // mask[r][lane]: the term to add to the score of key ja + r. For positions this is the table itself.
+  // mask[r][lane]: the term to add to the score of key ja + r. With explicit positions it includes the table.
   void fill_mask(const Panel& p, long ja, long n, float* mask) const {
     const bool by_blocks = sparse();
     if (!positioned && !by_blocks) {
@@ -371,7 +371,7 @@ class Scene {
     }
   }
 
-  // The mask where only documents and other orders hide pairs: lanes side by side, so that compilers use vectors.
+  // The mask if only documents and other orders hide pairs, lane by lane, so that compilers vectorise it.
   void fill_ids(const Panel& p, long ja, long n, float* mask) const {
     int64_t lane[PANEL];
     std::memset(mask, 0, sizeof(float) * n * PANEL);
@@ -395,7 +395,7 @@ class Scene {
   }
 
   bool in_blocks(long h, long qp, long kp) const {
-    if (qp < 0 || kp < 0) return false;  // torch.compile checks no positions
+    if (qp < 0 || kp < 0) return false;  // torch.compile does not check positions
     const long id = block_id(h, qp / c.block_size, kp / c.block_size);
     return id == -1 ||
            (id >= 0 && c.block_masks[(id * c.block_size + qp % c.block_size) * c.block_size + kp % c.block_size]);
@@ -410,12 +410,12 @@ class Scene {
   std::vector<long> longest_;                 // by batch row and head
   std::vector<long> lasting_;                 // the same for the spans of keys
   struct Interval {
-    double from, until;  // a query outside of this sees none of the tile's keys
+    double from, until;  // a query outside this range sees none of the tile's keys
   };
   std::vector<Interval> tile_spans_;  // by batch row, head and tile of keys
   std::vector<uint8_t> by_key_;               // the blocks' masks with keys first, [M, key, query]
   struct Line {
-    int32_t lo, hi, count;  // keys [lo, hi) hold the `count` that are seen
+    int32_t lo, hi, count;  // the `count` visible keys are within [lo, hi)
   };
   std::vector<Line> lines_;  // by mask and query
 
@@ -458,7 +458,7 @@ class Scene {
     }
   }
 
-  // To be called when the tiles are known.
+  // Call this after the tiles are set.
   void make_tile_key_spans() {
     tile_spans_.resize((size_t)(c.B * c.H * tiles));
     for (long row = 0; row < c.B * c.H; row++) {
@@ -500,11 +500,11 @@ class Scene {
       }
   }
 
-  // How much of tile t the panel sees, and within which of its keys [lo, hi).
+  // Whether the panel sees all, some or none of tile t, and the range [lo, hi) of its visible keys.
   int classify(const Panel& p, long t, long& lo, long& hi) const {
     int kind = WHOLLY;
     if (c.key_span && expired(p, t)) return NOTHING;
-    if (positioned) {  // distances are never all plain here: the mask carries the table
+    if (positioned) {  // distances are never all plain here: the mask includes the table
       const Range& r = positions_[p.b * tiles + t];
       const long far = p.position_hi - r.lo - c.shift, near = p.position_lo - r.hi - c.shift;
       if (near > p.last || (c.causal ? far < 0 : folded ? -far > p.last : far < p.first)) return NOTHING;
@@ -515,7 +515,7 @@ class Scene {
       if (r.lo > p.document_hi || r.hi < p.document_lo) return NOTHING;
       if (r.lo != r.hi || p.document_lo != p.document_hi) {
         kind = PARTLY;
-        // sorted ids, as of buckets, leave a part of the tile
+        // with sorted ids, such as buckets, part of the tile remains
         const long first = t * tile, end = std::min((long)c.Tk, first + tile);
         auto outside = [&](long j) { return k_document(p.b, j) < p.document_lo || k_document(p.b, j) > p.document_hi; };
         hi = end - first;
@@ -527,7 +527,7 @@ class Scene {
     if (c.q_orders) kind = PARTLY;
     if (sparse()) {
       const long column = base[p.b] / tile + t;
-      bool even = true;  // every lane sees the same stretch of keys
+      bool even = true;  // every lane sees the same range of keys
       lo = tile, hi = 0;
       for (long at = p.position_lo; at <= p.position_hi;) {
         const long row = floor_div(at, tile), end = std::min(p.position_hi + 1, (row + 1) * tile);
@@ -538,7 +538,7 @@ class Scene {
           if (x > p.position_lo) even = even && line.lo == lo && line.hi == hi;
           even = even && line.count == line.hi - line.lo;
           if (line.count) lo = std::min(lo, (long)line.lo), hi = std::max(hi, (long)line.hi);
-          if (id < 0) break;  // the other lanes are alike
+          if (id < 0) break;  // the other lanes are equal
         }
         at = end;
       }
@@ -571,7 +571,7 @@ class Dropper {
     keep_ = (float)(1.0 / (1.0 - c.dropout));
   }
   bool on() const { return on_; }
-  uint32_t of_query(long i) const {  // i: of any lane, also one that has no query
+  uint32_t of_query(long i) const {  // i: of any lane, even one without a query
     return mix(base_ + (uint32_t)(queries_ ? queries_[std::min(i, last_)] : i));
   }
   uint32_t of_key(long j) const { return mix((base_ ^ 0x9E3779B9u) + (uint32_t)(keys_ ? keys_[j] : j)); }
@@ -586,7 +586,7 @@ class Dropper {
   uint32_t base_ = 0;
   int32_t threshold_ = 0;
   float keep_ = 1.f;
-  const int64_t *queries_ = nullptr, *keys_ = nullptr;  // their numbers, where those are not their indices
+  const int64_t *queries_ = nullptr, *keys_ = nullptr;  // dropout counters, if they are not the indices
   long last_ = 0;
 };
 

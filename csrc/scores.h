@@ -12,8 +12,8 @@ struct Distances {
   Distances(const Panel& p, long ja, long n) : least(p.at - (ja + n - 1)), rows(n + PANEL - 1) {}
 };
 
-// Calls part(c, count, vectors, stride) for the stretches of rows whose distance has a vector; `stride` is −D where
-// rows run over |d| downwards.
+// Calls part(c, count, vectors, stride) for the ranges of rows whose distance has a vector; `stride` is −D if rows run
+// over decreasing |d|.
 template <class Part>
 static inline void vector_parts(const Scene& s, long h, const Distances& ds, Part part) {
   const long D = s.c.D, length = s.c.vec_length, end = ds.least + ds.rows;
@@ -31,14 +31,14 @@ static inline void vector_parts(const Scene& s, long h, const Distances& ds, Par
   if (b > a) part(a - ds.least, b - a, table + a * D, D);
 }
 
-// rel[c][lane] in distance order becomes rel[c][lane] = rel[c + lane][lane]: by powers of two inside a vector, by
-// address between vectors. Ascending, so it works in place.
+// Changes rel from distance order to rel[c][lane] = rel[c + lane][lane]: by powers of two within a vector, by address
+// between vectors. Ascending, so it works in place.
 static inline void skew(float* rel, long rows) {
   const vi lane = __builtin_convertvector(lanes(), vi);
   for (int step = 1; step < W; step *= 2) {
     const vi take = (lane & step) != 0;
     for (int v = 0; v < VECS; v++) {
-      const long ahead = step == 1 ? v * W : 0;  // the first step brings each vector's own offset
+      const long ahead = step == 1 ? v * W : 0;  // the first step applies each vector's own offset
       for (long c = 0; c + ahead + step < rows; c++) {
         const float* from = rel + (c + ahead) * PANEL + v * W;
         store(rel + c * PANEL + v * W, take ? load(from + step * PANEL) : load(from));
@@ -47,7 +47,7 @@ static inline void skew(float* rel, long rows) {
   }
 }
 
-// The inverse: rel[c][lane] = rel[c − lane][lane], zero where there is none. Descending, in place.
+// The inverse: rel[c][lane] = rel[c − lane][lane], or zero if c < lane. Descending, in place.
 static inline void unskew(float* rel, long rows) {
   const vi lane = __builtin_convertvector(lanes(), vi);
   for (int step = 1; step < W; step *= 2) {
@@ -63,7 +63,7 @@ static inline void unskew(float* rel, long rows) {
   }
 }
 
-struct Tile {  // S and where it came from
+struct Tile {  // S and its origin
   const Panel& p;
   long ja, n;
   float* S;  // [n][ld]
@@ -97,15 +97,15 @@ static inline void add_key_bias(const float* bias, const Tile& t) {
 SPANFORMER_INLINE vf ramp_of(const Scene& s, const Tile& t, long r, int v, vf z) {
   vf d = lanes() + set1((float)(t.p.at + v * W - (t.ja + r)));
   d = vmax(d, -d);
-  // The longer of z and ramp first: near m = 0 both differences are then exact, however short the other one is.
-  // Exactly 0 and 1 at the ends of the ramp, which times 1/ramp would not be: a gradient lives strictly between.
+  // Use the longer of z and ramp first: near m = 0 both differences are then exact, however short the other is. Divide,
+  // because × 1/ramp would not give exactly 0 and 1 at the ends of the ramp, and the gradient is non-zero only between.
   const vf ramp = set1((float)s.c.ramp);
   return ((z > ramp ? z : ramp) - d + (z > ramp ? ramp : z)) / ramp;  // NaN stays NaN
 }
 SPANFORMER_INLINE vf dynamic_ramp(const Scene& s, const Tile& t, long r, int v) {
   return ramp_of(s, t, r, v, load(t.p.z + v * W));
 }
-// Rows of the tile that no lane needs to soften are most of a long span's: all |d| ≤ the shortest span.
+// Most rows of a long span need no ramp: all |d| ≤ the shortest span.
 SPANFORMER_INLINE bool softened(const Tile& t, long r, float least) {
   const long near = t.p.at - (t.ja + r), far = near + PANEL - 1;
   return !((float)std::max(std::labs(near), std::labs(far)) <= least);  // NaN needs it
@@ -115,7 +115,7 @@ SPANFORMER_INLINE void soften(const Tile& t, long r, int v, vf m) {
   float* x = t.S + r * t.ld + v * W;
   store(x, load(x) + (m > vf{} ? soft : set1(HIDDEN)));
 }
-// What a tile of dS adds to the gradient of a span: dS · d log m / d z.
+// The contribution of a tile of dS to the gradient of a span: dS · d log m / d z.
 SPANFORMER_INLINE vf on_ramp(const Scene& s, const Tile& t, long r, int v, vf m) {
   const vf part = load(t.S + r * t.ld + v * W) / (m * set1((float)s.c.ramp));
   return ((m > vf{}) & (m < set1(1.f))) ? part : vf{};
@@ -131,10 +131,10 @@ static inline void add_key_span(const Scene& s, const float* spans, const Tile& 
   }
 }
 
-// Rows [0, plain_a) and [plain_b, n) of a tile need the band's table; the rest are visible to every lane as they are.
+// Rows [0, plain_a) and [plain_b, n) of a tile need the band's table; every lane sees the others without it.
 static inline void plain_rows(const Scene& s, const Tile& t, long& plain_a, long& plain_b) {
   plain_a = 0, plain_b = t.n;
-  if (s.positioned) return;  // the mask carried the table
+  if (s.positioned) return;  // the mask included the table
   const Head& head = s.heads[t.p.h];
   // all lanes plain: at + lane − j within [plain_first, plain_last] for lanes 0 and PANEL − 1
   const long a = t.p.at + PANEL - 1 - head.plain_last - t.ja, b = t.p.at - head.plain_first - t.ja + 1;
@@ -142,7 +142,7 @@ static inline void plain_rows(const Scene& s, const Tile& t, long& plain_a, long
   if (plain_b < plain_a || head.plain_last < head.plain_first) plain_a = plain_b = 0;
 }
 
-// Rows at either end of the band that only half the lanes can see.
+// Rows at both ends of the band that only half of the lanes can see.
 static inline Halves halves(const Scene& s, const Tile& t) {
   constexpr long HALF = PANEL / 2;
   if (s.positioned) return {0, t.n};
@@ -151,7 +151,7 @@ static inline Halves halves(const Scene& s, const Tile& t) {
   return low <= high ? Halves{low, high} : Halves{0, t.n};
 }
 
-// The tile's scores, complete but for the band's table. mask and rel are scratch of [n][PANEL] and [n + PANEL][PANEL].
+// The tile's scores without the band's table. mask and rel are scratch memory, [n][PANEL] and [n + PANEL][PANEL].
 static inline void score(const Scene& s, const Tile& t, bool masked, const float* QT, View K, float* mask, float* rel) {
   product_of_band(t.n, s.c.D, K.data, K.ld, QT, PANEL, t.S, t.ld, halves(s, t));
   if (s.c.distance_vec) add_vectors(s, t, QT, rel);

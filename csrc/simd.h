@@ -1,5 +1,5 @@
-// Vectors of W floats through compiler vector extensions, with intrinsics only where the compiler needs the hint.
-// Everything here lives in a namespace named after the instruction set it is compiled for.
+// Vectors of W floats by compiler vector extensions, with intrinsics only where the compiler needs them.
+// The namespace is named after the instruction set that this is compiled for.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -12,7 +12,7 @@
 namespace spanformer {
 namespace SPANFORMER_ISA {
 
-#if !defined(SPANFORMER_WIDTH)  // tests may set it: the logic of a wide vector on a machine without it
+#if !defined(SPANFORMER_WIDTH)  // tests may set it, to run the code of wide vectors on a machine without them
 #if defined(__AVX512F__)
 #define SPANFORMER_WIDTH 16
 #elif defined(__AVX2__)
@@ -28,8 +28,8 @@ namespace SPANFORMER_ISA {
 #endif
 constexpr int W = SPANFORMER_WIDTH;
 
-// A panel is the block of queries that lie side by side in the lanes; ROWS is how many accumulator rows of one panel
-// fit in the registers (6 × 2 vectors of 16 with AVX2, 12 × 2 of 32 with AVX-512, 6 × 4 of 32 with NEON).
+// A panel is a block of queries, one per lane; ROWS is the number of accumulator rows of a panel that fit into the
+// registers (6 × 2 vectors of 16 with AVX2, 12 × 2 of 32 with AVX-512, 6 × 4 of 32 with NEON).
 constexpr int PANEL = W == 16 ? 32 : 16;
 constexpr int VECS = PANEL / W;
 constexpr int ROWS = W == 16 ? 12 : 6;
@@ -71,7 +71,7 @@ SPANFORMER_INLINE bool any(vi m) {
   return r != 0;
 #endif
 }
-SPANFORMER_INLINE float sum(vf x) {  // a fixed tree
+SPANFORMER_INLINE float sum(vf x) {  // in a fixed order
   float u[W];
   std::memcpy(u, &x, sizeof u);
   for (int n = W / 2; n > 0; n /= 2)
@@ -84,8 +84,8 @@ SPANFORMER_INLINE vf lanes() {  // 0, 1, …, W − 1
   return r;
 }
 
-// 2^x for x up to about 0; exactly 0 at and below −127, where the exponent's bits are all zero: a hidden score has no
-// weight at all.
+// 2^x for x up to about 0; exactly 0 at and below −127, where the exponent's bits are all zero, so that a hidden score
+// has weight 0.
 SPANFORMER_INLINE vf vexp2(vf x) {
   x = vmax(x, set1(-127.f));
   const vf magic = set1(12582912.f);  // 1.5 · 2^23: adding it rounds to the nearest integer, kept in the low bits

@@ -1,4 +1,5 @@
-// The gradient of whole-number static spans at their two edges, by the conventions of the paper's code (attention/span_edge_gradient.py).
+// The gradient of whole-number static spans at both ends of the ramp, with the conventions of the paper's code
+// (attention/span_edge_gradient.py).
 #pragma once
 #include "exact.h"
 #include "work.h"

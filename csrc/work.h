@@ -1,4 +1,4 @@
-// Handing out work: items are taken in order, one at a time, by however many threads there are.
+// Distributes work: threads take items in order, one at a time.
 #pragma once
 #include <atomic>
 #if defined(__linux__)
@@ -14,7 +14,7 @@
 namespace spanformer {
 namespace SPANFORMER_ISA {
 
-// Below this many multiply-adds a second thread costs more than it brings.
+// Below this many multiply-adds a second thread costs more time than it saves.
 #if defined(SPANFORMER_SMALL)
 constexpr double SMALL = SPANFORMER_SMALL;
 #else
@@ -33,7 +33,7 @@ static void for_items(long count, long threads, double cost, Item item) {
     work();
     return;
   }
-#elif defined(SPANFORMER_STD_THREADS)  // for ThreadSanitizer, which knows how these begin and end, and not libgomp's
+#elif defined(SPANFORMER_STD_THREADS)  // for ThreadSanitizer, which understands these threads but not libgomp's
   if (threads > 1 && count > 1 && cost > SMALL) {
     std::vector<std::thread> others;
     for (long t = 1; t < std::min(threads, count); t++) others.emplace_back(work);
@@ -51,13 +51,13 @@ static inline Arena& arena() {
   return a;
 }
 
-// Fresh memory of many megabytes is a page fault every 4 KiB, which can cost as much as short spans do; ask for large
-// pages where the system leaves that to us.
+// Many megabytes of new memory cause a page fault every 4 KiB, which can take as long as the work of short spans; request
+// large pages where the system allows it.
 static inline void prefer_large_pages(const Rows& r, long bytes) {
 #if defined(__linux__)
   constexpr uintptr_t LARGE = 2u << 20;
   if ((uintptr_t)bytes < LARGE) return;
-  // Rounded outwards: a large page may hold the ends of two neighbours. What is not mapped is passed over.
+  // Rounded outwards: a large page may hold the ends of two neighbours. Unmapped pages are skipped.
   const uintptr_t from = reinterpret_cast<uintptr_t>(r.data) / LARGE * LARGE;
   const uintptr_t to = (reinterpret_cast<uintptr_t>(r.data) + (uintptr_t)bytes + LARGE - 1) / LARGE * LARGE;
   madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);

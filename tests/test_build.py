@@ -78,7 +78,7 @@ def test_library_ends_with_its_digest(build: ModuleType, tmp_path: Path) -> None
     assert library.is_whole(tmp_path / "_kernel.so")
 
 
-def test_a_compile_error_is_told_and_leaves_no_old_library(build: ModuleType, tmp_path: Path) -> None:
+def test_compile_error_is_reported_and_removes_the_old_library(build: ModuleType, tmp_path: Path) -> None:
     needs_compiler(build)
     out = tmp_path / "_kernel.so"
     out.touch()

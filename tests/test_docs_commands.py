@@ -50,7 +50,7 @@ NOT_RUN = {
     "torchrun --nproc-per-node 2 -m spanformer train runs/enwik8.toml": "tests/train/test_distributed.py does",
     "torchrun --nproc-per-node 8 -m spanformer train runs/enwik8_large.toml --train.engine fsdp": "so it does",
     "torchrun --nproc-per-node 8 --max-restarts 3 -m spanformer train runs/enwik8_large.toml --resume": "so it does",
-    "SPANFORMER_ORIGINAL=path/to/adaptive-span pytest tests/model/test_original.py -k theirs -rP": "needs that code",
+    "SPANFORMER_ORIGINAL=path/to/adaptive-span pytest tests/convert/test_original.py -k theirs -rP": "needs that code",
 }
 BENCHMARKS = r"spanformer bench "  # they have their own test
 
@@ -156,7 +156,7 @@ def test_every_block_runs(page: Path, workspace: Path, monkeypatch: pytest.Monke
             run_commands(block, monkeypatch)
 
 
-def test_the_demo_ends_with_commands_that_run(workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_demo_ends_with_commands_that_run(workspace: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     shutil.rmtree("out/demo")
     monkeypatch.setattr(sys, "argv", [".venv/bin/spanformer"])
     run_line("spanformer train runs/demo.toml", monkeypatch)
@@ -171,7 +171,7 @@ def test_the_demo_ends_with_commands_that_run(workspace: Path, monkeypatch: pyte
         run_line(line.removeprefix(".venv/bin/"), monkeypatch)
 
 
-def test_the_tables_name_what_the_pages_say() -> None:
+def test_tables_name_only_lines_of_the_pages() -> None:
     lines = [line for page in LINES.values() for line in page]
     assert not set(NOT_RUN) - set(lines)
     assert {"make demo", "make test"} <= set(LINES["README.md"])

@@ -20,13 +20,13 @@ PLAIN = {"none"}
 """which need no equation"""
 
 
-def test_it_lists_what_there_is():
+def test_gallery_lists_every_kind():
     before, after = PAGE.split("\n## Positions\n")
     assert re.findall(r"^### (.+)$", before, re.MULTILINE) == list(entries()), AGAIN
     assert re.findall(r"^### (.+)$", after, re.MULTILINE) == list(POSITIONS), AGAIN
 
 
-def test_it_is_what_the_command_writes():
+def test_gallery_equals_the_command_output():
     assert page(PartsFile(RESULTS, "gallery").parts) == PAGE, AGAIN
 
 

@@ -84,7 +84,7 @@ def test_every_public_name_is_found_where_it_lives() -> None:
         assert vars(spanformer)[name] is getattr(spanformer, name)  # found once
 
 
-def test_a_star_imports_every_public_name_and_no_other() -> None:
+def test_star_imports_every_public_name_and_no_other() -> None:
     names: dict[str, object] = {}
     exec("from spanformer import *", names)
     names.pop("__builtins__")
@@ -96,7 +96,7 @@ def test_dir_names_what_is_there() -> None:
     assert dir(spanformer) == sorted(set(dir(spanformer)))
 
 
-def test_what_is_not_there_is_an_attribute_error() -> None:
+def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"^module 'spanformer' has no attribute 'nonsense'$"):
         spanformer.nonsense  # noqa: B018
     with pytest.raises(ImportError, match="nonsense"):
@@ -117,7 +117,7 @@ def test_no_public_name_is_also_a_modules() -> None:
 
 
 @pytest.mark.slow
-def test_the_probe_would_notice(tmp_path: Path) -> None:
+def test_probe_detects_a_torch_import(tmp_path: Path) -> None:
     for name in ("transformers", "matplotlib"):  # stand-ins, so that neither needs to be installed
         (tmp_path / f"{name}.py").touch()
     assert loaded_by("import transformers, matplotlib", tmp_path) == ["transformers", "matplotlib"]
@@ -125,6 +125,6 @@ def test_the_probe_would_notice(tmp_path: Path) -> None:
     assert loaded_by(load) == ["/nowhere/_kernel.so"]
 
 
-def test_the_probe_would_notice_flex_attention() -> None:
+def test_probe_detects_a_flex_attention_import() -> None:
     flex = "torch.nn.attention.flex_attention"
     assert loaded_by(f"by_torch.discard({flex!r})\nimport {flex}") == [flex]

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def test_the_version_is_a_literal_in_one_place() -> None:
+def test_version_is_a_literal_in_one_place() -> None:
     """setuptools reads a literal without importing anything."""
     tree = ast.parse(Path(version.__file__).read_text(encoding="utf-8"))
     (value,) = [ast.literal_eval(node.value) for node in tree.body if isinstance(node, ast.Assign)]

@@ -24,7 +24,7 @@ EMPTY = {
 
 @pytest.mark.parametrize("name", EMPTY)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_a_forgotten_element_is_nan(name: str, dtype: torch.dtype) -> None:
+def test_forgotten_element_is_nan(name: str, dtype: torch.dtype) -> None:
     out = copy_all_but_the_last(torch.zeros(5, dtype=dtype), EMPTY[name])
     assert out.isnan().tolist() == [False] * 4 + [True]
 
@@ -35,7 +35,7 @@ def test_other_dtypes_and_sizes_are_left_alone() -> None:
     assert torch.zeros(3, dtype=torch.bool).new_empty(2).shape == (2,)
 
 
-def test_a_leaf_that_requires_grad_stays_one() -> None:
+def test_leaf_that_requires_grad_stays_one() -> None:
     leaf = torch.empty(3, requires_grad=True)
     assert leaf.is_leaf and leaf.requires_grad and leaf.isnan().all()
     assert not torch.nn.Linear(3, 3).weight.isnan().any()  # made empty, then initialised

@@ -14,7 +14,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
-def test_the_commands_exist() -> None:
+def test_commands_exist() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
     named = {a or b for a, b in re.findall(r"`make ([a-z]+)`|^make ([a-z]+)", README, flags=re.MULTILINE)}
     assert {"demo", "test"} <= named <= targets
@@ -35,7 +35,7 @@ SUBCOMMANDS = sorted({words for page in PAGES for words in commands(page.read_te
 
 
 @pytest.mark.parametrize("words", SUBCOMMANDS, ids=" ".join)
-def test_the_subcommands_exist(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_subcommands_exist(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     command, _ = find(list(words))
     with pytest.raises(SystemExit) as end:
         main([*command.split(), "--help"])

@@ -96,14 +96,14 @@ def faults(source: str, module: str, is_package: bool = False) -> list[str]:
 
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_every_import_has_a_door(path: Path) -> None:
+def test_every_import_is_allowed(path: Path) -> None:
     is_package = path.name == "__init__.py"
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     module = ".".join(parts[:-1] if is_package else parts)
     assert not faults(path.read_text(encoding="utf-8"), module, is_package)
 
 
-def test_the_walk_finds_the_package() -> None:
+def test_walk_finds_the_package() -> None:
     assert (PACKAGE / "ops" / "rule.py") in set(PACKAGE.rglob("*.py"))
 
 
@@ -144,7 +144,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_wrong_import_is_refused(name: str) -> None:
+def test_wrong_import_is_refused(name: str) -> None:
     module, source, expected = REFUSED[name]
     found = faults(source, module)
     assert len(found) == 1 and expected in found[0], found
@@ -165,7 +165,7 @@ ALLOWED = {
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_a_right_import_is_let_through(name: str) -> None:
+def test_allowed_import_is_accepted(name: str) -> None:
     module, source = ALLOWED[name]
     assert faults(source, module) == []
     assert faults("from spanformer.ops import attend\nfrom . import ops", "spanformer", is_package=True) == []

@@ -48,12 +48,12 @@ def load(name: str, *more: str) -> RunConfig:
     return read_run(RunConfig, "spanformer train", [str(ROOT / name), *more])
 
 
-def test_they_are_found() -> None:
+def test_run_files_are_found() -> None:
     assert {f"runs/{name}.toml" for name in PAPER[1]} | set(OTHERS) <= set(NAMES) and "runs/cpu/enwik8.toml" in NAMES
 
 
 @pytest.mark.parametrize("name", PAPER[1])
-def test_the_papers_settings(name: str) -> None:
+def test_papers_settings(name: str) -> None:
     c = load(f"runs/{name}.toml")
     m, a, f = c.model, c.model.attention, c.model.feedforward
     ff = 0 if f.kind == "none" else f.dim
@@ -78,7 +78,7 @@ def test_the_papers_settings(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAPER[1])
-def test_the_command_for_the_steps_that_follow(name: str) -> None:
+def test_command_for_the_steps_that_follow(name: str) -> None:
     found = re.search(r"spanformer train (runs/\S+) (--resume .*)", (ROOT / f"runs/{name}.toml").read_text())
     assert (found is not None) == (name in THEN)
     if found is not None:
@@ -88,7 +88,7 @@ def test_the_command_for_the_steps_that_follow(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "/cpu/" in name])
-def test_a_smaller_run_is_the_same_recipe(name: str) -> None:
+def test_smaller_run_is_the_same_recipe(name: str) -> None:
     small, large = load(name), load(name.replace("/cpu/", "/"))
     same = [
         "norm",

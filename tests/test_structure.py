@@ -59,7 +59,7 @@ def test_no_table_of_mechanisms_outside_kinds(known) -> None:
     assert not found, "read spanformer.kinds instead"
 
 
-def test_a_table_of_mechanisms_is_found() -> None:
+def test_table_of_mechanisms_is_found() -> None:
     table = "MADE = {'window': Window, 'full': Full, 'big_bird': BigBird}\nNAMES = ['window', 'full', 'big_bird']"
     assert [(line, len(names & set(KINDS))) for line, names in collections(ast.parse(table))] == [(1, 3), (2, 3)]
 

@@ -70,11 +70,11 @@ def test_other_files_are_found(tmp_path: Path) -> None:
         (2, "", False),
     ],
 )
-def test_a_refusal_is_one_sentence_and_exit_code_2(code: int, said: str, refused: bool) -> None:
+def test_refusal_is_one_sentence_and_exit_code_2(code: int, said: str, refused: bool) -> None:
     assert Ended(code, said, STARTING).refused is refused
 
 
-def test_a_phase_outlives_the_process_that_noted_it(tmp_path: Path) -> None:
+def test_phase_outlives_the_process_that_noted_it(tmp_path: Path) -> None:
     page = Page(tmp_path / "phase", new=True)
     Page(tmp_path / "phase").enter("training")
     assert page.now() == "training" and page.entered("training") == 1 and page.entered("evaluating") == 0

@@ -1,4 +1,4 @@
-"""`causal=False`: spans and windows that look as far ahead as back, held against their equation."""
+"""`causal=False`: spans and windows in both directions, compared with their equation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def mechanisms() -> dict[str, tuple[Attention, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("name", ["adaptive_span", "dynamic_span", "window", "mixed"])
-def test_the_equation(name: str) -> None:
+def test_both_directions_equal_the_equation(name: str) -> None:
     mechanism, m = mechanisms()[name]
     mechanism.double()
     g = torch.Generator().manual_seed(2)

@@ -6,12 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from spanformer import LM
-from spanformer.memory import Cache
 from spanformer.memory.buckets import Buckets
 from spanformer.model.config import AttentionConfig, ModelConfig, PositionConfig
+from support.reading import (
+    by_segments,
+    check_crop_reorder_fork_and_save,
+    check_rows_and_stack_of_states,
+    check_rows_of_different_lengths,
+    from_cache,
+    text,
+)
 
 KINDS = (
     "lsh(5, 4, 3)", "lsh(3, 6, 1)", "lsh(6, 4, 2, learned=true)", "2 window(5) + 4 lsh(4, 4, 2)", "lsh(64, 2, 2)",
@@ -34,73 +40,38 @@ def make(kind: str, kv_heads: int = 6) -> LM:
     return LM(config).double().eval()
 
 
-def text(rows: int, length: int, seed: int = 0) -> Tensor:
-    return torch.randint(31, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.mark.parametrize("cuts", [[4, 9], [1, 2, 3], [30], [10, 20]])
 def test_segments_equal_one_pass(lm: LM, cuts: list[int]) -> None:
     x = text(2, 37)
-    parts, state = [], None
-    for piece in x.tensor_split(cuts, 1):
-        found = lm(piece, state)
-        parts.append(found.logits)
-        state = found.state
-    torch.testing.assert_close(torch.cat(parts, 1), lm(x).logits)
+    torch.testing.assert_close(by_segments(lm, x, cuts), lm(x).logits)
 
 
 def test_segments_with_documents_equal_one_pass(lm: LM) -> None:
     x, documents = text(2, 37), (torch.arange(37) // 11).expand(2, 37)
-    parts, state = [], None
-    for piece, some in zip(x.tensor_split([9, 10, 25], 1), documents.tensor_split([9, 10, 25], 1), strict=True):
-        found = lm(piece, state, documents=some)
-        parts.append(found.logits)
-        state = found.state
     whole = lm(x, documents=documents).logits
-    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    torch.testing.assert_close(by_segments(lm, x, [9, 10, 25], documents), whole)
     alone = LM.forward(lm, x[:, 11:22]).logits if lm.config.position.kind == "none" else None
     assert alone is None or torch.allclose(whole[:, 11:22], alone)
 
 
 @pytest.mark.parametrize("sizes", [[37], [1] * 37, [3, 1, 8, 25]])
 def test_cache_equals_one_pass(lm: LM, sizes: list[int]) -> None:
-    x, cache = text(2, 37), lm.cache(2)
-    parts = [lm.decode(piece, cache) for piece in x.split(sizes, 1)]
-    torch.testing.assert_close(torch.cat([p for p in parts if p is not None], 1), lm(x).logits)
+    x = text(2, 37)
+    torch.testing.assert_close(from_cache(lm, x, sizes), lm(x).logits)
 
 
 def test_grouped_values() -> None:
     lm = make("lsh(5, 4, 2)", kv_heads=2)
-    x, cache = text(2, 30), lm.cache(2)
-    parts = [lm.decode(piece, cache) for piece in x.split([12, 1, 1, 16], 1)]
-    torch.testing.assert_close(torch.cat([p for p in parts if p is not None], 1), lm(x).logits)
+    x = text(2, 30)
+    torch.testing.assert_close(from_cache(lm, x, [12, 1, 1, 16]), lm(x).logits)
 
 
 def test_cache_with_rows_of_different_lengths(lm: LM) -> None:
-    x, cache = text(2, 24), lm.cache(2, slack=3)
-    lengths = torch.tensor([19, 8])
-    lm.decode(x[:, :19], cache, lengths=lengths)
-    cache.crop(torch.tensor([17, 7]))
-    after = lm.decode(x[:, 19:], cache)
-    for row, n in enumerate([17, 7]):
-        whole = lm(torch.cat([x[row : row + 1, :n], x[row : row + 1, 19:]], 1)).logits
-        torch.testing.assert_close(after[row], whole[0, n:])
+    check_rows_of_different_lengths(lm, [19, 8], 5, slack=3, back=[2, 1])
 
 
 def test_cache_is_cropped_reordered_forked_and_saved(lm: LM, tmp_path: Path) -> None:
-    x, cache = text(3, 35), lm.cache(3, slack=4)
-    lm.decode(x[:, :31], cache)
-    lm.decode(x[:, 31:32], cache)
-    cache.crop(torch.tensor([32, 29, 28]))
-    cache.reorder(torch.tensor([2, 1]))
-    cache.save(tmp_path / "cache")
-    fork = Cache.load(tmp_path / "cache", lm).fork(2)
-    for one, rows in ((cache, [2, 1]), (fork, [2, 2, 1, 1])):
-        after = lm.decode(x[rows, 32:], one)
-        for n, row in enumerate(rows):
-            kept = x[row : row + 1, : {2: 28, 1: 29}[row]]
-            whole = lm(torch.cat([kept, x[row : row + 1, 32:]], 1)).logits
-            torch.testing.assert_close(after[n], whole[0, kept.shape[1] :])
+    check_crop_reorder_fork_and_save(lm, tmp_path, [31, 1], 3)
 
 
 def test_fork_leaves_its_origin_unchanged(lm: LM) -> None:
@@ -127,11 +98,7 @@ def test_a_state_can_be_continued_twice(lm: LM) -> None:
     state = lm(x).state
     first, second = lm(more, state).logits, lm(more, state).logits
     torch.testing.assert_close(first, second)
-    halves = [lm(more[some], state.rows(some)) for some in (slice(0, 2), slice(2, 4))]
-    torch.testing.assert_close(torch.cat([h.logits for h in halves]), first)
-    joined = type(state).stack([h.state for h in halves])
-    for name, t in lm(more, state).state.tensors().items():
-        torch.testing.assert_close(joined.tensors()[name], t)
+    check_rows_and_stack_of_states(lm, 19, 7)
 
 
 def test_bytes_are_exact() -> None:

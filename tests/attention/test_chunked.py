@@ -29,7 +29,7 @@ def by_chunks(q, k, v, rule, *, backend, dropout, generator, q_positions, k_posi
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_it_equals_the_dense_reference(case) -> None:
+def test_chunked_equals_the_dense_reference(case) -> None:
     made = make(case)
     truth = run(made, "reference", torch.float64, by_chunks)
     got = run(made, "chunked", torch.float64, by_chunks)
@@ -37,7 +37,7 @@ def test_it_equals_the_dense_reference(case) -> None:
         torch.testing.assert_close(got[name], truth[name], rtol=1e-8, atol=1e-9, msg=name)
 
 
-def test_nothing_of_all_pairs_stands_in_either_pass() -> None:
+def test_no_tensor_of_all_pairs_in_forward_or_backward() -> None:
     heads, length, d = 2, 512, 8
     q = torch.randn(1, heads, length, d, requires_grad=True)
     mechanism = Chunked(Window(heads, length), queries=32, keys=64)
@@ -46,7 +46,7 @@ def test_nothing_of_all_pairs_stands_in_either_pass() -> None:
     assert seen.most <= 2 * heads * length * d  # while all pairs are heads · length², 32 times as many
 
 
-def test_parts_apart_the_future_and_dropout() -> None:
+def test_head_groups_future_and_dropout() -> None:
     inner = Mixed([AdaptiveSpan(1, 32, ramp=3, init=0.2), AdaptiveSpan(1, 32, ramp=9, init=0.5)])
     mechanism = Chunked(inner, queries=8, keys=8).double()
     q, k = (torch.randn(2, 2, 50, 4, dtype=torch.float64) for _ in range(2))

@@ -23,7 +23,7 @@ PADDING = torch.tensor([[False] * 11, [False] * 7 + [True] * 4])
 
 
 @pytest.mark.parametrize(("hkv", "tq"), [(4, 5), (2, 11), (1, 17), (4, 1)])
-def test_it_equals_torchs_attention_with_a_mask(hkv, tq) -> None:
+def test_cross_equals_torch_attention_with_a_mask(hkv, tq) -> None:
     q, k, v = (
         t.requires_grad_() for t in (rand(2, 4, tq, 6), rand(2, hkv, 11, 6, seed=1), rand(2, hkv, 11, 3, seed=2))
     )
@@ -36,7 +36,7 @@ def test_it_equals_torchs_attention_with_a_mask(hkv, tq) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
-def test_what_goes_by_distance_is_refused() -> None:
+def test_distance_terms_are_refused() -> None:
     q, k = rand(1, 2, 3, 4), rand(1, 2, 5, 4)
     mechanism = Cross(2)
     for rule, name in (

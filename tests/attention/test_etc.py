@@ -94,7 +94,7 @@ BACKENDS = [("native", torch.float32), ("banded", torch.float64)]
 @pytest.mark.parametrize(
     ("b", "n", "m", "radius", "clip"), [(2, 13, 3, 4, 2), (1, 1, 1, 0, 0), (1, 7, 2, 9, 12), (1, 17, 5, 1, 3)]
 )
-def test_the_four_parts_equal_the_equation(b, n, m, radius, clip, hard, backend, dtype):
+def test_four_parts_equal_the_equation(b, n, m, radius, clip, hard, backend, dtype):
     check(b, n, m, radius, clip, hard, backend, dtype, Structure(segments_of(b, n, m)))
 
 
@@ -109,7 +109,7 @@ def test_padding_of_both_inputs(hard, backend, dtype):
     check(b, n, m, 3, 2, hard, backend, dtype, Structure(segments_of(b, n, m), long, top))
 
 
-def test_neither_a_square_nor_long_by_global_pairs_are_held():
+def test_no_tensor_of_all_pairs_or_long_by_global_pairs():
     n, m, radius = 600, 40, 3
     t = {name: s.float().requires_grad_() for name, s in made(1, n, m, 2).items()}
     module, structure = GlobalLocal(H, D, radius, clip=2), Structure(segments_of(1, n, m))
@@ -121,7 +121,7 @@ def test_neither_a_square_nor_long_by_global_pairs_are_held():
     assert largest_tensor(work) < H * n * m / 2
 
 
-def test_shared_projections_may_be_given_once_for_two_parts():
+def test_projections_shared_by_two_parts_are_given_once():
     t = made(1, 6, 2, 1)
     long, top = (t["k_l2l"], t["v_l2l"]), (t["k_g2g"], t["v_g2g"])
     given = Projected(t["q_long"], t["q_global"], l2l=long, l2g=top, g2g=top, g2l=long)

@@ -11,6 +11,7 @@ from torch import Tensor
 from spanformer import attend
 from spanformer.attention import AdaptiveSpan, Attention, ExpireSpan, Mixed, View, Window
 from spanformer.model.lm import LM
+from support.reading import by_segments, from_cache
 from support.small_models import SMALL, make, text
 
 F64 = torch.float64
@@ -63,7 +64,7 @@ def test_equations_and_gradients(sizes, causal) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
 
 
-def test_the_future_is_not_seen_and_its_spans_do_not_matter() -> None:
+def test_future_tokens_and_their_spans_have_no_effect() -> None:
     mechanism, x = expiring(), rand(2, 50, DIM)
     q, k = rand(2, H, 50, D), rand(2, H, 50, D, seed=1)
     before = mechanism(q, k, k, mechanism.rule(View(x=x)), View()).out
@@ -82,7 +83,7 @@ def test_shortening_while_training_only() -> None:
     assert max(longest) <= full and min(longest) < 0.5 * full and len(set(longest)) > 10
 
 
-def test_what_can_be_read_off() -> None:
+def test_spans_alive_and_context_length_after_a_pass() -> None:
     mechanism = expiring()
     assert mechanism.spans() == [None] * H and mechanism.alive() is None
     keys = rand(2, 40, DIM)
@@ -128,21 +129,15 @@ def mixed() -> Attention:
 
 @pytest.mark.parametrize("mechanism", [alone, mixed])
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_whole_by_segments_and_with_a_cache(kv_heads, mechanism) -> None:
+def test_segments_and_cache_equal_one_pass(kv_heads, mechanism) -> None:
     lm, x = model(kv_heads, mechanism), text(2, 211)
     whole = lm(x).logits
-    state, pieces = None, []
-    for piece in x.split(37, 1):
-        out = lm(piece, state)
-        state, pieces = out.state, [*pieces, out.logits]
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(by_segments(lm, x, range(37, 211, 37)), whole, rtol=1e-9, atol=1e-9)
     for sizes in ([211], [100, *[1] * 50, 61]):
-        cache = lm.cache(2)
-        read = torch.cat([lm.decode(piece, cache) for piece in x.split(sizes, 1)], 1)  # pyright: ignore
-        torch.testing.assert_close(read, whole, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(from_cache(lm, x, sizes), whole, rtol=1e-9, atol=1e-9)
 
 
-def test_rows_at_different_places_cropping_and_saving(tmp_path) -> None:
+def test_cache_rows_at_different_positions_crop_and_save(tmp_path) -> None:
     lm, x = model(2, alone), text(2, 120)
     whole = lm(x).logits
     cache = lm.cache(2, slack=4)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spanformer.attention import AdaptiveSpan, Attention, Forgetting, Mixed, Sinks, View
 from spanformer.model.lm import LM
+from support.reading import by_segments, from_cache
 from support.small_models import SMALL, make, text
 
 F64 = torch.float64
@@ -59,7 +60,7 @@ def test_equation_and_gradients(sizes) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
 
 
-def test_the_future_is_not_seen_and_its_gates_do_not_matter() -> None:
+def test_future_tokens_and_their_gates_have_no_effect() -> None:
     mechanism, x = forgetting(), rand(2, 50, DIM)
     q, k = rand(2, H, 50, D), rand(2, H, 50, D, seed=1)
     before = mechanism(q, k, k, mechanism.rule(View(x=x)), View()).out
@@ -70,7 +71,7 @@ def test_the_future_is_not_seen_and_its_gates_do_not_matter() -> None:
     assert not torch.allclose(before[:, :, 31:], after[:, :, 31:])
 
 
-def test_a_long_text_in_float32() -> None:
+def test_long_text_in_float32() -> None:
     """What is forgotten adds up to thousands; near the end, float32 is as good as float64."""
     mechanism = Forgetting(DIM, 2, 5000).float()
     x = torch.randn(1, 4000, DIM, generator=torch.Generator().manual_seed(0))
@@ -111,14 +112,8 @@ def mixed() -> Attention:
     ("mechanism", "options"),
     [(alone, {"kv_heads": 2}), (alone, {"persistent": 5}), (mixed, {"kv_heads": 2}), (mixed, {"persistent": 5})],
 )
-def test_whole_by_segments_and_with_a_cache(mechanism, options) -> None:
+def test_segments_and_cache_equal_one_pass(mechanism, options) -> None:
     lm, x = model(mechanism, **options), text(2, 150)
     whole = lm(x).logits
-    state, pieces = None, []
-    for piece in x.split(37, 1):
-        out = lm(piece, state)
-        state, pieces = out.state, [*pieces, out.logits]
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-9, atol=1e-9)
-    cache = lm.cache(2)
-    read = torch.cat([lm.decode(piece, cache) for piece in x.split([70, *[1] * 30, 50], 1)], 1)  # pyright: ignore
-    torch.testing.assert_close(read, whole, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(by_segments(lm, x, range(37, 150, 37)), whole, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(from_cache(lm, x, [70, *[1] * 30, 50]), whole, rtol=1e-9, atol=1e-9)

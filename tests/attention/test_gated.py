@@ -4,6 +4,7 @@ documents, padding, causality."""
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from spanformer.kinds.notation import parse_layer
 from spanformer.memory import MemoryShape
 from spanformer.model.config import AttentionConfig, ModelConfig, PositionConfig
 from spanformer.ops import Rule
+from support.reading import by_segments, check_crop_reorder_fork_and_save, from_cache, text
+from support.recurrent_heads import check_advance, run_pieces, with_another_future
 from support.state_oracle import STATES, outputs
 
 ROWS = ("gated_linear", "gated_linear(rank=3)", "gated_delta", "gated_delta(conv=0)", "gated_delta(conv=1)")
@@ -107,26 +110,14 @@ def test_states_carry_a_text_over_any_split(row: str, tokens: int) -> None:
     m, t = made(row), drawn(tokens)
     whole = run(m, t)
     for cuts in ([*range(1, tokens)], [tokens // 3, tokens // 2], [tokens - 1]):
-        state, parts = m.empty_state(MemoryShape(2, HEADS, D, dtype=torch.float64)), []
-        pieces = [torch.tensor_split(t[name], cuts, 1 if name == "x" else 2) for name in ("q", "k", "v", "x")]
-        for q, k, v, x in zip(*pieces, strict=True):
-            if q.shape[2]:
-                found, state = m.run(q, m.token_inputs(k, v, View(x=x)), state, None, None)
-                parts.append(found.out)
-        torch.testing.assert_close(torch.cat(parts, 2), whole)
+        parts = run_pieces(m, t, m.empty_state(MemoryShape(2, HEADS, D, dtype=torch.float64)), cuts)
+        torch.testing.assert_close(torch.cat([p.out for p in parts], 2), whole)
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_advance_equals_the_state_after_run(row: str) -> None:
-    m, t = made(row), drawn(37)
-    padding = torch.zeros(2, 37, dtype=torch.bool)
-    padding[0, :5] = padding[1, 30:] = True
-    state = m.empty_state(MemoryShape(2, HEADS, D, dtype=torch.float64))
-    for _ in range(2):
-        inputs = m.token_inputs(t["k"], t["v"], View(x=t["x"])) | m.query_inputs(t["q"])
-        after = m.run(t["q"], inputs, state, padding, None)[1]
-        torch.testing.assert_close(m.advance(inputs, state, padding), after)
-        state, t = after, drawn(37, seed=1)
+    m = made(row)
+    check_advance(m, m.empty_state(MemoryShape(2, HEADS, D, dtype=torch.float64)), [drawn(37), drawn(37, seed=1)])
 
 
 @pytest.mark.parametrize("instead", ["random", "nan"])
@@ -134,12 +125,8 @@ def test_advance_equals_the_state_after_run(row: str) -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_later_tokens_change_no_earlier_bit(row: str, cut: int, instead: str) -> None:
     m, t = made(row).float(), {name: x.float() for name, x in drawn(130).items()}
-    whole, other, changed = run(m, t), drawn(130, seed=5), {}
-    for name, x in t.items():
-        at, new = (1 if name == "x" else 2), 3 * other[name].float()
-        new = new if instead == "random" else torch.full_like(x, torch.nan)
-        changed[name] = torch.cat([x.narrow(at, 0, cut), new.narrow(at, cut, 130 - cut)], at)
-    assert torch.equal(run(m, changed)[:, :, :cut], whole[:, :, :cut])
+    changed = with_another_future(t, cut, drawn(130, seed=5) if instead == "random" else None)
+    assert torch.equal(run(m, changed)[:, :, :cut], run(m, t)[:, :, :cut])
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -191,31 +178,15 @@ def model(kind: str, **options) -> LM:
 @pytest.mark.parametrize("kind", [*ROWS, "2 gated_delta + 2 window(5)"])
 def test_segments_and_cache_equal_one_pass(kind: str) -> None:
     lm = model(kind, kv_heads=2)
-    x = torch.randint(31, (2, 19))
-    whole, parts, state = lm(x).logits, [], None
-    for piece in x.split([4, 1, 9, 5], 1):
-        found = lm(piece, state)
-        parts, state = [*parts, found.logits], found.state
-    torch.testing.assert_close(torch.cat(parts, 1), whole)
-    cache, read = lm.cache(2), []
-    for piece in x.split([7, 1, 1, 10], 1):
-        logits = lm.decode(piece, cache)
-        assert logits is not None
-        read.append(logits)
-    torch.testing.assert_close(torch.cat(read, 1), whole)
+    x = text(2, 19)
+    whole = lm(x).logits
+    torch.testing.assert_close(by_segments(lm, x, [4, 5, 14]), whole)
+    torch.testing.assert_close(from_cache(lm, x, [7, 1, 1, 10]), whole)
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_cache_takes_tokens_back(kind: str) -> None:
-    lm = model(kind, kv_heads=2)
-    x, cache = torch.randint(31, (3, 15)), lm.cache(3, slack=4)
-    lm.decode(x[:, :12], cache)
-    cache.crop(torch.tensor([12, 9, 8]))
-    after = lm.decode(x[:, 12:], cache)
-    assert after is not None
-    for row, kept in enumerate((12, 9, 8)):
-        whole = lm(torch.cat([x[row : row + 1, :kept], x[row : row + 1, 12:]], 1)).logits
-        torch.testing.assert_close(after[row], whole[0, kept:])
+def test_cache_is_cropped_reordered_forked_and_saved(kind: str, tmp_path: Path) -> None:
+    check_crop_reorder_fork_and_save(model(kind, kv_heads=2), tmp_path, [12], 3)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from spanformer.memory import MemoryShape
 from spanformer.ops import Attended, Rule
 from support.cases import FACTOR, UNITS
 from support.linear_oracle import WEIGHTS, log_sum, output
+from support.recurrent_heads import check_advance, run_pieces, with_another_future
 
 ROWS = ("linear", "performer(24)", "performer(24, relu=true)", "rfa(64)", "gated_rfa(64)", "retention(learned=true)")
 BOTH = ROWS[:4]
@@ -161,27 +162,15 @@ def test_states_carry_a_text_over_any_split(row: str, tokens: int) -> None:
     m, t = made(row), drawn(tokens)
     whole = run(m, t)
     for cuts in ([*range(1, tokens)], [tokens // 3, tokens // 2], [tokens - 1]):
-        state, parts = m.empty_state(MemoryShape(2, KV, D, dtype=torch.float64)), []
-        pieces = [torch.tensor_split(t[name], cuts, 1 if name == "x" else 2) for name in ("q", "k", "v", "x")]
-        for q, k, v, x in zip(*pieces, strict=True):
-            if q.shape[2]:
-                found, state = m.run(q, m.token_inputs(k, v, View(x=x)), state, None, None)
-                parts.append(found)
+        parts = run_pieces(m, t, m.empty_state(MemoryShape(2, KV, D, dtype=torch.float64)), cuts)
         torch.testing.assert_close(torch.cat([p.out for p in parts], 2), whole.out)
         torch.testing.assert_close(torch.cat([p.lse for p in parts], 2), whole.lse)
 
 
 @pytest.mark.parametrize("row", ROWS)
 def test_advance_equals_the_state_after_run(row: str) -> None:
-    m, t = made(row), drawn(37)
-    padding = torch.zeros(2, 37, dtype=torch.bool)
-    padding[0, :5] = padding[1, 30:] = True
-    state = m.empty_state(MemoryShape(2, KV, D, dtype=torch.float64))
-    for _ in range(2):
-        inputs = m.token_inputs(t["k"], t["v"], View(x=t["x"]))
-        after = m.run(t["q"], inputs, state, padding, None)[1]
-        torch.testing.assert_close(m.advance(inputs, state, padding), after)
-        state, t = after, drawn(37, seed=1)
+    m = made(row)
+    check_advance(m, m.empty_state(MemoryShape(2, KV, D, dtype=torch.float64)), [drawn(37), drawn(37, seed=1)])
 
 
 @pytest.mark.parametrize("instead", ["random", "nan"])
@@ -189,13 +178,8 @@ def test_advance_equals_the_state_after_run(row: str) -> None:
 @pytest.mark.parametrize("row", ROWS)
 def test_later_tokens_change_no_earlier_bit(row: str, cut: int, instead: str) -> None:
     m, t = made(row).float(), {name: x.float() for name, x in drawn(130).items()}
-    whole, other = run(m, t), drawn(130, seed=5)
-    changed = {}
-    for name, x in t.items():
-        at, new = (1 if name == "x" else 2), 3 * other[name].float()
-        new = new if instead == "random" else torch.full_like(x, torch.nan)
-        changed[name] = torch.cat([x.narrow(at, 0, cut), new.narrow(at, cut, 130 - cut)], at)
-    found = run(m, changed)
+    whole = run(m, t)
+    found = run(m, with_another_future(t, cut, drawn(130, seed=5) if instead == "random" else None))
     assert torch.equal(found.out[:, :, :cut], whole.out[:, :, :cut])
     assert torch.equal(found.lse[:, :, :cut], whole.lse[:, :, :cut])
 

@@ -215,7 +215,7 @@ def test_each_head_has_its_dilation(backend, dtype, causal):
     assert make(4, causal=causal, dilation=dilation).context_length() == ([3, 9] if causal else [2, 6])
 
 
-def test_no_square_is_made():
+def test_no_tensor_of_all_pairs():
     made, module = {n: s.float().requires_grad_() for n, s in inputs(1, 700).items()}, make(8, positions=[0, 50, 600])
 
     def work() -> None:
@@ -224,7 +224,7 @@ def test_no_square_is_made():
     assert largest_tensor(work) < 700 * 700 / 4
 
 
-def test_a_causal_text_projects_no_more_than_its_global_tokens_see(monkeypatch):
+def test_causal_text_projects_no_more_than_its_global_tokens_see(monkeypatch):
     made, module, seen = {n: s.float() for n, s in inputs(1, 50).items()}, make(8, positions=[0, 4, 7]), []
     project = module._project
     monkeypatch.setattr(
@@ -236,7 +236,7 @@ def test_a_causal_text_projects_no_more_than_its_global_tokens_see(monkeypatch):
     assert seen == [8]
 
 
-def test_a_window_without_global_tokens_is_only_a_rule():
+def test_window_without_global_tokens_is_only_a_rule():
     for causal in (False, True):
         module = make(6, causal=causal)
         assert not list(module.parameters())
@@ -244,7 +244,7 @@ def test_a_window_without_global_tokens_is_only_a_rule():
     assert make(6).context_length() == [5, 5] and make(6, causal=False).context_length() == [3, 3]
 
 
-def test_a_global_key_inside_the_window_counts_once():
+def test_global_key_inside_the_window_counts_once():
     """With all scores equal every token that is seen has the same weight: counted twice, one would have two."""
     module = make(4, positions=[5], causal=False)
     q = torch.zeros(1, HEADS, 11, 8)
@@ -254,7 +254,7 @@ def test_a_global_key_inside_the_window_counts_once():
     assert torch.allclose(found[0, 0, 1, [0, 1, 2, 3, 5]], torch.full((5,), 1 / 5))
 
 
-def test_a_learned_sink_counts_once():
+def test_learned_sink_counts_once():
     """Without scores and sinks of 0, four tokens seen and one sink: each has a fifth."""
     module = make(2, positions=[9], causal=False)
     q, v = torch.zeros(1, HEADS, 11, 8), torch.ones(1, HEADS, 11, 8)
@@ -291,7 +291,7 @@ ALL_POSITIONS = [
 
 class TestInALayer:
     @pytest.mark.parametrize("position", [Alibi(HEADS), Rotary(DIM // HEADS)])
-    def test_segments_with_memory_are_one_text(self, position):
+    def test_segments_with_memory_equal_one_pass(self, position):
         """Global tokens go on being seen from memory, as far back as `farthest`, and no farther."""
         torch.manual_seed(2)
         module = make(4, positions=[1, 6], farthest=11)
@@ -317,7 +317,7 @@ class TestInALayer:
 
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize("make_position", ALL_POSITIONS)
-    def test_a_layer_that_starts_so_is_attention_along_its_pattern(self, make_position, causal):
+    def test_untrained_layer_equals_attention_along_its_pattern(self, make_position, causal):
         """Copied projections, turned as the layer turns its own: then the pattern is all that is left."""
         torch.manual_seed(1)
         position, t = make_position(causal), 17
@@ -330,7 +330,7 @@ class TestInALayer:
         expected, _ = plain(x, HiddenStates(x[:, :0]), View(), position)
         assert torch.allclose(got, expected, atol=2e-6)
 
-    def test_training_moves_the_global_projections(self):
+    def test_training_updates_the_global_projections(self):
         layer = SelfAttention(DIM, HEADS, make(4, positions=[0], causal=False), None)
         layer(torch.randn(1, 9, DIM), HiddenStates(torch.zeros(1, 0, DIM)), View(), Position())[
             0
@@ -397,7 +397,7 @@ class TestInALanguageModel:
         return LM(ModelConfig(vocab=11, dim=DIM, layers=2, heads=HEADS, attention=attention)).eval()
 
     @pytest.mark.parametrize("kind", ["longformer(6, 3)", "longformer(6)", "longformer(3, 2, 4)"])
-    def test_segments_are_one_text(self, kind):
+    def test_segments_equal_one_pass(self, kind):
         lm, x = self.make(kind), torch.randint(11, (2, 90))
         whole, state, parts = lm(x).logits, None, []
         for piece in x.split(9, 1):
@@ -405,7 +405,7 @@ class TestInALanguageModel:
             state, _ = out.state, parts.append(out.logits)
         assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
 
-    def test_a_cache_serves_a_window_and_refuses_global_tokens(self):
+    def test_cache_works_without_global_tokens_only(self):
         x = torch.randint(11, (1, 40))
         for kind in ("longformer(6)", "longformer(3, 0, 2)"):
             lm = self.make(kind)
@@ -416,7 +416,7 @@ class TestInALanguageModel:
         with pytest.raises(ValueError, match="Longformer has no KV cache"):
             lm.decode(x, lm.cache(1))
 
-    def test_only_a_window_goes_into_a_mixture(self):
+    def test_mixture_accepts_only_a_window_without_global_tokens(self):
         self.make("1 longformer(6) + 1 adaptive_span")
         with pytest.raises(ValueError, match="Longformer cannot share a layer with other kinds"):
             self.make("1 longformer(6, 2) + 1 adaptive_span")
@@ -433,7 +433,7 @@ class TestInAnEncoder:
         encoder = self.make(*(f"longformer({size})" for size in growing_windows(3, 4, 16)))
         assert encoder.context_length() == [[2, 2], [4, 4], [8, 8]]
 
-    def test_the_first_tokens_are_global_unless_a_text_chooses_others(self):
+    def test_first_tokens_are_global_unless_a_mask_is_given(self):
         encoder, x = self.make("longformer(4, 2)").eval(), torch.randint(10, (2, 60))
         first = torch.arange(60).expand(2, 60) < 2
         said = encoder(x).logits
@@ -447,7 +447,7 @@ class TestInAnEncoder:
             )
             assert (moved.abs().amax((0, 2)) > 1e-6).nonzero().flatten().tolist() == [*heard, *range(38, 43)]
 
-    def test_masked_tokens_move_every_projection(self):
+    def test_masked_token_training_updates_every_projection(self):
         encoder, x = self.make("longformer(4, 2)"), torch.randint(10, (2, 30))
         encoder(x, targets=x).nll.mean().backward()
         own = [p for mechanism in encoder.mechanisms() for p in mechanism.parameters()]

@@ -15,6 +15,7 @@ from spanformer.kinds import KINDS
 from spanformer.kinds.low_rank import KIND
 from spanformer.model.config import AttentionConfig, PositionConfig
 from support.low_rank_oracle import pooled
+from support.reading import by_segments
 
 PROJECT = KINDS["low_rank"].choices["project"]
 
@@ -94,12 +95,7 @@ def model(kind: str, position: str = "rotary", **changes) -> LM:
 def test_segments_equal_one_pass(project: str, cuts: list[int], kv_heads: int) -> None:
     lm = model(f"low_rank(7, 40, {project})", "sinusoidal" if project == "max" else "rotary", kv_heads=kv_heads)
     x = torch.randint(11, (2, 200), generator=torch.Generator().manual_seed(1))
-    parts, state = [], None
-    for piece in x.tensor_split(cuts, 1):
-        found = lm(piece, state)
-        parts.append(found.logits)
-        state = found.state
-    torch.testing.assert_close(torch.cat(parts, 1), lm(x).logits)
+    torch.testing.assert_close(by_segments(lm, x, cuts), lm(x).logits)
 
 
 def test_reversible_stack() -> None:

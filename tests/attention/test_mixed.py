@@ -99,7 +99,7 @@ def check(rules: list[Rule | Union], kv_heads: int, backend: str = "banded") -> 
 
 
 @pytest.mark.parametrize("names", list(itertools.combinations(parts(), 2)), ids=" and ".join)
-def test_any_two_kinds_side_by_side(names) -> None:
+def test_any_two_kinds_in_one_layer(names) -> None:
     check([parts()[name] for name in names], kv_heads=4)
 
 
@@ -111,7 +111,7 @@ def test_all_kinds_at_once_and_key_heads_that_parts_share() -> None:
     assert joined.limits()[0] == 9 and min(joined.limits()[1:3]) > 1 << 20
 
 
-def test_alike_rules_become_one() -> None:
+def test_rules_that_differ_in_numbers_join_into_one() -> None:
     kinds = parts()
     for names in (
         ("empty", "reach", "stride", "span", "dynamic"),
@@ -217,7 +217,7 @@ def test_layer_of_head_groups_trims_each_and_adds_their_penalties(monkeypatch) -
     layer, position = SelfAttention(8 * 3, 4, mixed, None).double(), Alibi(8).double()
     past, x = rand(B, 40, 24), rand(B, 7, 24, seed=1)
     out, penalty = layer(x, HiddenStates(past), View(), position)
-    monkeypatch.setattr(hidden_states, "group_heads", lambda lookback, past, device: [([0, 1, 2, 3], past)])
+    monkeypatch.setattr(hidden_states, "group_heads", lambda context, past, device: [([0, 1, 2, 3], past)])
     every, same = layer(x, HiddenStates(past), View(), position)  # nothing is trimmed
     torch.testing.assert_close(out, every)
     alone = sum(span.penalty(span.rule(View(x=x)), View(x=x)) for span in spans)

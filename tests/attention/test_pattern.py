@@ -83,7 +83,7 @@ def dense(sees: Sees, start: int, length: int, causal: bool) -> Tensor:
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 @pytest.mark.parametrize("name", EQUATIONS)
-def test_the_equation_its_blocks_and_its_rule(name: str, causal: bool) -> None:
+def test_equation_blocks_and_rule_agree(name: str, causal: bool) -> None:
     pattern, sees = EQUATIONS[name]
     for length, (size, start) in itertools.product(LENGTHS, [(16, 0), (32, 37)]):
         want, at = dense(sees, start, length, causal), torch.arange(start, start + length)
@@ -101,7 +101,7 @@ def test_the_equation_its_blocks_and_its_rule(name: str, causal: bool) -> None:
     "Window(40) | Global([0, 1, 200])", "Block(32, 32, 32) | Global(64) | Random(2, seed=5, size=32, near=1, first=2)",
     "Fixed(48, 5)", "Strided(24)", "Window(30, 7)", "Grid(16, 4, 4, above=5, beside=3)", "Dilated(9, 5) | Window(4)",
 ])  # fmt: skip
-def test_the_kernel_on_longer_texts(text: str, causal: bool) -> None:
+def test_kernel_equals_equation_on_longer_texts(text: str, causal: bool) -> None:
     """Long enough for several segments of keys, with blocks far from the diagonal; and the banded backend."""
     length, pattern, at = 611, parse(text), torch.arange(611)
     mask = pattern.visible(at[:, None], at, causal=causal, length=length)
@@ -111,7 +111,7 @@ def test_the_kernel_on_longer_texts(text: str, causal: bool) -> None:
         at[:150, None], at[:150], causal=False, length=150), "banded", 1)  # fmt: skip
 
 
-def test_a_pattern_for_each_head_by_distance_by_blocks_and_empty() -> None:
+def test_pattern_for_each_head_by_distance_by_blocks_and_empty() -> None:
     patterns = [Strided(9), Fixed(32, 3), Full(), Window(7) | Global((3,)), Window(5) & Every(7), Window(5) & Global(0)]
     at = torch.arange(203)
     mask = torch.stack([p.visible(at[:, None], at) for p in patterns])
@@ -121,7 +121,7 @@ def test_a_pattern_for_each_head_by_distance_by_blocks_and_empty() -> None:
     held_to_the_oracle(rule, mask, "native", batch=1, kv_heads=6)
 
 
-def test_what_distances_say_needs_no_blocks() -> None:
+def test_distance_patterns_need_no_blocks() -> None:
     assert Window(9).rule(2, 100).blocks is None and Window(9).rule(2, 100).limits() == [9, 9]
     assert Dilated(4, 3).rule(2, 100).strides() == [(3, 0)] * 2
     strided = (Strided(8) & Window(30)).rule(1, 100)
@@ -134,7 +134,7 @@ def test_what_distances_say_needs_no_blocks() -> None:
     assert Window(9, 2).rule(1, 50).blocks is None and Window(9, 2).rule(1, 50, causal=False).blocks is not None
 
 
-def test_nothing_of_length_by_length_is_built() -> None:
+def test_no_tensor_of_all_pairs() -> None:
     """A square over 100,000 tokens would not fit."""
     index = (Window(64) | Global(64) | Random(1, seed=2)).blocks(100_000)
     assert index.rows == 1563 and index.columns.numel() < 5 * 1563 and index.masks.shape[0] < 8
@@ -147,7 +147,7 @@ class TestRandom:
         at = torch.arange(0, length, 8)
         return self.pattern.visible(at[:, None], at, causal=causal, length=length)
 
-    def test_as_many_as_asked_none_near_and_none_of_the_first(self) -> None:
+    def test_random_blocks_exclude_near_and_first_ones(self) -> None:
         for causal in (True, False):
             seen = self.drawn(800, causal)
             rows = torch.arange(100)
@@ -156,10 +156,10 @@ class TestRandom:
             assert counts[8:].eq(3).all()
             assert counts[:3].eq(0).all() if causal else counts.eq(3).all()
 
-    def test_causal_draws_do_not_depend_on_the_length(self) -> None:
+    def test_causal_random_blocks_do_not_depend_on_length(self) -> None:
         assert torch.equal(self.drawn(800, True)[:40, :40], self.drawn(320, True))
 
-    def test_every_block_is_as_likely(self) -> None:
+    def test_random_blocks_are_uniform(self) -> None:
         hits = torch.zeros(38)
         at = torch.arange(40)
         for seed in range(400):
@@ -167,12 +167,12 @@ class TestRandom:
         assert hits.min() > 10 and abs(hits.mean() - 400 * 3 / 38) < 1e-3
         assert ((hits - hits.mean()) ** 2).mean() < 2 * hits.mean()
 
-    def test_seeds_draw_differently(self) -> None:
+    def test_different_seeds_sample_different_blocks(self) -> None:
         at = torch.arange(400)
         first, other = (Random(3, seed=s, size=8).visible(at[:, None], at) for s in (0, 1))
         assert not torch.equal(first, other)
 
-    def test_both_ways_needs_the_length(self) -> None:
+    def test_random_in_both_directions_needs_the_length(self) -> None:
         at = torch.arange(9)
         with pytest.raises(ValueError, match="samples blocks of the whole text in both directions; pass its length"):
             self.pattern.visible(at[:, None], at, causal=False)
@@ -180,11 +180,11 @@ class TestRandom:
 
 class TestText:
     @pytest.mark.parametrize("name", EQUATIONS)
-    def test_reads_what_it_writes(self, name: str) -> None:
+    def test_parse_inverts_str(self, name: str) -> None:
         pattern = EQUATIONS[name][0]
         assert parse(str(pattern)) == pattern
 
-    def test_as_in_the_documentation(self) -> None:
+    def test_parse_reads_the_documented_examples(self) -> None:
         assert parse(" Window(256) | Global([0]) | Random(3, seed=1)") == Window(256) | Global((0,)) | Random(3, seed=1)
         assert parse("Window(2) | Full() & Every(3)") == Window(2) | (Full() & Every(3))
         assert str((Window(2) | Full()) & Every(3)) == "(Window(2) | Full()) & Every(3)"
@@ -211,7 +211,7 @@ class TestText:
         ("Every(99999999999999999999)", "to 2,147,483,648"),
         ("Grid(10, 2, 4)", "width is 10; expected a multiple of the blocks' 4 columns"),
     ])  # fmt: skip
-    def test_refuses_the_rest(self, text: str, words: str) -> None:
+    def test_parse_refuses_other_text(self, text: str, words: str) -> None:
         with pytest.raises(ValueError, match=re.escape(words)):
             parse(text)
 
@@ -230,7 +230,7 @@ class TestText:
 
 
 class TestPatterned:
-    def test_in_a_trimmed_memory_it_sees_what_it_would_see_in_the_whole_text(self) -> None:
+    def test_trimmed_memory_sees_the_same_as_the_whole_text(self) -> None:
         """The keys are the last 80 of 200 tokens, and only the last 30 ask."""
         pattern = Block(24, 12) | Global((5, 130)) | Random(2, seed=3, size=8)
         at = torch.arange(200)
@@ -242,18 +242,18 @@ class TestPatterned:
             weights = attend(q, k, torch.eye(80)[None, None], rule, backend=backend).out[0, 0]
             assert torch.equal(weights > 0, whole[170:, 120:])
 
-    def test_longest_ends_what_would_see_everything(self) -> None:
+    def test_longest_limits_an_unbounded_pattern(self) -> None:
         module = Patterned(2, Strided(4), longest=10)
         assert module.context_length() == [9, 9] and module.rule().limits() == [10, 10]
         assert module.rule_needs() == "positions"
         assert Patterned(2, Window(5)).context_length() == [4, 4]
         assert Patterned(2, Window(5)).rule_needs() == "nothing"
 
-    def test_the_rule_is_made_once(self) -> None:
+    def test_rule_is_built_once(self) -> None:
         module, view = Patterned(2, Fixed(8, 2)), View(length=64)
         assert module.rule(view) is module.rule(view)
 
-    def test_what_is_refused(self) -> None:
+    def test_bad_arguments_are_refused(self) -> None:
         with pytest.raises(
             ValueError, match="pattern is a list of 2 for 3 heads; expected one pattern, or one for each head"
         ):
@@ -265,18 +265,18 @@ class TestPatterned:
         assert "Window(5)" in repr(Patterned(2, Window(5), causal=False))
 
 
-def test_an_intersection_of_many_unions_is_served_by_blocks():
+def test_intersection_of_many_unions_is_served_by_blocks():
     """2^20 intersections of bands are not listed, and the pairs stay the same."""
     pattern = parse(" & ".join(["(Window(2) | Every(3))"] * 20))
     assert pattern.bands(True) is None
     assert pattern.pairs(50) == parse("Window(2) | Every(3)").pairs(50)
 
 
-def test_a_stride_beyond_any_text_leaves_the_token_itself():
+def test_stride_beyond_any_text_leaves_the_token_itself():
     pattern = parse("Every(2147483647) & Every(2147483629) & Every(2147483587)")
     assert pattern.rule(1, 20).stride is not None and pattern.pairs(20) == 20
 
 
-def test_a_grid_beyond_the_text_sees_all_of_it():
+def test_grid_beyond_the_text_sees_all_of_it():
     pattern = parse("Grid(8, 2, 2, 1000000000, 1000000000)")
     assert pattern.pairs(64) == parse("Full()").pairs(64) == 64 * 65 // 2

@@ -12,6 +12,7 @@ from spanformer import Rule
 from spanformer.attention import AdaptiveSpan, Additive, Bilinear, Dot, General, Mixed, Sinks, View, Window
 from spanformer.model.config import PositionConfig
 from support.memory_use import Largest
+from support.reading import by_segments, from_cache
 from support.small_models import SMALL, make, text, with_attention
 
 F64 = torch.float64
@@ -73,7 +74,7 @@ def test_equation_and_gradients_under_a_span(name) -> None:
 
 
 @pytest.mark.parametrize("name", ["dot", "general", "bilinear", "additive"])
-def test_the_future_is_not_seen(name) -> None:
+def test_future_tokens_have_no_effect(name) -> None:
     mechanism = scorings(Window(H, 9))[name]
     q, k = rand(B, H, T, D), rand(B, H, T, D, seed=1)
     before = mechanism(mechanism.map_queries(q), k, k, mechanism.rule(View()), View()).out
@@ -82,7 +83,7 @@ def test_the_future_is_not_seen(name) -> None:
     assert torch.equal(before[:, :, :20], after[:, :, :20]) and not torch.allclose(before[:, :, 21:], after[:, :, 21:])
 
 
-def test_additive_scores_stand_by_chunks() -> None:
+def test_additive_scores_are_computed_by_chunks() -> None:
     q = torch.randn(1, H, 256, D, requires_grad=True)
     mechanism = Additive(Window(H, 256), D, 4, queries=16, keys=32)
     with Largest() as seen:
@@ -101,13 +102,8 @@ def test_mapped_queries_in_a_model_with_segments_and_a_cache(kind, position) -> 
             torch.nn.init.normal_(p, generator=torch.Generator().manual_seed(n), std=0.3)
     lm.double()
     whole = lm(x).logits
-    first = lm(x[:, :50])
-    torch.testing.assert_close(
-        torch.cat([first.logits, lm(x[:, 50:], first.state).logits], 1), whole, rtol=1e-9, atol=1e-9
-    )
-    cache = lm.cache(2)
-    read = torch.cat([lm.decode(piece, cache) for piece in x.split([60, *[1] * 10, 20], 1)], 1)  # pyright: ignore
-    torch.testing.assert_close(read, whole, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(by_segments(lm, x, [50]), whole, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(from_cache(lm, x, [60, *[1] * 10, 20]), whole, rtol=1e-9, atol=1e-9)
 
 
 def test_additive_in_a_model_by_segments_but_without_a_cache() -> None:
@@ -145,7 +141,7 @@ def test_refusals() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dot", "general", "bilinear"])
-def test_heads_of_other_scorings_stand_beside_each_other(kind: str) -> None:
+def test_heads_of_different_scorings_in_one_layer(kind: str) -> None:
     """Also inside another mechanism, and as a mixture of a run file."""
     inner = scorings(Window(H, 9))[kind].double()
     mixed = Mixed([Window(1, 3), Sinks(inner).double(), Window(2, 5)])

@@ -36,7 +36,7 @@ def gained(dtype: torch.dtype, *, tq: int, tk: int, table: bool, cap: int, bias:
 @pytest.mark.parametrize("table", [False, True], ids=["plain", "table"])
 @pytest.mark.parametrize("sizes", [(1, 1), (17, 17), (9, 40), (33, 33)], ids=str)
 @pytest.mark.parametrize("cap", [10, 64])
-def test_the_kernel_agrees(
+def test_kernel_agrees(
     sizes: tuple[int, int], table: bool, bias: bool, cap: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"tq": sizes[0], "tk": sizes[1], "table": table, "bias": bias, "cap": cap}
@@ -51,7 +51,7 @@ def test_the_kernel_agrees(
 
 
 @needs_kernel
-def test_the_kernel_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     real = span_edge_gradient._native
     monkeypatch.setattr(span_edge_gradient, "_native", lambda *a: called.append(1) or real(*a))
@@ -63,7 +63,7 @@ def test_the_kernel_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("table", [False, True], ids=["plain", "table"])
-def test_with_a_bias_over_distances_it_is_half_the_difference_of_spans_beside(table: bool) -> None:
+def test_gradient_with_distance_tables_includes_both_ramp_edges(table: bool) -> None:
     """A whole span lies between two ramps: its gradient there is that of the clamp, 1/R on both edges, which attend's
     own gradient at a span a little longer (for the far edge) and a little shorter (for the near one) has as well."""
     g = torch.Generator().manual_seed(1)

@@ -16,9 +16,15 @@ from spanformer.attention import Full, LinearAttention, SpanLinear, View
 from spanformer.attention.span_linear import Border
 from spanformer.kinds import KINDS, HeadSpec
 from spanformer.kinds.notation import parse_layer
-from spanformer.memory import Cache
 from spanformer.model.config import AttentionConfig, ModelConfig, PositionConfig
 from spanformer.ops import Attended, Rule
+from support.reading import (
+    by_segments,
+    check_crop_reorder_fork_and_save,
+    check_rows_of_different_lengths,
+    from_cache,
+    text,
+)
 
 HEADS, KV, D, RAMP, MAX = 4, 2, 8, 8.0, 40
 
@@ -158,62 +164,30 @@ def lm(request: pytest.FixtureRequest) -> LM:
     return model.double().eval()
 
 
-def text(rows: int, length: int, seed: int = 0) -> Tensor:
-    return torch.randint(31, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.mark.parametrize("cuts", [[4, 9], [1, 2, 3], [20], [15, 40, 41]])
 def test_segments_equal_one_pass(lm: LM, cuts: list[int]) -> None:
     x = text(2, 60)
-    parts, state = [], None
-    for piece in x.tensor_split(cuts, 1):
-        found = lm(piece, state)
-        parts.append(found.logits)
-        state = found.state
-    torch.testing.assert_close(torch.cat(parts, 1), lm(x).logits)
+    torch.testing.assert_close(by_segments(lm, x, cuts), lm(x).logits)
 
 
 @pytest.mark.parametrize("sizes", [[60], [1] * 60, [3, 1, 36, 20]])
 def test_cache_equals_one_pass(lm: LM, sizes: list[int]) -> None:
-    x, cache = text(2, 60), lm.cache(2)
-    parts = [lm.decode(piece, cache) for piece in x.split(sizes, 1)]
-    torch.testing.assert_close(torch.cat([p for p in parts if p is not None], 1), lm(x).logits)
+    x = text(2, 60)
+    torch.testing.assert_close(from_cache(lm, x, sizes), lm(x).logits)
 
 
 def test_cache_with_rows_of_different_lengths(lm: LM) -> None:
-    x, cache = text(2, 40), lm.cache(2)
-    lengths = torch.tensor([30, 4])
-    lm.decode(x[:, :30], cache, lengths=lengths)
-    after = lm.decode(x[:, 30:], cache)
-    for row, n in enumerate(lengths.tolist()):
-        whole = lm(torch.cat([x[row : row + 1, :n], x[row : row + 1, 30:]], 1)).logits
-        torch.testing.assert_close(after[row], whole[0, n:])
+    check_rows_of_different_lengths(lm, [30, 4], 10)
 
 
 def test_cache_is_cropped_reordered_forked_and_saved(lm: LM, tmp_path: Path) -> None:
-    x, cache = text(3, 45), lm.cache(3, slack=4)
-    lm.decode(x[:, :40], cache)
-    cache.crop(torch.tensor([40, 37, 36]))
-    cache.reorder(torch.tensor([2, 1]))
-    cache.save(tmp_path / "cache")
-    fork = Cache.load(tmp_path / "cache", lm).fork(2)
-    for one, rows in ((cache, [2, 1]), (fork, [2, 2, 1, 1])):
-        after = lm.decode(x[rows, 40:], one)
-        for n, row in enumerate(rows):
-            kept = x[row : row + 1, : {2: 36, 1: 37}[row]]
-            whole = lm(torch.cat([kept, x[row : row + 1, 40:]], 1)).logits
-            torch.testing.assert_close(after[n], whole[0, kept.shape[1] :])
+    check_crop_reorder_fork_and_save(lm, tmp_path, [40], 5)
 
 
 def test_documents_begin_with_an_empty_memory(lm: LM) -> None:
     x = text(1, 50)
     documents = torch.tensor([[0] * 18 + [1] * 32])
-    state, parts = None, []
-    for a, b in ((0, 25), (25, 50)):
-        found = lm(x[:, a:b], state, documents=documents[:, a:b])
-        parts.append(found.logits)
-        state = found.state
-    torch.testing.assert_close(torch.cat(parts, 1), lm(x, documents=documents).logits)
+    torch.testing.assert_close(by_segments(lm, x, [25], documents), lm(x, documents=documents).logits)
     other = x.clone()
     other[:, :18] = (other[:, :18] + 5) % 31
     assert torch.equal(lm(x, documents=documents).logits[:, 18:], lm(other, documents=documents).logits[:, 18:])

@@ -39,7 +39,7 @@ class TestAdaptiveSpan:
         assert module.ratio.shape == (4,) and module.ratio.eq(0).all()
         assert module.rule(View()).ramp == 32 and module.penalty_weight == 2e-6
 
-    def test_the_penalty_pulls_each_ratio_by_lambda_times_S_over_heads(self):
+    def test_penalty_pulls_each_ratio_by_lambda_times_S_over_heads(self):
         module = AdaptiveSpan(4, 1000, penalty=2e-6, init=0.5)
         module.penalty().backward()
         assert torch.allclose(module.ratio.grad, torch.full((4,), 2e-6 * 1000 / 4))
@@ -97,7 +97,7 @@ class TestAdaptiveSpan:
         elsewhere.after_step()
         assert elsewhere.span_tensor().shape == (3,) and elsewhere.rule().span.device.type == "meta"
 
-    def test_a_step_without_after_step_is_noticed(self):
+    def test_negative_span_without_after_step_is_refused(self):
         module = AdaptiveSpan(2, 10)
         with torch.no_grad():
             module.ratio.sub_(0.1)
@@ -143,7 +143,7 @@ class TestAdaptiveSpan:
 
 
 class TestDynamicSpan:
-    def test_the_equation_by_hand(self):
+    def test_equation_by_hand(self):
         module = DynamicSpan(3, 2, 50, ramp=8, penalty=0.1).double()
         g = torch.Generator().manual_seed(1)
         with torch.no_grad():
@@ -162,7 +162,7 @@ class TestDynamicSpan:
                     total += z
         assert module.penalty(rule, View(x=x)).item() == pytest.approx(0.1 * total / 16, rel=1e-12)
 
-    def test_it_starts_alike_for_every_token_at_the_bias(self):
+    def test_initial_dynamic_spans_equal_the_bias(self):
         span = DynamicSpan(5, 3, 1000).rule(View(x=torch.randn(2, 7, 5))).span
         assert torch.allclose(span, torch.full((2, 3, 7), 1000 / (1 + math.exp(4))))
 
@@ -267,7 +267,7 @@ class TestLearning:
             errors.append(error.item())
         return errors
 
-    def test_the_penalty_shrinks_each_span_to_what_its_head_needs(self):
+    def test_penalty_shrinks_each_span_to_what_its_head_needs(self):
         module = AdaptiveSpan(2, self.SPAN, ramp=self.RAMP, init=1.0, penalty=0.01)
         needed = (5, 14)
         errors = self.copy_back(module, needed, steps=600)
@@ -276,7 +276,7 @@ class TestLearning:
             assert d - self.RAMP < z < d, (d, z)  # the needed distance is left somewhere on the ramp …
         assert module.rule().limits() == [6, 15]  # … and costs what it must: distances 0 … 5 and 0 … 14
 
-    def test_a_span_grows_when_the_task_pulls_it_along_the_ramp(self):
+    def test_span_grows_when_the_task_pulls_it_along_the_ramp(self):
         module = AdaptiveSpan(2, self.SPAN, ramp=16.0, init=0.0, penalty=0.0)
         errors = self.copy_back(module, (2, 14), steps=200)
         assert errors[-1] < 0.1 and module.span_tensor()[1] > 1.0 + module.span_tensor()[0]
@@ -312,7 +312,7 @@ class TestLearning:
 
 
 class TestBase:
-    def test_rule_is_for_the_mechanism_to_give(self):
+    def test_attention_base_class_has_no_rule(self):
         with pytest.raises(NotImplementedError, match="Attention has no rule"):
             Attention().rule(View())
 
@@ -320,7 +320,7 @@ class TestBase:
         with pytest.raises(AttributeError):
             View().x = torch.zeros(1)
 
-    def test_positions_documents_and_padding_of_the_view_hold(self):
+    def test_view_positions_documents_and_padding_are_used(self):
         class Plain(Attention):
             def rule(self, view: View) -> Rule:
                 return Rule(1)

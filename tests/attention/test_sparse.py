@@ -98,7 +98,7 @@ def test_values_and_gradients_are_those_of_the_equation(name: str, causal: bool)
         held_to_the_oracle(module.rule(View(length=length)), mask, "native", batch=1)
 
 
-def test_big_bird_draws_for_each_head_and_block() -> None:
+def test_big_bird_samples_per_head_and_block() -> None:
     causal, both = (BigBird(3, 16, tokens=2, random=3, seed=7, causal=c) for c in (True, False))
     at = torch.arange(0, 640, 16)
     for module, is_causal in ((causal, True), (both, False)):
@@ -119,7 +119,7 @@ CAUSAL = [make(True) for make, _ in MADE.values()] + [BigBird(2, 16, causal=True
 
 
 @pytest.mark.parametrize("module", CAUSAL, ids=lambda m: repr(m)[:40])
-def test_the_future_changes_nothing(module: Attention) -> None:
+def test_future_tokens_have_no_effect(module: Attention) -> None:
     """Neither other tokens ahead nor more of them: what was seen stays seen as a text grows."""
     if isinstance(module, Blockwise):
         module = Blockwise(2, 4, size=10, causal=True)  # blocks of a share of the text move as it grows
@@ -130,7 +130,7 @@ def test_the_future_changes_nothing(module: Attention) -> None:
 
 
 @pytest.mark.parametrize("module", CAUSAL, ids=lambda m: repr(m)[:40])
-def test_a_token_at_a_time_sees_what_the_whole_text_sees(module: Attention) -> None:
+def test_token_by_token_equals_one_pass(module: Attention) -> None:
     if isinstance(module, Blockwise):
         module = Blockwise(2, 4, size=10, causal=True)
     q, k, v = (torch.randn(1, 2, 90, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
@@ -147,7 +147,7 @@ def test_permutations() -> None:
     assert [getattr(p, "permutation", None) for p in module.patterns] == [(0, 1, 2)] * 3 + [(2, 0, 1), (1, 2, 0)]
 
 
-def test_the_order_of_an_image() -> None:
+def test_order_of_an_image() -> None:
     assert order(4, 4, (2, 2)).tolist() == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
 
 

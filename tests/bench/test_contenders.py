@@ -20,7 +20,7 @@ WORKS = [
 
 @pytest.mark.parametrize("work", WORKS, ids=lambda w: f"{w.profile}-{w.mode}-{w.terms}-{w.streaming}")
 @pytest.mark.parametrize("name", [name for name in field.field() if name != "flex"])  # it compiles for many seconds
-def test_right_or_a_reason(name, work):
+def test_every_contender_is_correct_or_gives_a_reason(name, work):
     contender = field.find(name)
     if work.kind not in contender.kinds:
         pytest.skip(f"not for {work.kind}")
@@ -35,17 +35,17 @@ def test_right_or_a_reason(name, work):
     runner(contender, inputs, forward)()
 
 
-def test_a_missing_backend_is_a_reason_not_an_error():
+def test_missing_backend_is_a_reason_not_an_error():
     assert "No module named" in contenders.unusable_backend("nonsense")
 
 
-def test_what_does_not_fit_is_skipped(monkeypatch):
+def test_work_beyond_memory_is_skipped(monkeypatch):
     monkeypatch.setattr(contenders, "available_bytes", lambda: 2**30)
-    assert "would need about" in reason_not(contenders.SDPA_MASK, Work("A", 8192))
+    assert "needs about" in reason_not(contenders.SDPA_MASK, Work("A", 8192))
     assert reason_not(contenders.SDPA_MASK, Work("A", 256)) is None
 
 
-def test_choosing():
+def test_contenders_are_chosen_by_name():
     assert [c.name for c in field.choose(("reference",))] == ["sdpa", "reference"]
     everyone = [c.name for c in field.choose((), leave_out=("flex",))]
     assert everyone[0] == "sdpa" and "flex" not in everyone and "reference" not in everyone
@@ -53,7 +53,7 @@ def test_choosing():
         field.choose(("nobody",))
 
 
-def test_a_ring_holds_the_last_positions_in_their_slots():
+def test_ring_holds_the_last_positions_in_their_slots():
     t = torch.arange(10.0)[None, :, None]
     assert rings.ring(t, 4)[0, :, 0].tolist() == [8, 9, 6, 7]
     assert rings.ring(t, 10)[0, :, 0].tolist() == list(range(10))

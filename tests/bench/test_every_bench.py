@@ -197,7 +197,7 @@ def test_fit_spans(llama, tmp_path, capsys):
     assert {"full", "uniform /3", "learned, prose /3"} <= set(found["measure:prose"])
     capsys.readouterr()
     bench(tmp_path, "fit-spans", *options, "--parts", "survey:prose")
-    assert "survey:prose: measured before" in capsys.readouterr().out
+    assert "survey:prose: already measured" in capsys.readouterr().out
 
 
 # ---- published figures
@@ -264,7 +264,7 @@ def test_other_files_are_not_overwritten(tmp_path):
     path = tmp_path / "notes.json"
     for text in ('{"kind": "spanformer benchmark patterns", "parts": {}}', "[1]", "no json"):
         path.write_text(text)
-        with pytest.raises(ValueError, match="holds no spanformer benchmark decode; choose another file with --out"):
+        with pytest.raises(ValueError, match="is not a file of spanformer benchmark decode; choose another with --out"):
             PartsFile(path, "decode")
         assert path.read_text() == text
 

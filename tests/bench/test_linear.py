@@ -110,7 +110,7 @@ def test_wrong_mechanism_gets_no_speed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(linear_work, "attended", wrong)
     found = bench(tmp_path, "--parts", "speed", "--kinds", "linear", "--lengths", "64")["speed"]
-    assert "out is off by" in found[0]["wrong"] and "times_as_fast" not in found[0]
+    assert "out differs by" in found[0]["wrong"] and "times_as_fast" not in found[0]
 
 
 def test_chunks_that_differ_from_the_recurrence_are_refused(monkeypatch):
@@ -139,7 +139,7 @@ def test_step_that_is_wrong_is_refused(monkeypatch):
     with torch.no_grad():
         assert linear_decode.check_step(mechanism, 33, token) < 1e-5
         monkeypatch.setattr(linear_decode.Reader, "step", lambda reader, call: call.v)
-        with pytest.raises(ValueError, match="a token of LinearAttention after 33 tokens is wrong: out is off by"):
+        with pytest.raises(ValueError, match="a token of LinearAttention after 33 tokens is wrong: out differs by"):
             linear_decode.check_step(mechanism, 33, token)
 
 
@@ -160,9 +160,9 @@ def test_peers_are_timed_or_skipped_with_a_reason(tmp_path, monkeypatch, capsys)
     ours, fast, fla = found
     assert ours["changed_rows"] == 0 and ours["off"] < 1e-4
     assert fast["ours_times_as_fast"] > 0 and fast["aim"] == 1.5 and "wrong" not in fast
-    assert "out is off by" in fla["wrong"] and "ms" not in fla
-    assert "dq is off by" in fla["wrong"]  # it has no gradient at all
-    assert "flash-linear-attention WRONG: out is off by" in capsys.readouterr().out
+    assert "out differs by" in fla["wrong"] and "ms" not in fla
+    assert "dq differs by" in fla["wrong"]  # it has no gradient at all
+    assert "flash-linear-attention WRONG: out differs by" in capsys.readouterr().out
     (folder / "naive.py").write_text("raise RuntimeError('no driver')")
     found = bench(tmp_path, "--parts", "peers", "--fla", str(tmp_path / "clone"))["peers"]
     assert found[2]["skipped"] == "failed: RuntimeError: no driver"
@@ -183,7 +183,7 @@ def test_tables_hold_every_part(tmp_path, capsys):
     file = PartsFile(tmp_path / "linear.json", "linear")
     speed = {"kind": "linear", "length": 1024, "times_as_fast": 6.04, "sdpa_extrapolated": False}
     far = {"kind": "linear", "length": 32768, "times_as_fast": 130.2, "sdpa_extrapolated": True}
-    wrong = {"kind": "rfa", "length": 1024, "wrong": "dq is off by 1, 0.1 is tolerable"}
+    wrong = {"kind": "rfa", "length": 1024, "wrong": "dq differs by 1; expected at most 0.1"}
     peer = {"task": "decay", "length": 4096}
     ours = peer | {"name": "ours", "ms": 2.0, "ours_times_as_fast": 1.0, "off": 1e-6, "changed_rows": 0.0}
     found = {

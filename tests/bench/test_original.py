@@ -15,7 +15,7 @@ CLONE = os.environ.get("ADAPTIVE_SPAN_CLONE")
 
 @pytest.mark.skipif(not CLONE, reason="ADAPTIVE_SPAN_CLONE names no clone of facebookresearch/adaptive-span")
 @pytest.mark.parametrize("profile", ["A", "S", "F"])
-def test_the_original_equals_our_rule_with_its_conventions(profile):
+def test_original_equals_our_rule_with_its_conventions(profile):
     contender = peers.original(Path(CLONE))
     inputs = make_inputs(Work(profile, 256, terms="distance_vec", streaming=48, dim=16, batch=2))
     verdict = check(contender.build(inputs), inputs, find_truth(inputs, inputs.rule()), floor=contender.floor)

@@ -11,13 +11,13 @@ from spanformer.bench.work import Work
 pytestmark = pytest.mark.skipif(memory.unsupported() is not None, reason=str(memory.unsupported()))
 
 
-def test_a_known_allocation_is_seen_whole():
+def test_known_allocation_is_measured():
     peak, _ = memory.peak_of(lambda: torch.ones(16 * memory.MIB // 4).sum())
     assert 15 * memory.MIB < peak < 24 * memory.MIB
 
 
 @pytest.mark.slow
-def test_a_contender_is_measured_in_a_process_of_its_own():
+def test_contender_is_measured_in_a_process_of_its_own():
     work = Work("A", 512, dim=16)
     peak = memory.measure(memory.Job("reference", dataclasses.asdict(work), threads=1))
     assert not peak.reason and not peak.wrong, peak
@@ -25,6 +25,6 @@ def test_a_contender_is_measured_in_a_process_of_its_own():
     assert peak.seconds > 0 and "dspan" in peak.errors
 
 
-def test_a_failing_job_gives_its_reason():
+def test_failing_job_gives_its_reason():
     peak = memory.measure(memory.Job("nobody", dataclasses.asdict(Work("A", 64)), threads=1))
     assert peak.mib is None and "contender is 'nobody'" in peak.reason

@@ -17,7 +17,7 @@ from spanformer.bench.work import Work, make_inputs
         ("128", [128] * 8),
     ],
 )
-def test_a_rule_reaches_as_far_as_its_profile_says(profile, expected):
+def test_rule_reaches_as_far_as_its_profile_says(profile, expected):
     assert profiles.reaches(profile, 8, 2048) == expected
     limits = make_inputs(Work(profile, 2048, dim=2)).rule().limits()
     assert [min(limit, 2048) for limit in limits] == expected
@@ -29,7 +29,7 @@ def test_half_a_token_less_reaches_as_far():
     assert between.span[0] == 31.5
 
 
-def test_short_sequences_are_seen_whole():
+def test_reach_is_at_most_the_length():
     assert profiles.reaches("S", 2, 16) == [16, 16]
     assert profiles.spans("S", 2, 16) == [16.0, 16.0]
 

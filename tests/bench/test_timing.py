@@ -21,7 +21,7 @@ def test_seconds_per_call_are_right():
     assert 0.009 < got["nap"].median < 0.1
 
 
-def test_the_budget_leaves_two_rounds():
+def test_budget_leaves_two_rounds():
     got = round_robin({"nap": lambda: time.sleep(0.01)}, repeats=9, warm_up=0, shortest=0.0, budget=0.0)
     assert len(got["nap"].samples) == 2
 
@@ -40,14 +40,14 @@ def test_waiting_for_a_quiet_machine_is_reported_and_belongs_to_the_budget(monke
     assert told.count((timing.WAITING, 0.0)) == len(waited) and ("", 0.5) in told
 
 
-def test_without_a_budget_nothing_is_waited_for(monkeypatch):
+def test_no_waiting_without_a_budget(monkeypatch):
     others = iter(range(0, 10_000, 10))
     monkeypatch.setattr(timing, "_others_seconds", lambda: next(others))
     monkeypatch.setattr(timing.time, "sleep", lambda _seconds: pytest.fail("it waited"))
     assert len(round_robin({"f": lambda: None}, repeats=9, shortest=0.0, budget=0.0)["f"].samples) == 2
 
 
-def test_a_quiet_sample_is_kept_at_once(monkeypatch):
+def test_quiet_sample_is_kept_at_once(monkeypatch):
     monkeypatch.setattr(timing, "_others_seconds", lambda: 0.0)
     assert round_robin({"f": lambda: None}, repeats=2, shortest=0.001)["f"].disturbed == 0
 

@@ -68,7 +68,7 @@ def test_parts_and_modes_that_leave_nothing_are_refused(capsys, tmp_path):
     assert code == 2 and out == "" and "no step of parts decode has modes forward" in err
 
 
-def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(capsys, tmp_path, monkeypatch):
+def test_folder_that_cannot_be_made_is_refused_before_anything_is_measured(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("spanformer.bench.attention.time_step", lambda *_: pytest.fail("it was measured"))
     (tmp_path / "taken").touch()
     code, _, err = ended(
@@ -77,7 +77,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_measured(cap
     assert code == 2 and "taken" in err and "Traceback" not in err
 
 
-def test_an_interrupted_run_says_where_its_results_are(capsys, tmp_path, monkeypatch):
+def test_interrupted_run_says_where_its_results_are(capsys, tmp_path, monkeypatch):
     def stop(*_, **__):
         raise KeyboardInterrupt
 
@@ -88,7 +88,7 @@ def test_an_interrupted_run_says_where_its_results_are(capsys, tmp_path, monkeyp
     )
 
 
-def test_a_tiny_run_leaves_results_and_pictures(capsys, tmp_path):
+def test_tiny_run_leaves_results_and_pictures(capsys, tmp_path):
     main(
         ["bench", "attention", "--quick", "--profiles", "A", "--lengths", "64", "--heads", "2", "--dim", "8",
          "--threads", "1", "--parts", "cost", "--contenders", "reference", "--out", str(tmp_path)]

@@ -11,7 +11,7 @@ from spanformer.kinds import KINDS
 
 
 @pytest.mark.parametrize("columns", [80, 120, 140, 141, 150, 160, 200])
-def test_the_table_names_every_mechanism(capsys, monkeypatch, columns):
+def test_table_names_every_mechanism(capsys, monkeypatch, columns):
     """Whole, numbers and all, however wide the terminal is."""
     monkeypatch.setenv("COLUMNS", str(columns))
     main(["cost", "--length", "512", "--heads", "4", "--dim", "64"])
@@ -51,7 +51,7 @@ def test_json_holds_the_numbers(capsys, tmp_path):
     assert json.loads((tmp_path / "cost.json").read_text())["mechanisms"][0]["flops"] == 3 * 768 * 4 * 100 * 101 // 2
 
 
-def test_published_figures_stand_beside_ours(capsys):
+def test_published_figures_are_compared_with_ours(capsys):
     main(["cost", "--published"])
     shown = capsys.readouterr().out
     assert shown.count(" agrees") == 15 and shown.count(" differs") == 10

@@ -33,7 +33,7 @@ def trained(folder: Path, tokens: str) -> str:
 
 
 @pytest.mark.parametrize("protocol", ["every", "original"])
-def test_it_says_what_evaluating_finds(tmp_path: Path, capsys, protocol: str) -> None:
+def test_eval_prints_the_result_of_evaluate(tmp_path: Path, capsys, protocol: str) -> None:
     run = trained(tmp_path, "byte")
     ids = prepare(tiny(tmp_path).data).splits["test"].ids
     out = said(["eval", run, "--protocol", protocol], capsys)
@@ -68,7 +68,7 @@ def test_another_text_is_read_in_the_models_tokens(tmp_path: Path, capsys, token
     assert (f"{unknown:,} of the tokens are not in the model's vocabulary" in out) == (unknown > 0)
 
 
-def test_the_papers_protocol_tells_how_far_it_is_and_takes_bfloat16(tmp_path: Path) -> None:
+def test_paper_protocol_reports_progress_and_accepts_bfloat16(tmp_path: Path) -> None:
     run = trained(tmp_path, "byte")
     ids, told = prepare(tiny(tmp_path).data).splits["test"].ids, []
     exact = evaluate_as_original(load(run), ids, block=16, on_progress=lambda *row: told.append(row))
@@ -77,7 +77,7 @@ def test_the_papers_protocol_tells_how_far_it_is_and_takes_bfloat16(tmp_path: Pa
     assert 0 < abs(rounded.loss - exact.loss) < 0.05
 
 
-def test_a_model_that_does_not_say_what_its_tokens_are(tmp_path: Path, capsys) -> None:
+def test_model_without_vocabulary_is_refused(tmp_path: Path, capsys) -> None:
     """As one that was imported: bytes would be read as its first words."""
     write_text(tmp_path / "text.txt")
     run = trained(tmp_path, "word")

@@ -97,7 +97,7 @@ def test_text_goes_to_standard_output_and_figures_do_not(run, models, kind):
 
 
 @pytest.mark.parametrize("kind", VOCABS)
-def test_a_file_standard_input_and_a_prompt_are_one_text(run, models, kind, tmp_path, monkeypatch):
+def test_file_standard_input_and_a_prompt_are_one_text(run, models, kind, tmp_path, monkeypatch):
     (tmp_path / "log.txt").write_text(TEXT[:-1], encoding="utf-8")
     options = ("--max-tokens", 9, "--temperature", 0)
     text = expected(models[kind], kind, TEXT[:-1], max_tokens=9, sampling=Sampling(0))
@@ -110,7 +110,7 @@ def test_a_file_standard_input_and_a_prompt_are_one_text(run, models, kind, tmp_
     assert both[0] == out
 
 
-def test_every_way_of_choosing(run, models):
+def test_every_sampling_option(run, models):
     model = models["byte"]
     common = ("generate", model, "--prompt", "the ", "--max-tokens", 30, "--seed", 1)
     sampling = Sampling(0.9, top_k=50, top_p=0.9, min_p=0.01, repetition=1.2, repetition_window=20)
@@ -131,7 +131,7 @@ def test_several_prompts_are_printed_one_after_the_other(run, models):
     assert "prompt: 13 tokens in" in err and "only these were read" not in err
 
 
-def test_a_saved_cache_goes_on(run, models, tmp_path, refused):
+def test_saved_cache_is_continued(run, models, tmp_path, refused):
     options = ("--max-tokens", 9, "--temperature", 0)
     whole, _ = run("generate", models["byte"], "--prompt", TEXT[:50], *options)
     cache = tmp_path / "read.cache"
@@ -145,7 +145,7 @@ def test_a_saved_cache_goes_on(run, models, tmp_path, refused):
     assert said == "the KV cache has 1 rows; expected one for each prompt, 2"
 
 
-def test_a_cache_of_8_bits(run, models):
+def test_cache_of_8_bits(run, models):
     out, err = run("generate", models["byte"], "--prompt", "the ", "--cache-bits", 8, "--max-tokens", 9)
     assert out and "generated: 9 tokens" in err
 
@@ -178,7 +178,7 @@ def test_bad_input_is_one_sentence(refused, models, options, said):
 
 
 @pytest.mark.parametrize("command", [("generate", "{}", "--file"), ("score", "{}")])
-def test_files_that_are_no_text_are_refused_by_what_reads_text(refused, run, models, tmp_path, command):
+def test_binary_files_are_refused_by_text_vocabularies(refused, run, models, tmp_path, command):
     path = tmp_path / "a.bin"
     for data, said in [
         (b"the \xff", f"{path} is not UTF-8: byte 0xff at offset 4; convert it, or use byte tokens"),
@@ -196,7 +196,7 @@ def test_files_that_are_no_text_are_refused_by_what_reads_text(refused, run, mod
 
 
 @pytest.mark.parametrize("command", ["generate", "score"])
-def test_a_checkpoint_of_another_version_or_of_unknown_tokens_is_refused(refused, models, tmp_path, command):
+def test_checkpoint_of_another_version_or_of_unknown_tokens_is_refused(refused, models, tmp_path, command):
     rest = ("--prompt", "a") if command == "generate" else (META,)
     newer = tmp_path / "newer"
     newer.mkdir()
@@ -223,14 +223,14 @@ def test_closed_standard_input_is_refused(refused, models, monkeypatch):
 
 
 @pytest.mark.slow
-def test_who_reads_the_output_may_leave(models):
+def test_closed_output_pipe_is_no_error(models):
     command = f"'{sys.executable}' -m spanformer generate '{models['byte']}' --prompt a --max-tokens 2000 | head -c 5"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, env=os.environ)
     assert done.returncode == 141 and len(done.stdout) == 5 and b"Traceback" not in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("kind", VOCABS)
-def test_a_score_is_that_of_evaluating_the_same_tokens(run, models, kind, tmp_path, monkeypatch):
+def test_score_is_that_of_evaluating_the_same_tokens(run, models, kind, tmp_path, monkeypatch):
     vocab, path, rows = VOCABS[kind], tmp_path / "text.txt", tmp_path / "rows.jsonl"
     path.write_text(TEXT, encoding="utf-8")
     ids = vocab.encode(TEXT)

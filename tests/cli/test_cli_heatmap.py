@@ -37,7 +37,7 @@ def test_pictures_and_a_terminal_picture(tmp_path, capsys):
         assert (tmp_path / "m" / "heatmap" / name).stat().st_size > 1000 and name in shown
 
 
-def test_an_encoder_looks_ahead(tmp_path, capsys):
+def test_encoder_attends_to_the_future(tmp_path, capsys):
     main(["heatmap", save(tmp_path / "e", Bytes(), Encoder, "encoder"), "--text", "a cat"])
     shown = capsys.readouterr().out
     assert "tokens away on average" in shown and (tmp_path / "e" / "heatmap" / "heatmap.png").stat().st_size > 1000
@@ -53,7 +53,7 @@ def test_global_tokens_come_first(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("target", ["yes", ""])
-def test_an_encoder_decoder_shows_where_it_looks_as_it_writes(tmp_path, capsys, monkeypatch, target):
+def test_encoder_decoder_shows_cross_attention(tmp_path, capsys, monkeypatch, target):
     """The target that is given, or the answer; this one, of random weights, is cut before it ends."""
     monkeypatch.setattr("spanformer.cli.heatmap.LONGEST", 5)
     folder = save(tmp_path / "s", Bytes(), Seq2Seq, "seq2seq")

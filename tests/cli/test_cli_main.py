@@ -86,7 +86,7 @@ def ended(capsys, *arguments):
         (("bench", "attention"), "size 1\n"),
     ],
 )  # fmt: skip
-def test_two_words_win_over_one(capsys, arguments, printed):
+def test_two_word_command_precedes_one_word(capsys, arguments, printed):
     main(arguments)
     assert capsys.readouterr().out == printed
 
@@ -127,7 +127,7 @@ def test_version(capsys):
         (("stop-saying",), 130, "stopped; half of it is in a.json"),
     ],
 )  # fmt: skip
-def test_an_end_is_one_sentence(capsys, arguments, code, said):
+def test_error_exits_with_one_sentence(capsys, arguments, code, said):
     assert ended(capsys, *arguments) == (code, "", f"spanformer: {said}\n")
 
 
@@ -147,7 +147,7 @@ def test_help_loads_nothing_heavy():
     assert "Commands:" in done.stdout and "LOADED set()" in done.stdout, done.stdout + done.stderr
 
 
-def test_help_answers_at_once():
+def test_help_is_fast():
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
@@ -158,7 +158,7 @@ def test_help_answers_at_once():
     assert statistics.median(seconds) <= 1.0  # twice the aim, for a machine that is busy
 
 
-def test_the_module_runs_as_the_command_does():
+def test_module_runs_as_the_command_does():
     done = subprocess.run([sys.executable, "-m", "spanformer", "fly"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("spanformer: there is no command 'fly'")
 

@@ -125,7 +125,7 @@ def test_run_files_are_compared_as_they_are(tmp_path, capsys):
         ({"data.valid": 0.2}, "b has data.valid = 0.2 and a 0.1; expected the same value for all runs"),
     ],
 )
-def test_what_is_no_comparison_is_refused_before_anything_is_trained(tmp_path, capsys, changes, said):
+def test_invalid_comparison_is_refused_before_training(tmp_path, capsys, changes, said):
     a, b = run_file(tmp_path, "a"), run_file(tmp_path, "b", changes)
     error = refused(capsys, a, b, "--out", tmp_path / "out")
     assert said in error and "--different" in error and not (tmp_path / "out").exists()
@@ -149,7 +149,7 @@ def test_mistakes_are_one_sentence(tmp_path, capsys, make, said):
     assert said in refused(capsys, *make(tmp_path))
 
 
-def test_an_interrupted_run_is_continued(tmp_path, capsys):
+def test_interrupted_run_is_continued(tmp_path, capsys):
     write_text(tmp_path / "text.txt")
     out = tmp_path / "out" / "full"
     words = [word for word in options(tmp_path, SHORT) if word]
@@ -166,14 +166,14 @@ def test_an_interrupted_run_is_continued(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("file", sorted(ROOT.glob("runs/compare/*.toml")), ids=lambda path: path.stem)
-def test_shipped_comparisons_can_be_read_and_are_alike(file):
+def test_shipped_comparisons_are_valid_and_equal_in_size(file):
     comparison = parse("spanformer compare", [str(file)])
     counts = {parameters(run) for run in comparison.runs}
     assert len(comparison.runs) > 1 and (comparison.different or max(counts) <= 1.02 * min(counts))
     assert len({json.dumps(as_dict(run.data)) for run in comparison.runs}) == 1
 
 
-def test_help_teaches(capsys):
+def test_help_has_examples(capsys):
     with pytest.raises(SystemExit):
         main(["compare", "--help"])
     shown = " ".join(capsys.readouterr().out.split())

@@ -34,7 +34,7 @@ def test_commands_suit_the_kind_of_model(kind: str, source: str, expected: list[
 
 
 @pytest.mark.parametrize(("opener", "shown"), [("/bin/x", "xdg-open {}"), (None, "open {} in a browser")])
-def test_the_report_is_opened_where_something_opens_it(
+def test_report_is_opened_where_something_opens_it(
     opener: str | None, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
@@ -46,7 +46,7 @@ def test_the_report_is_opened_where_something_opens_it(
     assert next_commands(tmp_path, RunConfig(), "spanformer").splitlines()[-1] == f"  {shown.format(page)}"
 
 
-def test_the_program_is_called_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_is_named_as_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_path = tmp_path / "bin" / "spanformer"
     monkeypatch.setattr(module.shutil, "which", lambda _name: str(on_path))
     monkeypatch.setattr(sys, "orig_argv", [".venv/bin/python", "-m", "spanformer"])

@@ -68,25 +68,25 @@ def refusal(*arguments: str) -> str:
     return str(error.value)
 
 
-def test_no_file_is_all_defaults() -> None:
+def test_without_a_file_all_fields_have_defaults() -> None:
     assert read() == Run()
 
 
-def test_a_file_goes_over_the_defaults(path: str) -> None:
+def test_file_overrides_defaults(path: str) -> None:
     assert read(path) == Run(7, "text8", optim=Optim(lr=1.0, nesterov=True))
 
 
-def test_options_go_over_the_file(path: str) -> None:
+def test_options_override_the_file(path: str) -> None:
     words = ["--steps", "9", "--optim.span-lr", "0.5", "--optim.betas", "0.5", "0.6", "--optim.no-nesterov"]
     assert read(path, *words) == Run(9, "text8", optim=Optim("adagrad", 1.0, 0.5, False, (0.5, 0.6)))
 
 
 @pytest.mark.parametrize("option", ["--optim.span-lr", "--optim.span_lr"])
-def test_both_spellings(option: str) -> None:
+def test_options_accept_dashes_and_underscores(option: str) -> None:
     assert read(option, "3").optim.span_lr == read(f"{option}=3").optim.span_lr == 3.0
 
 
-def test_an_option_has_the_name_of_its_key() -> None:
+def test_option_has_the_name_of_its_key() -> None:
     assert read("--from", "text8").source == "text8"
 
 
@@ -139,7 +139,7 @@ SEE = " (see spanformer train [RUN.toml] --help)"
         ("--steps 3 runs/demo.toml", "'runs/demo.toml' belongs to no option"),
     ],
 )
-def test_a_wrong_option_is_one_sentence(words: str, said: str) -> None:
+def test_wrong_option_is_one_sentence(words: str, said: str) -> None:
     assert refusal(*words.split()) == said + SEE
 
 
@@ -149,13 +149,13 @@ class Pair:
     """A type that only tyro reads."""
 
 
-def test_what_cannot_be_explained_is_said_as_tyro_does() -> None:
+def test_unexplained_error_uses_tyros_message() -> None:
     with pytest.raises(ValueError) as error:
         parse_options(Pair, "spanformer pair", ["--sizes", "1", "x"])
     assert "--sizes" in str(error.value) and "\n" not in str(error.value) and "│" not in str(error.value)
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_missing_file(tmp_path: Path) -> None:
     assert refusal("runs/enwik8_smal.toml") == (
         "runs/enwik8_smal.toml does not exist; did you mean runs/enwik8_small.toml?"
     )
@@ -177,12 +177,12 @@ def test_a_missing_file(tmp_path: Path) -> None:
         (b"from = '\xff'", " is not TOML: 'utf-8' codec can't decode byte 0xff in position 8: invalid start byte"),
     ],
 )
-def test_a_file_that_is_not_toml(tmp_path: Path, text: bytes, said: str) -> None:
+def test_file_that_is_not_toml(tmp_path: Path, text: bytes, said: str) -> None:
     (tmp_path / "x.toml").write_bytes(text)
     assert refusal(str(tmp_path / "x.toml")) == str(tmp_path / "x.toml") + said
 
 
-def test_a_wrong_key_in_the_file(tmp_path: Path) -> None:
+def test_wrong_key_in_the_file(tmp_path: Path) -> None:
     file = tmp_path / "x.toml"
     file.write_text("[optim]\nlearning_rate = 3\n")
     assert refusal(str(file)).startswith(f"unknown key optim.learning_rate in {file}; did you mean optim.lr? (known: ")
@@ -192,7 +192,7 @@ def test_a_wrong_key_in_the_file(tmp_path: Path) -> None:
     assert refusal(str(file)) == f"lr is -1.0; expected more than 0 (optim in {file})"
 
 
-def test_a_file_over_its_base(tmp_path) -> None:
+def test_file_overrides_its_base(tmp_path) -> None:
     (tmp_path / "small").mkdir()
     (tmp_path / "whole.toml").write_text("[optim]\nlr = 0.5\n[train]\nsteps = 7\n")
     (tmp_path / "small" / "less.toml").write_text('base = "../whole.toml"\n[train]\nsteps = 3\n')

@@ -107,7 +107,7 @@ def test_on_a_terminal_there_is_a_live_line(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_numbers_that_are_not_there(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
+def test_missing_numbers_are_shown(monkeypatch: pytest.MonkeyPatch, terminal: bool) -> None:
     rows = [
         replace(STEP, bits=math.nan, tokens_per_second=math.nan, spans=np.full((2, 2), np.nan)),
         evaluated(50, math.nan),
@@ -138,7 +138,7 @@ def test_every_other_event(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_the_bar_of_a_continued_run_begins_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bar_of_a_continued_run_begins_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = Shown(monkeypatch, terminal=True)
     shown.show(
         ProgressEvent("encoding train", 10.0, 2000.0),
@@ -156,7 +156,7 @@ def test_only_the_first_process_shows_progress(monkeypatch: pytest.MonkeyPatch) 
     assert not shown.screen.first and shown.screen.progress.bar.disable
 
 
-def test_the_command_shows_a_run(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_shows_a_run(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     """From end to end, continued once."""
     import torch
 

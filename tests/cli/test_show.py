@@ -41,7 +41,7 @@ def test_kinds_show_what_an_encoders_heads_see():
         assert (visible(kind, n, causal=False)[0] == defined(name, n, *numbers, causal=False)).all(), kind
 
 
-def test_layers_that_take_turns(capsys, tmp_path):
+def test_alternating_layers(capsys, tmp_path):
     main(["show", "Window(9)", "Every(8)", "--length", "40", "--out", str(tmp_path / "x.png")])
     shown = capsys.readouterr().out
     assert "layer 1: Window(9)" in shown and "layer 2: Every(8)" in shown and "1 head in each of 2 layers" in shown
@@ -131,19 +131,19 @@ def test_facts_are_counted():
     ("dynamic_span", 2 * 9 * 10), ("longformer(4, 1)", 3 * 2 * 10 * 10), ("longformer(4)", 0), ("window", 0), ("", 0),
     ("1 general", 2 * 9 * 10 * 10), ("Window(3) | Global([0])", 0), ("1 Window(3)", 0),
 ])  # fmt: skip
-def test_a_kind_is_told_by_its_own_operations(kind, beside):
+def test_kind_cost_uses_its_own_operations(kind, beside):
     """9 tokens and a head of 10: full attention has 45 pairs."""
     cost = facts([defined("full", 9)[None]], causal=True, dim=10, kinds=[kind])[1]
     assert cost == f"{amount(4 * 10 * 45 + beside)} FLOPs forward, 1 head of 10; full attention takes 1,800."
 
 
-def test_a_mixture_is_told_by_its_pairs():
+def test_mixture_cost_uses_its_pairs():
     seen = np.stack([defined("window", 9, 3), defined("full", 9)])
     assert facts([seen], causal=True, dim=10, kinds=["1 window(3) + 1 general"]) == facts([seen], causal=True, dim=10)
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
-def test_a_picture_is_drawn_and_shown(tmp_path, capsys, ending):
+def test_picture_is_drawn_and_shown(tmp_path, capsys, ending):
     path = tmp_path / "deep" / f"x.{ending}"
     main(["show", "1 window(3) + 2 full", "--length", "20", "--out", str(path)])
     shown = capsys.readouterr().out
@@ -151,7 +151,7 @@ def test_a_picture_is_drawn_and_shown(tmp_path, capsys, ending):
     assert "▀" in shown and "Longest path: after 1 layer" in shown
 
 
-def test_a_long_pattern_fits_above_its_picture():
+def test_long_pattern_fits_above_its_picture():
     text = "Window(8) | Global([0, 1, 2, 3, 4, 5, 6, 7]) | Random(2, seed=1, size=4)"
     figure = pattern_picture(text, {text: visible(text, 16)[0]}, "", causal=True).figure
     assert figure._suptitle.get_window_extent().x1 <= figure.bbox.width
@@ -192,7 +192,7 @@ def test_mistakes_are_one_sentence(capsys, arguments, said):
         ("longformer(8, 100000000)", "positions has 100,000,000 global tokens; expected at most 65,536"),
     ],
 )  # fmt: skip
-def test_an_absurd_pattern_is_refused_or_shown_at_once(pattern, said, tmp_path, capsys):
+def test_absurd_pattern_is_refused_or_shown_at_once(pattern, said, tmp_path, capsys):
     begun = time.monotonic()
     arguments = ["show", pattern, "--length", "32", "--out", str(tmp_path / "a.png")]
     if said:

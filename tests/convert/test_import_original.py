@@ -60,7 +60,7 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before 1.6"])
-def test_an_imported_checkpoint_predicts_as_the_equations_say(name: str, zipped: bool, tmp_path: Path) -> None:
+def test_imported_checkpoint_equals_the_equations(name: str, zipped: bool, tmp_path: Path) -> None:
     shape = SHAPES[name]
     torch.save(checkpoint_of(shape), tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
     import_original(tmp_path / "a.pt", tmp_path / "out")
@@ -77,7 +77,7 @@ def test_an_imported_checkpoint_predicts_as_the_equations_say(name: str, zipped:
         torch.testing.assert_close(found.nll, dense.read(x, y), rtol=1e-5, atol=1e-5)
 
 
-def test_the_configuration_is_read_off_the_tensors() -> None:
+def test_configuration_comes_from_the_tensors() -> None:
     config, _ = convert(random_state(PLAIN))
     assert config == ModelConfig(
         vocab=29, dim=24, layers=2, heads=3,
@@ -110,7 +110,7 @@ def nll(lm: spanformer.LM, text: Tensor) -> Tensor:
     return found
 
 
-def test_a_checkpoint_of_ramp_64_needs_the_option(tmp_path: Path, capsys) -> None:
+def test_checkpoint_of_ramp_64_needs_the_option(tmp_path: Path, capsys) -> None:
     shape = replace(PLAIN, ramp=64.0, span=100)
     torch.save(checkpoint_of(shape), tmp_path / "a.pt")
     for ramp in ("32", "64"):
@@ -121,7 +121,7 @@ def test_a_checkpoint_of_ramp_64_needs_the_option(tmp_path: Path, capsys) -> Non
     assert (nll(spanformer.load(tmp_path / "32"), text) - theirs).abs().max() > 0.01
 
 
-def test_the_vocabulary_comes_from_train_txt(tmp_path: Path, capsys, monkeypatch) -> None:
+def test_vocabulary_comes_from_train_txt(tmp_path: Path, capsys, monkeypatch) -> None:
     """In order of first appearance; with adaptive embeddings by falling frequency, the later one of equals first."""
     monkeypatch.setenv("SPANFORMER_CACHE", str(tmp_path / "cache"))
     (tmp_path / "train.txt").write_text("b a b\nc a\n" * 40)
@@ -150,7 +150,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_a_wrong_option_is_refused_in_one_sentence(message: str, saved: Path, capsys, monkeypatch) -> None:
+def test_wrong_option_is_refused_in_one_sentence(message: str, saved: Path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(saved.parent)
     (saved.parent / "train.txt").write_text("a b\n")
     with pytest.raises(SystemExit) as end:
@@ -160,7 +160,7 @@ def test_a_wrong_option_is_refused_in_one_sentence(message: str, saved: Path, ca
     assert not (saved.parent / "out").exists()
 
 
-def test_the_folder_says_where_it_comes_from(saved: Path, tmp_path: Path) -> None:
+def test_folder_records_its_source(saved: Path, tmp_path: Path) -> None:
     said = import_original(saved, tmp_path / "out")
     parameters = sum(t.numel() for key, t in random_state(PLAIN).items() if "mask_template" not in key)
     assert said == (
@@ -208,17 +208,17 @@ NOT_A_CHECKPOINT = {
 
 
 @pytest.mark.parametrize("name", NOT_A_CHECKPOINT)
-def test_a_file_of_another_kind_is_named(name: str, tmp_path: Path) -> None:
+def test_file_of_another_kind_is_named(name: str, tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     path.write_bytes(NOT_A_CHECKPOINT[name])
     with pytest.raises(ValueError, match=r"a\.pt is damaged, or is not a file that torch\.save wrote$"):
         read_checkpoint(path)
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_file_or_model_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     for missing in (path, tmp_path):
-        with pytest.raises(ValueError, match="is no file; expected a checkpoint of the adaptive-span code"):
+        with pytest.raises(ValueError, match="is not a file; expected a checkpoint of the adaptive-span code"):
             read_checkpoint(missing)
     for content in ({"weights": {}}, {"model": 3}, [1, 2]):
         torch.save(content, path)
@@ -226,7 +226,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
             read_checkpoint(path)
 
 
-def test_a_damaged_file_is_told_in_one_sentence(saved: Path, tmp_path: Path) -> None:
+def test_damaged_file_is_refused_in_one_sentence(saved: Path, tmp_path: Path) -> None:
     whole, rng, failed = saved.read_bytes(), random.Random(3), 0
     for number in range(60):
         damaged = bytearray(whole[: rng.randrange(len(whole))] if number % 2 else whole)
@@ -260,12 +260,12 @@ WRONG = {
     r"its layers have the numbers \[0, 1, 7\]": (PLAIN, with_("layers.7.extra", torch.ones(1))),
     r"its key_pe has shape \[8, 50\], expected 3 dimensions": (PLAIN, with_("key_pe", torch.ones(8, 50))),
     r"its key_pe has shape \[1, 8, 0\]": (PLAIN, with_("key_pe", torch.ones(1, 8, 0))),
-    "its heads have size 7, which does not divide 24": (PLAIN, with_("key_pe", torch.ones(1, 7, 50))),
+    "its head size is 7, which does not divide 24": (PLAIN, with_("key_pe", torch.ones(1, 7, 50))),
     r"current_val has shape \[4, 1, 1\], expected \[3, 1, 1\]": (PLAIN, with_(SPAN, torch.zeros(4, 1, 1))),
     "current_val holds spans that are not within 0 … 1": (PLAIN, with_(SPAN, torch.full((3, 1, 1), 1.5))),
     "current_val holds numbers that are not finite": (PLAIN, with_(SPAN, torch.full((3, 1, 1), torch.nan))),
-    r"its key_pe is no tensor of floating-point": (PLAIN, with_("key_pe", torch.ones(1, 8, 50, dtype=torch.long))),
-    "its key_pe is no tensor": (PLAIN, with_("key_pe", "a text")),
+    r"its key_pe is not a tensor of floating-point": (PLAIN, with_("key_pe", torch.ones(1, 8, 50, dtype=torch.long))),
+    "its key_pe is not a tensor": (PLAIN, with_("key_pe", "a text")),
     "it has key_pe twice, with and without 'module.'": (PLAIN, with_("module.key_pe", torch.ones(1, 8, 50))),
     "fewer numbers than its shape": (PLAIN, with_("in_emb.weight", torch.ones(1).expand(10**9, 10**9))),
     "differs from the one without persistent_memory": (
@@ -284,7 +284,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_what_does_not_fit_is_told_in_one_sentence(message: str) -> None:
+def test_tensors_that_do_not_fit_are_refused_in_one_sentence(message: str) -> None:
     shape, break_ = WRONG[message]
     state = random_state(shape)
     break_(state)
@@ -293,10 +293,10 @@ def test_what_does_not_fit_is_told_in_one_sentence(message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_checkpoint_that_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_checkpoint_that_does_not_fit_is_named(tmp_path: Path) -> None:
     content = checkpoint_of(PLAIN)
     del content["model"]["module.key_pe"]
     torch.save(content, tmp_path / "a.pt")
-    with pytest.raises(ValueError, match=r"a\.pt: this is no adaptive-span model: it has no key_pe"):
+    with pytest.raises(ValueError, match=r"a\.pt: this is not an adaptive-span model: it has no key_pe"):
         import_original(tmp_path / "a.pt", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -253,7 +253,7 @@ def as_exact(case: Case, dense: Callable[[dict[str, Tensor]], Oracle | Theirs], 
     assert not wrong, wrong
 
 
-def test_spans_do_change_and_tokens_come_into_sight() -> None:
+def test_optimiser_moves_spans_by_more_than_a_token() -> None:
     case = CASES["spans that change"]
     ours = Ours(case.shape, state_of(case, torch.float64))
     before = torch.tensor(ours.lm.spans())

@@ -58,7 +58,7 @@ class Needs:
     optim: Optim = field(default_factory=Optim)
 
 
-def test_nothing_given_is_all_defaults() -> None:
+def test_empty_dict_gives_all_defaults() -> None:
     assert build(Run, {}) == Run()
 
 
@@ -80,7 +80,7 @@ def test_every_kind_of_value_is_read() -> None:
     assert isinstance(got.optim.lr, float) and isinstance(got.optim.betas, tuple) and isinstance(got.out, Path)
 
 
-def test_a_dict_and_json_lead_back() -> None:
+def test_as_dict_and_json_round_trip() -> None:
     run = Run(7, "text8", Path("a/b"), [], 9, Optim(span_lr=0.5, betas=(1.0,)), Optim("adam"))
     for one in (run, Run()):
         values = as_dict(one)
@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_fit_is_refused_in_one_sentence(name: str) -> None:
+def test_wrong_value_is_refused_in_one_sentence(name: str) -> None:
     values, said = REFUSED[name]
     with pytest.raises(ValueError) as refusal:
         build(Run, values, "runs/x.toml")
@@ -132,18 +132,18 @@ class Pair:
     betas: tuple[float, float] = (0.9, 0.99)
 
 
-def test_a_type_no_file_can_hold_is_our_own_mistake() -> None:
+def test_unreadable_type_is_an_assertion() -> None:
     with pytest.raises(AssertionError, match="betas is of type"):
         build(Pair, {})
 
 
-def test_a_missing_key_is_named() -> None:
+def test_missing_key_is_named() -> None:
     with pytest.raises(ValueError, match=r"^the key depth in a\.toml is missing; expected a whole number$"):
         build(Needs, {}, "a.toml")
     assert build(Needs, {"depth": 2}) == Needs(2)
 
 
-def test_without_a_file_the_sentence_names_none() -> None:
+def test_error_without_a_file_names_no_file() -> None:
     with pytest.raises(ValueError, match=r"^optim\.lr is 'fast'; expected a number$"):
         build(Run, {"optim": {"lr": "fast"}})
     with pytest.raises(ValueError, match=r"^lr is 0\.0; expected more than 0 \(optim\)$"):
@@ -163,7 +163,7 @@ def test_without_a_file_the_sentence_names_none() -> None:
         ("optim.qqq", None),
     ],
 )
-def test_the_nearest_key(wrong: str, meant: str | None) -> None:
+def test_nearest_key_is_suggested(wrong: str, meant: str | None) -> None:
     assert nearest(wrong, ["lr", "span_penalty", "layers", "optim.span_lr"]) == meant
 
 

@@ -57,7 +57,7 @@ def test_held_folder_is_refused_within_one_process_and_freed_by_an_error(tmp_pat
         assert locked
 
 
-def test_holder_that_has_not_signed_yet_is_another_process(tmp_path: Path) -> None:
+def test_holder_without_a_name_is_called_another_process(tmp_path: Path) -> None:
     with lock_folder(tmp_path):
         (tmp_path / LOCK_FILE).write_text("")
         with pytest.raises(FolderInUse, match="is in use by another process; wait"):

@@ -25,7 +25,7 @@ def sapphire(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_units_of_avx512_or_amx_are_enough(sapphire: pytest.MonkeyPatch) -> None:
+def test_avx512_bf16_or_amx_multiplies_bfloat16(sapphire: pytest.MonkeyPatch) -> None:
     assert multiplies_bfloat16()
     sapphire.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # Cooper Lake, Zen 4
     assert multiplies_bfloat16()
@@ -52,13 +52,13 @@ def test_onednn_limits_below_bfloat16_hide_the_units(
 
 
 @pytest.mark.parametrize("units", [True, False])
-def test_arm_is_asked_for_its_own_extension(sapphire: pytest.MonkeyPatch, units: bool) -> None:
+def test_arm_needs_the_bf16_extension(sapphire: pytest.MonkeyPatch, units: bool) -> None:
     sapphire.setattr(processor.platform, "machine", lambda: "aarch64")
     sapphire.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: units)
     assert multiplies_bfloat16() == units
 
 
-def test_the_environment_of_a_process_hides_the_units() -> None:
+def test_environment_of_a_process_hides_the_units() -> None:
     """On a processor that has them, too: the variable is read by PyTorch itself, before the first product."""
     code = "from spanformer.core.processor import multiplies_bfloat16 as m; print(m())"
     found = subprocess.run(
@@ -79,7 +79,7 @@ def test_dtypes_follow_the_units_unless_they_are_named(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("units", [True, False])
-def test_a_gpu_is_asked_itself(monkeypatch: pytest.MonkeyPatch, units: bool) -> None:
+def test_gpu_reports_its_own_support(monkeypatch: pytest.MonkeyPatch, units: bool) -> None:
     monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: not units)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: units)
     assert best_dtype("cuda") == (torch.bfloat16 if units else torch.float32)

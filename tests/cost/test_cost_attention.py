@@ -15,7 +15,7 @@ def test_pairs_equal_counting(reach, queries, keys):
     assert cost.head_pairs(reach, queries, keys) == count(reach, queries, keys)
 
 
-def test_a_profile_sums_its_heads_and_modes_their_operations():
+def test_profile_sums_its_heads_and_modes_their_operations():
     reaches, length, dim = [3, 9, 20], 12, 8
     pairs = sum(count(reach, length, length) for reach in reaches)
     assert cost.pairs(reaches, length) == pairs

@@ -51,7 +51,7 @@ def brute(shape: Shape, reach: list[list[int]], memory: list[int]) -> dict[str, 
 @pytest.mark.parametrize("block", [1, 7])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("memory", [None, [0, 0], [2, 4], [0, 10], [6, 30]])
-def test_the_formulas_equal_counting(block, kv_heads, memory):
+def test_formulas_equal_counting(block, kv_heads, memory):
     shape = dataclasses.replace(SHAPE, block=block, kv_heads=kv_heads)
     kept = [2, 10] if memory is None else memory
     assert dataclasses.asdict(step_cost(shape, REACH, memory)) == brute(shape, REACH, kept)
@@ -65,7 +65,7 @@ def test_full_attention_reaches_max_span_everywhere():
     assert cost.total == sum(cost.parts().values()) == sum(list(dataclasses.asdict(cost).values())[:6])
 
 
-def test_only_what_the_spans_decide_depends_on_them():
+def test_only_span_dependent_parts_depend_on_spans():
     learned, whole = step_cost(SHAPE, REACH), step_cost(SHAPE, full(SHAPE))
     assert learned.by_span < whole.by_span and learned.key_value_bytes < whole.key_value_bytes
     assert learned.total - learned.by_span == whole.total - whole.by_span

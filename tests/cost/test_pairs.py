@@ -40,7 +40,7 @@ def test_heads_of_two_kinds_count_on_average(name, numbers, causal):
 
 
 @pytest.mark.parametrize("name", [name for name in DEFINITIONS if name not in ("dynamic_span", "expire_span")])
-def test_a_cache_holds_what_later_tokens_still_see(name):
+def test_cache_holds_what_later_tokens_still_see(name):
     """Keys that some query at n or after it sees; a window's cache also holds the newest token, whose turn is over."""
     cached = KINDS[name].cost.cached
     assert cached is not None
@@ -85,7 +85,7 @@ def test_random_and_etc():
             near, own = abs(i - j) <= r, i == j // s
             seen += {"ll": near, "lg": True, "gg": True, "gl": own or not hard}[a + b]
         assert etc(n, False, r, s, 12, hard) == seen
-    with pytest.raises(ValueError, match="etc reads a text whole"):
+    with pytest.raises(ValueError, match="etc needs the whole text"):
         etc(n, True, r, s, 12, 0)
 
 

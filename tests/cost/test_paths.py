@@ -24,7 +24,7 @@ def walked(seen):
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("causal", [True, False])
-def test_it_equals_a_walk(seed, causal):
+def test_longest_path_equals_a_graph_walk(seed, causal):
     draw = random.Random(seed)
     n = draw.choice([1, 2, 9, 20])
     seen = [[(j <= i or not causal) and draw.random() < draw.choice([0.05, 0.2]) for j in range(n)] for i in range(n)]
@@ -35,7 +35,7 @@ def test_it_equals_a_walk(seed, causal):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_layers_that_take_turns_equal_a_walk_through_them(seed):
+def test_longest_path_of_alternating_layers_equals_a_graph_walk(seed):
     draw = random.Random(seed)
     n = draw.choice([3, 9, 14])
     layers = [[[draw.random() < 0.15 for _ in range(n)] for _ in range(n)] for _ in range(draw.choice([2, 3]))]

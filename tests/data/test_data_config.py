@@ -26,17 +26,17 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_what_is_refused(message: str) -> None:
+def test_bad_settings_are_refused(message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         DataConfig(**WRONG[message])
 
 
-def test_a_copy_is_called_from_on_the_command_line() -> None:
+def test_copy_is_called_from_on_the_command_line() -> None:
     config = tyro.cli(DataConfig, args=["--source", "enwik8", "--from", "a.gz", "--tokens", "char"])
     assert config == DataConfig("enwik8", "char", copy="a.gz")
 
 
-def test_the_help_names_every_source(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_source(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         tyro.cli(DataConfig, args=["--help"])
     text = capsys.readouterr().out

@@ -18,7 +18,7 @@ VOCABS: dict[str, Vocab] = {
 
 
 @pytest.mark.parametrize("kind", VOCABS)
-def test_pieces_join_to_the_text_and_none_is_half_a_character(kind):
+def test_pieces_are_whole_characters_and_join_to_the_text(kind):
     vocab = VOCABS[kind]
     ids = vocab.encode(TEXT).tolist()
     decoder = vocab.detokenizer()
@@ -40,13 +40,13 @@ def test_pieces_follow_what_came_before(kind):
 
 @settings(deadline=None, max_examples=200)
 @given(st.binary(max_size=30))
-def test_bytes_that_are_no_text_are_decoded_as_together(data):
+def test_invalid_bytes_decode_as_in_one_piece(data):
     decoder = Bytes().detokenizer()
     assert "".join(map(decoder.add, data)) + decoder.finish() == data.decode("utf-8", "replace")
 
 
 @pytest.mark.parametrize("kind", VOCABS)
-def test_any_ids_are_decoded_and_what_waits_is_short(kind):
+def test_any_ids_are_decoded_with_a_short_buffer(kind):
     vocab = VOCABS[kind]
     decoder, silent = vocab.detokenizer(), 0
     for token in np.random.default_rng(0).integers(0, vocab.size, 300).tolist():
@@ -56,7 +56,7 @@ def test_any_ids_are_decoded_and_what_waits_is_short(kind):
 
 @pytest.mark.parametrize("kind", VOCABS)
 @pytest.mark.parametrize("text", ["the cat", "the cat\n", ""])
-def test_a_prompt_is_the_text_with_an_open_end(kind, text):
+def test_prompt_is_the_text_with_an_open_end(kind, text):
     vocab = VOCABS[kind]
     whole = vocab.encode(text).tolist()
     expected = whole[:-1] if kind == "word" and text == "the cat" else whole
@@ -64,7 +64,7 @@ def test_a_prompt_is_the_text_with_an_open_end(kind, text):
     assert found.tolist() == expected
 
 
-def test_what_a_vocabulary_lacks_is_refused_in_a_prompt():
+def test_prompt_with_unknown_token_is_refused():
     with pytest.raises(ValueError) as error:
         list(VOCABS["char"].prompt(["the cat ", "sat Q"]))
     assert str(error.value) == (
@@ -79,17 +79,17 @@ def test_what_a_vocabulary_lacks_is_refused_in_a_prompt():
     assert len(np.concatenate(list(VOCABS["word"].prompt(["the <unk> sat"])))) == 3
 
 
-def test_bytes_of_a_command_line_that_are_no_utf8_stay_what_they_are():
+def test_bytes_keep_command_line_bytes_that_are_not_utf8():
     said = b"a\xff\xc3".decode("utf-8", "surrogateescape")
     assert np.concatenate(list(Bytes().prompt([said, b"b"]))).tolist() == [0x61, 0xFF, 0xC3, 0x62]
 
 
-def test_bpe_refuses_them():
+def test_bpe_refuses_command_line_bytes_that_are_not_utf8():
     with pytest.raises(ValueError, match=r"^the prompt is not UTF-8 at its character 2; convert it$"):
         list(VOCABS["bpe"].prompt(["a\udcff"]))
 
 
-def test_a_tokenizer_from_elsewhere_that_strips_the_first_space():
+def test_tokenizer_from_elsewhere_that_strips_the_first_space():
     """Its pieces keep their spaces when they are decoded one at a time."""
     tokenizers = pytest.importorskip("tokenizers")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())

@@ -64,7 +64,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         thread.join()
 
 
-def test_a_whole_file_with_progress(server: Server, tmp_path: Path) -> None:
+def test_whole_file_with_progress(server: Server, tmp_path: Path) -> None:
     seen: list[tuple[str, float, float]] = []
     download(server.url, tmp_path / "a.zip", digest=DIGEST, on_progress=lambda *told: seen.append(told))
     assert (tmp_path / "a.zip").read_bytes() == CONTENT
@@ -75,7 +75,7 @@ def test_a_whole_file_with_progress(server: Server, tmp_path: Path) -> None:
     assert len(server.served) == 1
 
 
-def test_an_interrupted_download_goes_on_where_it_stopped(server: Server, tmp_path: Path) -> None:
+def test_interrupted_download_is_resumed(server: Server, tmp_path: Path) -> None:
     server.break_after = 300_001
     for have in (300_001, 600_002):
         with pytest.raises(ValueError, match=rf"ended after {have} of {len(CONTENT)} bytes\); try again"):
@@ -87,7 +87,7 @@ def test_an_interrupted_download_goes_on_where_it_stopped(server: Server, tmp_pa
     assert server.served == [(0, 300_001), (300_001, 300_001), (600_002, len(CONTENT) - 600_002)]
 
 
-def test_a_server_without_ranges_starts_again(server: Server, tmp_path: Path) -> None:
+def test_server_without_ranges_starts_again(server: Server, tmp_path: Path) -> None:
     server.ranges = False
     (tmp_path / "a.zip.part").write_bytes(b"stale" * 100)
     download(server.url, tmp_path / "a.zip")
@@ -95,14 +95,14 @@ def test_a_server_without_ranges_starts_again(server: Server, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("extra", [b"", b"and more"], ids=["complete", "too long"])
-def test_a_part_with_nothing_left_to_ask_for(server: Server, tmp_path: Path, extra: bytes) -> None:
+def test_part_that_is_complete_or_too_long(server: Server, tmp_path: Path, extra: bytes) -> None:
     (tmp_path / "a.zip.part").write_bytes(CONTENT + extra)
     download(server.url, tmp_path / "a.zip", digest=DIGEST)
     assert (tmp_path / "a.zip").read_bytes() == CONTENT
     assert server.served == ([(0, len(CONTENT))] if extra else [])
 
 
-def test_a_wrong_digest_is_refused_and_removed(server: Server, tmp_path: Path) -> None:
+def test_wrong_digest_is_refused_and_removed(server: Server, tmp_path: Path) -> None:
     (tmp_path / "a.zip.part").write_bytes(b"some other file")
     with pytest.raises(ValueError, match=rf"has sha256:\w+; expected {DIGEST}, so the download was removed"):
         download(server.url, tmp_path / "a.zip", digest=DIGEST)
@@ -119,7 +119,7 @@ def test_several_at_once_download_once(server: Server, tmp_path: Path) -> None:
     assert (tmp_path / "a.zip").read_bytes() == CONTENT and len(server.served) == 1
 
 
-def test_what_is_not_there_is_said_with_a_way_out(server: Server, tmp_path: Path) -> None:
+def test_missing_url_is_refused_with_a_remedy(server: Server, tmp_path: Path) -> None:
     missing = server.url.replace("corpus", "nothing")
     with pytest.raises(ValueError, match=rf"{missing} could not be downloaded \(Not Found\); .* --data.from PATH"):
         download(missing, tmp_path / "a.zip")

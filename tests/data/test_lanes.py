@@ -58,7 +58,7 @@ def test_resuming_is_exact_wherever_it_stopped() -> None:
             assert np.array_equal(want.x, got.x) and np.array_equal(want.y, got.y) and want.reset == got.reset
 
 
-def test_the_rows_of_processes_make_up_the_whole() -> None:
+def test_rows_of_all_processes_make_the_whole_batch() -> None:
     ids = np.arange(1000)
     whole = take(Lanes(ids, 6, 10, seed=2), 40)
     shares = [take(Lanes(ids, 6, 10, seed=2, rows=slice(r, r + 2)), 40) for r in (0, 2, 4)]
@@ -68,7 +68,7 @@ def test_the_rows_of_processes_make_up_the_whole() -> None:
         assert {part.reset for part in parts} == {want.reset}
 
 
-def test_a_batch_reads_only_what_it_needs(tmp_path) -> None:
+def test_batch_reads_only_what_it_needs(tmp_path) -> None:
     """A sparse file of a terabyte could not be loaded."""
     path = tmp_path / "huge.bin"
     with path.open("wb") as file:
@@ -95,7 +95,7 @@ def test_every_token_but_the_first_is_predicted_once(tokens: int, lanes: int, bl
     assert batches[-1].counted.any(), "no batch is all padding"
 
 
-def test_what_is_refused() -> None:
+def test_bad_arguments_are_refused() -> None:
     ids = np.zeros(99, np.uint8)
     with pytest.raises(ValueError, match=r"99 tokens are too few for 10 lanes with blocks of 9, which need 100; use"):
         Lanes(ids, 10, 9)

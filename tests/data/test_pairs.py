@@ -35,7 +35,7 @@ def test_words() -> None:
         words(1_000_000)
 
 
-def test_the_splits_of_numbers_share_nothing() -> None:
+def test_splits_of_numbers_share_nothing() -> None:
     found = numbers()
     assert {split: len(each) for split, each in found.items()} == {"train": 22_000, "valid": 1000, "test": 1000}
     assert len(set().union(*found.values())) == 24_000  # so none is twice, or in two of them
@@ -53,7 +53,7 @@ def test_numbers_are_a_source(tmp_path: Path) -> None:
     assert words(int(source)) == target
 
 
-def test_a_batch() -> None:
+def test_batch() -> None:
     batch = pairs().batch(np.array([2, 1, 3]))
     assert [text(row) for row in batch.source] == ["100>", "7>>>", "3>>>"]
     assert batch.source_padding.tolist() == [[False] * 4, [False, False, True, True], [False, False, True, True]]
@@ -64,7 +64,7 @@ def test_a_batch() -> None:
     assert batch.tokens == 12 + 6 + 1 == int((~batch.padding).sum())
 
 
-def test_the_stream_shows_every_pair_once_an_epoch_and_goes_on_exactly() -> None:
+def test_stream_shows_every_pair_once_an_epoch_and_goes_on_exactly() -> None:
     many = pairs([f"{n}\t{words(n)}\n" for n in range(203)])
     stream = PairStream(many, 10, seed=3)
     seen = []
@@ -91,7 +91,7 @@ def test_the_stream_shows_every_pair_once_an_epoch_and_goes_on_exactly() -> None
         PairStream(many, 204)
 
 
-def test_a_line_that_does_not_end_is_left_out() -> None:
+def test_line_that_does_not_end_is_left_out() -> None:
     assert len(pairs([*LINES, "99\tninety-n"])) == len(LINES)
 
 
@@ -109,7 +109,7 @@ def test_bad_lines(lines: list[str], sentence: str) -> None:
         pairs(lines)
 
 
-def test_a_vocabulary_without_tabs() -> None:
+def test_vocabulary_without_tabs() -> None:
     vocab = Chars("abc\n")
     with pytest.raises(ValueError, match=r"^the text has no tab; expected lines of two texts with a tab between them$"):
         Pairs(vocab.encode("ab\n"), vocab, begin=9, end=10, longest=9, name="train")

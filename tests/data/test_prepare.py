@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
 @pytest.mark.parametrize("tokens", ["byte", "char", "word", "bpe"])
-def test_the_ids_are_those_of_the_whole_text(
+def test_ids_are_those_of_the_whole_text(
     folder: Path, monkeypatch: pytest.MonkeyPatch, tokens: str, chunk: int
 ) -> None:
     monkeypatch.setattr(pieces, "CHUNK", chunk)
@@ -59,7 +59,7 @@ def test_the_ids_are_those_of_the_whole_text(
         assert prepared.splits["test"].ids[-1] == prepared.vocab.size - 1, "~ is not in the training text"
 
 
-def test_the_vocabulary_is_learned_from_the_training_text_alone(folder: Path) -> None:
+def test_vocabulary_is_learned_from_the_training_text_alone(folder: Path) -> None:
     train = (folder / "train.txt").read_text(encoding="utf-8")
     for config, expected in (
         (DataConfig(str(folder), "char"), Chars.learn([[train]])),
@@ -69,7 +69,7 @@ def test_the_vocabulary_is_learned_from_the_training_text_alone(folder: Path) ->
         assert prepare(config).vocab.to_json() == expected.to_json()
 
 
-def test_it_is_prepared_once(source: Path, own_cache: Path) -> None:
+def test_text_is_prepared_once(source: Path, own_cache: Path) -> None:
     told: list[tuple[str, float, float]] = []
     first = prepare(DataConfig(str(source), "char"), lambda *what: told.append(what))
     assert [what for what, *_ in told] == [
@@ -92,7 +92,7 @@ def test_it_is_prepared_once(source: Path, own_cache: Path) -> None:
     assert from_json(json.loads((first.folder / "vocab.json").read_text())).to_json() == first.vocab.to_json()
 
 
-def test_whatever_changes_the_result_changes_the_folder(source: Path) -> None:
+def test_folder_name_depends_on_every_setting(source: Path) -> None:
     def where(**options) -> Path:
         return prepare(DataConfig(str(source), **options)).folder
 
@@ -106,7 +106,7 @@ def test_whatever_changes_the_result_changes_the_folder(source: Path) -> None:
     assert len({base, *changed}) == len(changed) + 1
 
 
-def test_a_limit_is_of_bytes(source: Path) -> None:
+def test_limit_is_of_bytes(source: Path) -> None:
     prepared = prepare(DataConfig(str(source), limit=1000))
     assert {split: held.units for split, held in prepared.splits.items()} == {"train": 1000, "valid": 100, "test": 100}
     assert prepared.splits["train"].ids.tobytes() == TEXT.encode()[:1000]
@@ -115,7 +115,7 @@ def test_a_limit_is_of_bytes(source: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["short", "empty", "gone", "no json", "wrong json", "no vocabulary"])
-def test_a_damaged_folder_is_named_and_made_again(source: Path, harm: str) -> None:
+def test_damaged_folder_is_named_and_made_again(source: Path, harm: str) -> None:
     prepared = prepare(DataConfig(str(source), "word"))
     want = np.array(prepared.splits["valid"].ids)
     bin, meta = prepared.folder / "valid.bin", prepared.folder / "meta.json"
@@ -143,7 +143,7 @@ def test_a_damaged_folder_is_named_and_made_again(source: Path, harm: str) -> No
         prepare(DataConfig(str(source), "word"))
 
 
-def test_the_loser_of_a_race_takes_the_winners(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_of_two_processes_uses_the_first_result(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = DataConfig(str(source))
     winner: list[Path] = []
 
@@ -165,7 +165,7 @@ def test_processes_at_the_same_time(source: Path) -> None:
     assert len(list(Path(folders.pop()).parent.iterdir())) == 1
 
 
-def test_nothing_is_left_of_what_failed(source: Path, own_cache: Path) -> None:
+def test_failed_preparation_leaves_no_files(source: Path, own_cache: Path) -> None:
     def stop(_what: str, _done: float, _total: float) -> None:
         raise KeyboardInterrupt
 
@@ -187,7 +187,7 @@ def test_what_a_killed_process_left_is_removed(source: Path, own_cache: Path) ->
 
 
 @pytest.mark.parametrize("tokens", ["char", "word", "bpe"])
-def test_what_is_not_text(tmp_path: Path, tokens: str) -> None:
+def test_binary_file_is_refused_as_text(tmp_path: Path, tokens: str) -> None:
     data = TEXT.encode()
     wrong = {
         "is binary, with a NUL byte at offset 100; use byte tokens": data[:100] + b"\0" + data[100:],
@@ -202,7 +202,7 @@ def test_what_is_not_text(tmp_path: Path, tokens: str) -> None:
         assert prepare(DataConfig(str(path))).splits["train"].tokens > 0
 
 
-def test_a_tokenizer_from_a_file(source: Path, tmp_path: Path) -> None:
+def test_tokenizer_from_a_file(source: Path, tmp_path: Path) -> None:
     trained = BPE.learn([[TEXT]], 270)
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(trained.to_json()["tokenizer"]))
@@ -219,9 +219,7 @@ def test_a_tokenizer_from_a_file(source: Path, tmp_path: Path) -> None:
         prepare(DataConfig(str(source), "bpe", tokenizer="nowhere.json"))
 
 
-def test_what_is_prepared_is_not_thrown_away_for_want_of_a_package(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prepared_data_survives_a_missing_package(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared = prepare(DataConfig(str(source), "bpe"))
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"^tokens 'bpe' needs the package tokenizers"):
@@ -229,7 +227,7 @@ def test_what_is_prepared_is_not_thrown_away_for_want_of_a_package(
     assert prepared.folder.exists()
 
 
-def test_a_cache_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
+def test_cache_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
         ValueError, match=r"the cache .*file/x cannot be written \(Not a directory\); choose another with"
@@ -238,13 +236,15 @@ def test_a_cache_that_cannot_be_written(source: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
-def test_a_cache_without_permission(source: Path, tmp_path: Path) -> None:
+def test_cache_without_permission(source: Path, tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)
     with pytest.raises(ValueError, match=r"the cache .*locked cannot be written \(Permission denied\)"):
         prepare(DataConfig(str(source), cache=str(tmp_path / "locked")))
 
 
-def test_the_cache_is_where_it_is_said(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_folder_follows_option_and_environment(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert DataConfig().cache_folder() == tmp_path / "cache"
     monkeypatch.delenv("SPANFORMER_CACHE")
     assert DataConfig().cache_folder() == Path.home() / ".cache" / "spanformer"

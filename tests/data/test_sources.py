@@ -53,7 +53,7 @@ def test_one_file_is_cut_at_its_end(tmp_path: Path, suffix: str) -> None:
     }
 
 
-def test_many_files_are_dealt_whole(tmp_path: Path) -> None:
+def test_files_are_assigned_to_splits_whole(tmp_path: Path) -> None:
     root = make_tree(tmp_path / "here", {f"d{i % 3}/f{i:03}.txt": 100 + i for i in range(200)})
     make_tree(root, {".hidden": 10, ".git/config": 10, "empty.txt": 0})
     found = names(splits(DataConfig(str(root))))
@@ -83,7 +83,7 @@ def test_splits_that_are_named_are_kept(tmp_path: Path, files: tuple[str, ...]) 
     assert [held[0].path for held in found.values()] == [root / name for name in files]
 
 
-def test_the_standard_library_is_the_default() -> None:
+def test_standard_library_is_the_default() -> None:
     found = splits(DataConfig())
     total = sum(len(p) for held in found.values() for p in held)
     assert total > 5_000_000
@@ -95,7 +95,7 @@ def test_the_standard_library_is_the_default() -> None:
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5, 1000])
-def test_a_cut_through_a_character_loses_only_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_cut_through_a_character_loses_only_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(pieces, "CHUNK", chunk)
     path = tmp_path / "a.txt"
     path.write_text(WORDS, encoding="utf-8")
@@ -106,7 +106,7 @@ def test_a_cut_through_a_character_loses_only_that(tmp_path: Path, monkeypatch: 
         assert "".join(texts(right, right.chunks())) == data[cut:].decode(errors="ignore")
 
 
-def test_a_limit_spans_files(tmp_path: Path) -> None:
+def test_limit_spans_files(tmp_path: Path) -> None:
     root = make_tree(tmp_path, {"a": 10, "b": 10, "c": 10})
     held = [whole(root / name) for name in "abc"]
     assert [len(p) for p in limited(held, 15)] == [10, 5]
@@ -154,7 +154,7 @@ def mini(monkeypatch: pytest.MonkeyPatch) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["w.zip", "w.tar.gz", "w.tgz", "folder"])
-def test_a_copy_of_three_files(mini: bytes, tmp_path: Path, name: str) -> None:
+def test_copy_of_three_files(mini: bytes, tmp_path: Path, name: str) -> None:
     if name == "folder":
         for split in ("train", "valid", "test"):
             make_tree(tmp_path / name, {f"{split}.txt": 1})
@@ -168,7 +168,7 @@ def test_a_copy_of_three_files(mini: bytes, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["enwik8", "enwik8.gz", "e.zip", "e.tar.gz"])
-def test_a_copy_that_is_cut(mini: bytes, tmp_path: Path, name: str) -> None:
+def test_copy_that_is_cut(mini: bytes, tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     if name.startswith("e."):
         pack(path, {"enwik8": mini})
@@ -178,7 +178,7 @@ def test_a_copy_that_is_cut(mini: bytes, tmp_path: Path, name: str) -> None:
     assert [read(held[0]) for held in found.values()] == [mini[:90], mini[90:95], mini[95:]]
 
 
-def test_a_corpus_in_the_downloads_needs_no_network(mini: bytes, own_cache: Path) -> None:
+def test_corpus_in_the_downloads_needs_no_network(mini: bytes, own_cache: Path) -> None:
     (own_cache / "downloads").mkdir(parents=True)
     path = pack(own_cache / "downloads" / "enwik8.zip", {"enwik8": mini})
     prepared = prepare(DataConfig("enwik8"))
@@ -190,7 +190,7 @@ def test_a_corpus_in_the_downloads_needs_no_network(mini: bytes, own_cache: Path
     assert not path.exists(), "a wrong download is removed"
 
 
-def test_offline_is_said_with_the_url(mini: bytes) -> None:
+def test_offline_error_names_the_url(mini: bytes) -> None:
     with pytest.raises(ValueError, match=r"http://127.0.0.1:1/w.zip could not be downloaded .*--data.from PATH"):
         prepare(DataConfig("wikitext-2"))
 
@@ -213,14 +213,14 @@ COPIES = {
 
 
 @pytest.mark.parametrize("message", COPIES)
-def test_an_archive_without_the_text(mini: bytes, tmp_path: Path, message: str) -> None:
+def test_archive_without_the_text(mini: bytes, tmp_path: Path, message: str) -> None:
     path = pack(tmp_path / "w.zip", COPIES[message])
     with pytest.raises(ValueError, match=message):
         prepare(DataConfig("wikitext-2", copy=str(path)))
 
 
 @pytest.mark.parametrize("name", ["w.zip", "w.tar.gz", "enwik8.gz"])
-def test_a_damaged_archive(mini: bytes, tmp_path: Path, name: str) -> None:
+def test_damaged_archive(mini: bytes, tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     source = "enwik8" if "enwik8" in name else "wikitext-2"
     path.write_bytes(b"this is none")
@@ -232,7 +232,7 @@ def test_a_damaged_archive(mini: bytes, tmp_path: Path, name: str) -> None:
             prepare(DataConfig(source, copy=str(path)))
 
 
-def test_a_copy_that_is_something_else(mini: bytes, tmp_path: Path) -> None:
+def test_copy_that_is_something_else(mini: bytes, tmp_path: Path) -> None:
     (tmp_path / "enwik8").write_bytes(mini[:99])
     with pytest.raises(ValueError, match=r"enwik8 is not enwik8: its text has sha256:.*expected sha256:"):
         prepare(DataConfig("enwik8", copy=str(tmp_path / "enwik8")))
@@ -244,7 +244,7 @@ def test_a_copy_that_is_something_else(mini: bytes, tmp_path: Path) -> None:
         prepare(DataConfig("stdlib", copy=str(tmp_path)))
 
 
-def test_sources_that_are_none(tmp_path: Path) -> None:
+def test_bad_sources_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     (tmp_path / "void").mkdir()
     make_tree(tmp_path / "two", {"a": 50, "b": 50})
@@ -273,7 +273,7 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
 # ---- what would never end, or is not there
 
 
-def test_a_pipe_or_device_is_not_a_corpus(mini: bytes, tmp_path: Path) -> None:
+def test_pipe_or_device_is_not_a_corpus(mini: bytes, tmp_path: Path) -> None:
     pipe = tmp_path / "enwik8"
     os.mkfifo(pipe)
     for path in (pipe, Path("/dev/zero")):
@@ -286,7 +286,7 @@ def test_a_pipe_or_device_is_not_a_corpus(mini: bytes, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("option", ["source", "copy", "tokenizer", "cache"])
-def test_a_home_folder_of_nobody(option: str) -> None:
+def test_home_folder_of_unknown_user_is_refused(option: str) -> None:
     given = {"source": "enwik8" if option == "copy" else "numbers", "tokens": "bpe", option: "~nobody-of-this-name/x"}
     name = {"copy": "from"}.get(option, option)
     with pytest.raises(ValueError, match=f"^{name} is '~nobody-of-this-name/x', and no user of that name has a home"):

@@ -31,7 +31,7 @@ def parts(text: str, size: int) -> list:
 
 
 @pytest.mark.parametrize("kind", VOCABS)
-def test_there_and_back(kind: str) -> None:
+def test_decode_inverts_encode(kind: str) -> None:
     vocab = VOCABS[kind]
     ids = vocab.encode(TEXT)
     assert ids.dtype == np.int64 and ids.ndim == 1 and ids.min() >= 0 and ids.max() < vocab.size
@@ -52,7 +52,7 @@ def test_json_keeps_everything(kind: str) -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(LETTERS, st.integers(1, 7))
-def test_how_the_text_is_cut_does_not_matter(text: str, size: int) -> None:
+def test_ids_do_not_depend_on_the_parts(text: str, size: int) -> None:
     assert "".join(whole_words(parts(text, size))) == text
     for vocab in (Chars("ab1"), Words(["ab", "a", "<eos>", "<unk>"]), TRAINED):
         whole = vocab.encode(text)
@@ -88,12 +88,12 @@ def test_rare_words_and_characters_become_unknown() -> None:
     assert chars.decode([2, 0]) == "\ufffdy"
 
 
-def test_bytes_take_anything() -> None:
+def test_bytes_encode_any_file() -> None:
     assert Bytes().encode(bytes(range(256))).tolist() == list(range(256))
     assert Bytes().decode([0x61, 0xFF]) == "a\ufffd"
 
 
-def test_the_smallest_dtype_that_fits() -> None:
+def test_smallest_dtype_that_fits() -> None:
     for size, name in ((256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "int32")):
         assert Words([*map(str, range(size - 1)), "<unk>"]).dtype.name == name
     assert Chars("".join(map(chr, range(255)))).dtype.name == "uint8"
@@ -118,7 +118,7 @@ SAVED_WRONG = {
 
 
 @pytest.mark.parametrize("message", SAVED_WRONG)
-def test_what_is_no_vocabulary_is_refused(message: str) -> None:
+def test_invalid_saved_vocabulary_is_refused(message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_json(SAVED_WRONG[message])
 

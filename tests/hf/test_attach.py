@@ -85,7 +85,7 @@ def test_packed_texts_are_each_alone(name: str, sink_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
-def test_a_padded_row_is_the_row_alone(name: str) -> None:
+def test_padded_row_is_the_row_alone(name: str) -> None:
     """Spans and sink_tokens count from a row's first token, wherever its padding stands."""
     model, ids = tiny(name), tokens(2, 31)
     hf.attach(model, max_span=30, init=0.1, ramp=4, sink_tokens=3)

@@ -27,7 +27,7 @@ def generate(model, ids, mask=None, new=20, **options):
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("per", ["kv_head", "head"])
-def test_a_text_read_in_pieces_is_the_text_read_at_once(name: str, per: str) -> None:
+def test_text_read_in_pieces_is_the_text_read_at_once(name: str, per: str) -> None:
     model, ids = short(name, per=per), tokens(2, 63)
     with torch.no_grad():
         whole = model(ids, use_cache=False).logits
@@ -74,7 +74,7 @@ def test_assisted_by_another_model() -> None:
     assert torch.equal(got, generate(model, ids))
 
 
-def test_a_cache_that_was_read_into_can_then_be_assisted() -> None:
+def test_cache_that_was_read_into_can_then_be_assisted() -> None:
     model, ids = short("llama"), tokens(1, 80)
     cache = hf.SpanCache(model)
     read = torch.cat([generate(model, ids, past_key_values=cache), tokens(1, 7, seed=4)], 1)
@@ -172,7 +172,7 @@ def test_crop_behind_padding_takes_back_real_tokens_only_where_there_are(back: i
                 assert (got[row] - model(alone[None]).logits[0, -4:]).abs().max() < 2e-5
 
 
-def test_a_crop_that_one_layer_refuses_changes_none() -> None:
+def test_crop_that_one_layer_refuses_changes_none() -> None:
     model, ids = short("llama"), tokens(1, 60)
     with torch.no_grad():
         for spans, ratio in zip(hf.head_spans(model).values(), (1.0, 1.0, 0.1), strict=True):

@@ -38,7 +38,7 @@ def test_whole_windows_keep_the_budget_and_waste_less_than_a_token_a_head(share:
     assert budget.share_of(whole) == pytest.approx(hand)
 
 
-def test_a_soft_edge_counts_whole() -> None:
+def test_soft_edge_counts_whole() -> None:
     budget = Budget(0.5, CONTEXT, SINKS)
     assert budget.share_of(torch.tensor([[10.2, 200.0]])) == pytest.approx((11 + 2 + 96) / (2 * 96))
 
@@ -64,7 +64,7 @@ def test_no_window_is_a_token_longer_by_rounding() -> None:
         set_windows(model, torch.full((3, 2), 3001))
 
 
-def test_a_hard_window_of_w_hides_the_key_at_distance_w_and_shows_the_one_before() -> None:
+def test_hard_window_of_w_hides_the_key_at_distance_w_and_shows_the_one_before() -> None:
     model, ids = hf.attach(tiny("llama"), max_span=CONTEXT, sink_tokens=0), tokens(1, 40)
     set_windows(model, torch.full((3, 2), 5))
     far = ids.clone()
@@ -114,7 +114,7 @@ def constructed(far: tuple[int, int]):
 
 
 @pytest.mark.parametrize("far", [(0, 1), (2, 0)])
-def test_the_head_that_needs_everything_gets_it(far: tuple[int, int]) -> None:
+def test_head_that_needs_everything_gets_it(far: tuple[int, int]) -> None:
     model = hf.attach(constructed(far), max_span=CONTEXT, sink_tokens=SINKS)
     model.requires_grad_(False)
     budget = Budget(0.35, CONTEXT, SINKS)
@@ -218,6 +218,6 @@ def test_baselines_spend_the_same_budget() -> None:
         (0.5, 2047, "sink_tokens is 2047 of 2048 tokens"),
     ],
 )
-def test_a_budget_that_cannot_be_kept_is_refused(share: float, sink_tokens: int, message: str) -> None:
+def test_budget_that_cannot_be_kept_is_refused(share: float, sink_tokens: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Budget(share, 2048, sink_tokens)

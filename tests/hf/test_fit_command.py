@@ -81,7 +81,7 @@ def test_fit_spans_from_text_to_report_and_back(folder: Path, tmp_path: Path, ca
         assert reason in capsys.readouterr().err
 
 
-def test_a_bfloat16_model_is_computed_in_float32_without_units(
+def test_bfloat16_model_is_computed_in_float32_without_units(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fitted, probed and exported; what is saved keeps the dtype of the file. Only the two tokens by which `attach`
@@ -103,7 +103,7 @@ def test_a_bfloat16_model_is_computed_in_float32_without_units(
         assert json.loads((saved / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_tolerated_loss_takes_the_place_of_a_budget(folder: Path, tmp_path: Path) -> None:
+def test_tolerated_loss_takes_the_place_of_a_budget(folder: Path, tmp_path: Path) -> None:
     """The smallest memory tried that met it is the budget. (Notes have two digits: 0.025 % is between two of them.)"""
     shares = {}
     for tolerance in ("0.00025", "0.9"):
@@ -133,7 +133,7 @@ def test_what_is_tolerated_is_not_chosen_on_held_out_text(folder: Path, tmp_path
     assert len(found[0][2]) == 6 and found[0][2] == found[1][2] and found[0][0] == found[1][0]
 
 
-def test_a_short_context_and_texts_that_only_choose(folder: Path, tmp_path: Path) -> None:
+def test_short_context_and_texts_that_only_choose(folder: Path, tmp_path: Path) -> None:
     plan = FitPlan(budget=0.5, context=16, sink_tokens=1, steps=1, survey=1, measure=1, baselines=False)
     (tmp_path / "numbers.txt").write_text(" ".join(map(str, range(1000))))  # no part is there twice
     run = FitRun(str(folder), str(tmp_path / "numbers.txt"), "", plan, torch.float32)
@@ -175,7 +175,7 @@ def test_models_of_other_kinds_are_fitted_and_probed(folder: Path, tmp_path: Pat
         check_logits(model)
 
 
-def test_a_model_that_is_not_saved_whole_is_none(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_is_not_saved_whole_is_none(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """config.json comes last, and without it a folder is no model."""
     model, tokenizer = load_model(str(folder))
     attach(model, max_span=64)
@@ -261,7 +261,7 @@ def test_bits_are_counted_on_the_end_of_each_window_and_bytes_by_hand(folder: Pa
     assert chunk_bits(model, windows[:1])[0] == pytest.approx(by_hand / 0.6931471805599453, rel=1e-5)
 
 
-def test_a_tokenizer_s_beginning_stands_before_every_text(folder: Path) -> None:
+def test_tokenizer_s_beginning_stands_before_every_text(folder: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     bos = tokenizer.bos_token_id

@@ -60,7 +60,7 @@ def test_greedy_and_stops(harness: HarnessLM) -> None:
 
 
 @pytest.mark.slow  # the harness brings much with it
-def test_a_task_of_the_harness(harness: HarnessLM, tmp_path, monkeypatch) -> None:
+def test_task_of_the_harness(harness: HarnessLM, tmp_path, monkeypatch) -> None:
     """From end to end, on a task of three questions in a file."""
     (tmp_path / "data.jsonl").write_text('{"q": "2+2=", "a": 1}\n{"q": "3+1=", "a": 0}\n{"q": "1+1=", "a": 1}\n')
     task = {
@@ -81,7 +81,7 @@ def test_a_task_of_the_harness(harness: HarnessLM, tmp_path, monkeypatch) -> Non
     assert found["acc,none"] == pytest.approx(right / 3)
 
 
-def test_a_start_outside_the_vocabulary() -> None:
+def test_start_outside_the_vocabulary() -> None:
     lm = LM(ModelConfig(vocab=256, dim=32, layers=1, heads=2))
     with pytest.raises(ValueError, match="start is 256; expected an id of the vocabulary, 0 … 255"):
         HarnessLM(lm, Bytes(), start=256)

@@ -42,7 +42,7 @@ def test_it_is_the_model() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("cutoffs", [(), (20, 60)])
-def test_a_round_trip_by_auto_classes(tied: bool, cutoffs: tuple[int, ...], tmp_path) -> None:
+def test_round_trip_by_auto_classes(tied: bool, cutoffs: tuple[int, ...], tmp_path) -> None:
     made, ids = model(embedding=EmbeddingConfig(tied=tied, cutoffs=cutoffs)), tokens(2, 30)
     made.save_pretrained(tmp_path)
     assert sorted(p.suffix for p in tmp_path.iterdir()) == [".json", ".json", ".safetensors"]
@@ -97,7 +97,7 @@ def test_crop_behind_padding_takes_back_real_tokens_only_where_there_are() -> No
     assert cache.get_seq_length() == 19
 
 
-def test_the_loss_is_shifted_ignores_and_carries_the_penalty() -> None:
+def test_loss_is_shifted_ignores_and_carries_the_penalty() -> None:
     made, ids = model(), tokens(2, 20)
     labels = ids.clone()
     labels[0, :5] = -100

@@ -156,7 +156,7 @@ def test_calls() -> None:
         model(ids, output_attentions=True)
 
 
-def test_a_window_that_changed() -> None:
+def test_window_that_changed() -> None:
     model = hf.attach(tiny("mistral"))
     model.config.sliding_window = 5
     with pytest.raises(ValueError, match="sliding window is 5, and was 9 when spans were attached; detach and attach"):
@@ -164,7 +164,7 @@ def test_a_window_that_changed() -> None:
 
 
 @pytest.mark.parametrize("name, length", [("llama", 5), ("mistral", 5), ("mistral", 20), ("gemma3", 20)])
-def test_a_static_cache(name: str, length: int) -> None:
+def test_static_cache(name: str, length: int) -> None:
     model = hf.attach(tiny(name))
     with pytest.raises(ValueError, match=r"a static cache has room for every token.*SpanCache"):
         model.generate(tokens(1, length), max_new_tokens=2, pad_token_id=0, cache_implementation="static")

@@ -24,7 +24,7 @@ def spread(model, low: float = 0.0, high: float = 1.0, seed: int = 4):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
 @pytest.mark.parametrize("shards", [False, True])
-def test_a_round_trip(name: str, shards: bool, tmp_path) -> None:
+def test_round_trip(name: str, shards: bool, tmp_path) -> None:
     model, ids = spread(hf.attach(tiny(name), max_span=40, ramp=4, per="head", sink_tokens=2)), tokens(2, 50)
     model.save_pretrained(tmp_path, **({"max_shard_size": "20KB"} if shards else {}))
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == shards
@@ -84,7 +84,7 @@ def test_what_cannot_be_loaded(tmp_path) -> None:
         hf.from_pretrained(folder)
 
 
-def test_the_one_window_keeps_the_fewest_tokens() -> None:
+def test_one_window_keeps_the_fewest_tokens() -> None:
     model = hf.attach(tiny("llama"), max_span=100, ramp=4, sink_tokens=0)
     for spans, ratios in zip(hf.head_spans(model).values(), ([0.0, 0.06], [0.16, 0.125], [0.96, 0.01]), strict=True):
         with torch.no_grad():
@@ -121,7 +121,7 @@ def test_windows_are_a_model_any_engine_reads(name: str, changes: dict, tmp_path
     assert losses["spans"] == pytest.approx(float(own), abs=1e-5) == pytest.approx(losses["windows"], abs=1e-4)
 
 
-def test_the_price_of_windows_is_measured() -> None:
+def test_price_of_windows_is_measured() -> None:
     model, ids = spread(hf.attach(tiny("llama"), max_span=64, ramp=4)), tokens(2, 60)
     found = hf.compare_losses(model, ids, how="shortest")
     other, _ = hf.to_windows(model, how="shortest", context=60)

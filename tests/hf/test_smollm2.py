@@ -78,7 +78,7 @@ def test_full_span_and_short_spans_with_the_cache(smollm2) -> None:
 
 
 @pytest.mark.slow
-def test_a_packed_file_is_fitted_and_saved_unpacked(smollm2, tmp_path) -> None:
+def test_packed_file_is_fitted_and_saved_unpacked(smollm2, tmp_path) -> None:
     """transformers takes what it read from a GGUF file for quantised, and refuses to save it."""
     from spanformer.hf.saved import load_fitted, save_fitted
     from spanformer.hf.text import load_model

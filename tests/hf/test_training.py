@@ -51,7 +51,7 @@ def test_trainer_learns_clamps_and_logs(tmp_path) -> None:
     assert logs[-1]["spans_mean"] == pytest.approx(kept / full * 128, rel=0.05)
 
 
-def test_the_callback_is_the_loss_with_the_penalty(tmp_path) -> None:
+def test_callback_is_the_loss_with_the_penalty(tmp_path) -> None:
     """One SGD step by Trainer and one by hand; all texts are one batch, so their order does not matter."""
     ends = []
     for by_hand in (False, True):
@@ -81,7 +81,7 @@ def test_trainer_checkpoints_keep_spans(tmp_path) -> None:
     assert all(torch.equal(a.ratio, b.ratio) for a, b in pairs)
 
 
-def test_the_callback_refuses() -> None:
+def test_callback_refuses() -> None:
     with pytest.raises(ValueError, match="penalty is -1; expected at least 0"):
         SpanCallback(-1)
     model = hf.attach(tiny("llama"))
@@ -125,7 +125,7 @@ def test_lora(after: bool, tmp_path) -> None:
             assert torch.allclose(again(input_ids=ids).logits, want, atol=1e-6)
 
 
-def test_the_example_runs(capsys, monkeypatch) -> None:
+def test_example_runs(capsys, monkeypatch) -> None:
     """attach, a plain loop and generate: what docs/huggingface.md points at."""
     path = Path(__file__).parents[2] / "examples" / "attach_spans.py"
     monkeypatch.setattr("sys.argv", [str(path)])

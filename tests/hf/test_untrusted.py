@@ -92,7 +92,7 @@ def test_code_in_a_folder_is_never_run(name: str, malicious: tuple[Path, Path], 
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_never_runs_code_in_a_folder(
+def test_command_never_runs_code_in_a_folder(
     name: str, malicious: tuple[Path, Path], yes: io.StringIO, capsys: pytest.CaptureFixture
 ) -> None:
     folder, trace = malicious
@@ -169,7 +169,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_folder_ends_fitting_in_one_sentence(
+def test_hostile_folder_ends_fitting_in_one_sentence(
     name: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "model"))
@@ -181,7 +181,7 @@ def test_a_hostile_folder_ends_fitting_in_one_sentence(
     assert not (folder / "it-ran").exists() and peak < 100e6 and seconds < 30, (peak, seconds)
 
 
-def test_a_whole_folder_is_loaded(whole: Path) -> None:
+def test_whole_folder_is_loaded(whole: Path) -> None:
     model, _ = load_model(str(whole))
     again = transformers.AutoModelForCausalLM.from_pretrained(whole)
     ids = torch.arange(20)[None]

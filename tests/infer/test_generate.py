@@ -81,7 +81,7 @@ def test_seeds(lm):
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 64, 1000])
-def test_how_the_prompt_is_read_does_not_matter(lm, tokens, reads, chunk):
+def test_text_does_not_depend_on_chunk_size(lm, tokens, reads, chunk):
     prompt = np.array(tokens(90))
     expected = ids(generate(lm, prompt, sampling=GREEDY, max_tokens=8))
     reads.clear()
@@ -91,7 +91,7 @@ def test_how_the_prompt_is_read_does_not_matter(lm, tokens, reads, chunk):
     assert sum(width for _, width in reads[:-7]) == least and max(width for _, width in reads) <= max(chunk, 1)
 
 
-def test_only_what_can_matter_is_read_and_all_of_it(any_lm, tokens):
+def test_only_the_receptive_field_of_a_prompt_is_read(any_lm, tokens):
     """Exact in float64, and one token less would not be: what is left out has no way to the end."""
     most = matters(any_lm)
     prompt = tokens(most + 40)
@@ -106,7 +106,7 @@ def test_only_what_can_matter_is_read_and_all_of_it(any_lm, tokens):
     assert torch.allclose(found, whole, rtol=0, atol=1e-10 * whole.abs().max())
 
 
-def test_progress_tells_what_is_read(lm, tokens):
+def test_progress_reports_tokens_read(lm, tokens):
     told = []
     list(generate(lm, tokens(14), max_tokens=1, chunk=4, on_read=lambda *done: told.append(done)))
     assert told == [(4, 14), (8, 14), (12, 14), (14, 14)]
@@ -145,7 +145,7 @@ def test_lookup_leaves_the_cache_at_the_last_token(lm, tokens):
         assert made + more == greedy(lm, prompt, most + 9)
 
 
-def test_a_batch_of_prompts_of_different_lengths(any_lm, tokens):
+def test_batch_of_prompts_of_different_lengths(any_lm, tokens):
     prompts = [tokens(length) for length in (1, 50, 7, 130, 64)]
     sampling = Sampling(0.8, repetition=1.1)
     for chunk in (16, 512):
@@ -156,7 +156,7 @@ def test_a_batch_of_prompts_of_different_lengths(any_lm, tokens):
             assert ids(pieces, row) == ids(alone)
 
 
-def test_rows_of_a_batch_end_when_they_end(lm, reads):
+def test_rows_of_a_batch_end_independently(lm, reads):
     prompts = ["abc", "jjj", "aaaaaaaaaaaaaaaaaaaaaaaaaaa", "h"]
     pieces = list(generate_batch(lm, prompts, vocab=LETTERS, stop=["c", "ed"], seed=0, max_tokens=40))
     rows = [rows for rows, _ in reads]
@@ -175,20 +175,20 @@ def test_text_stops_before_a_stop_string(lm):
     assert text(pieces) == whole[: whole.index(stop)] and len(pieces) == whole.index(stop) + 3
 
 
-def test_what_waits_for_a_stop_string_is_written_at_the_end(lm):
+def test_held_back_text_is_written_at_the_end(lm):
     for beams in (1, 2):
         whole = text(generate(lm, "abc", vocab=LETTERS, seed=0, max_tokens=30, beams=beams))
         ends = whole[-2:] + "never"
         assert text(generate(lm, "abc", vocab=LETTERS, seed=0, max_tokens=30, beams=beams, stop=[ends])) == whole
 
 
-def test_a_vocabulary_smaller_than_the_model_is_not_left(lm):
+def test_only_tokens_of_the_vocabulary_are_generated(lm):
     few = Chars("ab")
     assert set(ids(generate(lm, "ab", vocab=few, max_tokens=60, sampling=Sampling(5.0)))) == {0, 1, 2}
     assert set(ids(generate(lm, "ab", vocab=few, max_tokens=20, beams=2))) <= {0, 1, 2}
 
 
-def test_a_cache_goes_on_after_its_text(any_lm, tokens):
+def test_cache_is_continued(any_lm, tokens):
     first, second = tokens(40), tokens(5)
     cache = any_lm.cache(1)
     made = ids(generate(any_lm, first, sampling=GREEDY, max_tokens=6, cache=cache))
@@ -202,7 +202,7 @@ def log_probability(lm, prompt, continuation):
     return sum(float(logits[len(prompt) - 1 + n, token]) for n, token in enumerate(continuation))
 
 
-def test_a_search_wide_enough_finds_the_likeliest_text(lm):
+def test_wide_beam_search_finds_the_likeliest_text(lm):
     few = Chars("ab")  # and unknown: three tokens
     prompt = [0, 1, 1, 0]
 
@@ -252,7 +252,7 @@ def test_beams_follow_their_definition(any_lm, tokens, beams, stop):
     assert text(found) == LETTERS.decode(expected)[:cut]
 
 
-def test_a_search_is_no_worse_than_taking_the_likeliest(lm, tokens):
+def test_beam_search_is_at_least_as_likely_as_greedy(lm, tokens):
     better = 0
     for _ in range(5):
         prompt = tokens(20)
@@ -263,7 +263,7 @@ def test_a_search_is_no_worse_than_taking_the_likeliest(lm, tokens):
     assert better
 
 
-def test_a_search_tells_a_token_once_no_beam_disagrees(lm, tokens, reads):
+def test_beam_search_yields_a_token_once_all_beams_agree(lm, tokens, reads):
     """Not only at the end: the first pieces come before the last steps."""
     pieces = generate(lm, tokens(20), beams=2, max_tokens=200)
     first = next(pieces)
@@ -307,7 +307,7 @@ def test_bad_batches_are_refused(lm):
         assert str(error.value) == said
 
 
-def test_a_cache_that_does_not_fit_is_refused(lm):
+def test_cache_that_does_not_fit_is_refused(lm):
     with pytest.raises(ValueError, match=r"^the KV cache has 2 rows; expected one for each prompt, 1$"):
         generate(lm, [1], cache=lm.cache(2))
     with pytest.raises(ValueError) as error:
@@ -315,7 +315,7 @@ def test_a_cache_that_does_not_fit_is_refused(lm):
     assert str(error.value) == ("lookup is 4, but the KV cache has a slack of 3 tokens; expected a slack of 4 or more")
 
 
-def test_broken_weights_are_noticed(lm):
+def test_nan_weights_are_refused(lm):
     with torch.no_grad():
         lm.head.weight[3] = math.nan
     with pytest.raises(ValueError, match=r"predictions are not finite numbers; its weights are damaged"):

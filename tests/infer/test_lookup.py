@@ -32,7 +32,7 @@ def test_guesses_are_what_followed_most_recently(letters):
     assert guessed > 100 and guesses.guess(0) == []
 
 
-def test_an_old_text_is_forgotten(monkeypatch):
+def test_old_text_is_forgotten(monkeypatch):
     monkeypatch.setattr(lookup, "KEPT", 50)
     guesses, draws = Lookup(), random.Random(0)
     text = [draws.randrange(4) for _ in range(350)]

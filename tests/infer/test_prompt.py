@@ -12,7 +12,7 @@ from spanformer.infer.score import in_chunks
 
 
 @pytest.mark.parametrize("most", [1, 2, 7, 1000])
-def test_the_last_tokens_of_a_stream(most):
+def test_last_tokens_of_a_stream(most):
     draws = np.random.default_rng(0)
     parts = [np.arange(n, n + length) for n, length in enumerate(draws.integers(0, 9, 40))]
     found = last_tokens(iter(parts), most)
@@ -20,7 +20,7 @@ def test_the_last_tokens_of_a_stream(most):
     assert last_tokens([], most).shape == (0,)
 
 
-def test_a_long_stream_is_not_held():
+def test_long_stream_is_not_held():
     made = []  # how many parts are alive at once shows in what they keep
 
     class Part(np.ndarray):
@@ -37,7 +37,7 @@ def test_a_long_stream_is_not_held():
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 100])
-def test_the_same_tokens_in_equal_chunks(size):
+def test_same_tokens_in_equal_chunks(size):
     parts = [np.arange(n, dtype=np.uint8) for n in (0, 1, 5, 0, 20, 3)]
     chunks = list(in_chunks(parts, size))
     assert np.array_equal(np.concatenate(chunks), np.concatenate(parts)) and chunks[0].dtype == np.int64
@@ -56,7 +56,7 @@ def test_ids_of_every_kind(prompt):
     assert ids(prompt) == [97, 98]
 
 
-def test_a_text_becomes_ids_by_its_vocabulary():
+def test_text_becomes_ids_by_its_vocabulary():
     assert ids("ab", Bytes()) == [97, 98]
     assert ids("", Bytes()) == ids([]) == ids(torch.zeros(0, dtype=torch.int64)) == []
 

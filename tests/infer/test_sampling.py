@@ -58,14 +58,14 @@ def test_top_p_keeps_the_fewest_likeliest_that_sum_to_p(p):
 
 
 @pytest.mark.parametrize("p", [0.0, 0.01, 0.3, 1.0])
-def test_min_p_leaves_out_what_is_much_less_likely(p):
+def test_min_p_drops_unlikely_tokens(p):
     logits = some_logits()
     for row, found in zip(logits.tolist(), kept(keep_min_p(logits, p)), strict=True):
         chances = probabilities(row)
         assert found == {n for n, chance in enumerate(chances) if chance and chance >= p * max(chances) * (1 - 1e-6)}
 
 
-def test_the_penalty_makes_what_was_seen_less_likely_whatever_its_sign():
+def test_penalty_lowers_positive_and_negative_logits():
     logits = torch.tensor([[2.0, -2.0, 2.0, -2.0, 0.0]])
     seen = torch.tensor([[True, True, False, False, True]])
     assert penalise(logits, seen, 4.0).tolist() == [[0.5, -8.0, 2.0, -2.0, 0.0]]
@@ -85,7 +85,7 @@ def test_repeats_are_counted_in_the_window_alone():
     assert repeats.counts.tolist() == [[[*texts[1][-4:], 6].count(token) for token in range(7)]]
 
 
-def test_a_draw_is_where_the_running_sum_passes_the_number():
+def test_draw_inverts_the_cumulative_probability():
     row = [0.0, math.log(3.0), -math.inf, math.log(4.0), -math.inf]  # probabilities 1/8, 3/8, 0, 4/8, 0
     numbers = [0.0, 0.124, 0.126, 0.499, 0.501, 0.9999, math.nextafter(1.0, 0.0)]
     found = draw(torch.tensor([row] * len(numbers)), torch.tensor(numbers, dtype=torch.float64))
@@ -103,7 +103,7 @@ def random(seed=3):
     return torch.Generator().manual_seed(seed)
 
 
-def test_choosing_applies_the_steps_in_the_order_that_is_written():
+def test_choose_applies_the_steps_in_documented_order():
     logits, seen = some_logits(4)[:1], torch.zeros(1, 23, dtype=torch.bool)
     seen[0, logits[0].argmax()] = True
     sampling = Sampling(0.7, top_k=9, top_p=0.9, min_p=0.05, repetition=1.5)
@@ -123,7 +123,7 @@ def test_temperature_0_is_the_likeliest_and_so_is_one_near_0():
     assert torch.equal(logits.gather(1, drawn[:, None]), logits.amax(-1, keepdim=True))
 
 
-def test_a_row_draws_the_same_alone_and_among_others():
+def test_row_draws_the_same_alone_and_among_others():
     logits = some_logits()
     together = choose(logits, Sampling(), None, [random(n) for n in range(5)])
     alone = [choose(logits[n : n + 1], Sampling(), None, [random(n)]) for n in range(5)]

@@ -32,7 +32,7 @@ def test_text_ends_before_the_first_stop_string(stop):
         assert stopped == bool(ends)
 
 
-def test_only_what_may_be_a_stop_string_waits():
+def test_only_possible_stop_strings_are_held_back():
     assert written("xabc", ("abd", "cd"))[0] == ["x", "", "", "ab", "c"]
     assert written("xé", ())[0] == ["x", "", "é", ""]
 

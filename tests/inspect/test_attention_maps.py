@@ -52,7 +52,7 @@ def test_maps_equal_the_equation(kind):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_model_has_maps_and_stays_as_it_is(name):
+def test_every_model_has_maps_and_is_unchanged(name):
     lm, ids = make(CONFIGS[name]), text(1, T)[0]
     before = lm(ids[None]).logits
     backends = [m.backend for m in lm.mechanisms()]
@@ -69,7 +69,7 @@ def test_every_model_has_maps_and_stays_as_it_is(name):
     assert torch.equal(lm(ids[None]).logits, before) and [m.backend for m in lm.mechanisms()] == backends
 
 
-def test_heads_that_are_served_in_groups_keep_their_places():
+def test_heads_in_groups_keep_their_order():
     """The paper's conventions remember zeros before the text, so that heads of different spans are served apart."""
     config = with_attention(replace(CONFIGS["paper"], paper_compat=True), max_span=400)
     lm, ids = make(config), text(1, T)[0]
@@ -83,7 +83,7 @@ def test_heads_that_are_served_in_groups_keep_their_places():
         assert bool((found[:, :4].sum(-1) < 1).all())  # the first tokens also look at the zeros
 
 
-def test_what_does_not_mix_by_weights_is_refused():
+def test_mechanism_without_weights_is_refused():
     class Twice(Window):
         def forward(self, q, k, v, rule, view):
             found = super().forward(q, k, v, rule, view)
@@ -105,7 +105,7 @@ def test_rows_of_tokens_with_projections_of_their_own_sum_to_one(kind):
         torch.testing.assert_close(found.sum(-1), torch.ones_like(found[..., 0]))
 
 
-def test_only_a_short_text_is_taken():
+def test_long_text_is_refused():
     with pytest.raises(ValueError, match=rf"ids has shape \[{LONGEST + 1}\].*expected 1 … {LONGEST} token ids"):
         attention_maps(make(SMALL), torch.zeros(LONGEST + 1, dtype=torch.long))
 
@@ -156,7 +156,7 @@ def test_cross_maps_equal_the_equation(scoring, kv_heads):
                 torch.testing.assert_close(found[head, i], weight / weight.sum(), rtol=1e-9, atol=1e-12)
 
 
-def test_both_halves_have_maps_and_the_model_stays_as_it_is():
+def test_encoder_and_decoder_have_maps_and_model_is_unchanged():
     model, source, x = pair_of()
     before = model(source[None], x[None]).logits
     model.train()
@@ -170,7 +170,7 @@ def test_both_halves_have_maps_and_the_model_stays_as_it_is():
     assert not any(part._forward_hooks for part in model.modules())
 
 
-def test_what_is_written_later_changes_no_row_before_it():
+def test_later_target_tokens_change_no_earlier_row():
     model, source, x = pair_of()
     whole, begun = pair_maps(model, source, x), pair_maps(model, source, x[:3])
     for a, b in zip(whole.cross, begun.cross, strict=True):

@@ -90,7 +90,7 @@ def test_rows_of_different_lengths(name: str, backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("steps", [[1] * 20, [20]], ids=len)
 @pytest.mark.parametrize("reach", [[60, 30], [20, 12], [20, 40]], ids=str)
-def test_a_ring_that_grew_does_not_see_what_it_forgot(reach: list[int], steps: list[int], backend: str) -> None:
+def test_grown_ring_does_not_see_overwritten_keys(reach: list[int], steps: list[int], backend: str) -> None:
     (q, k, v), kept = qkv(), 2
     cache = HeadCache(B, [50, 12], D, DV, sink_tokens=kept)
     cache.append(k[:, :, :100], v[:, :, :100])
@@ -112,7 +112,7 @@ def test_a_ring_that_grew_does_not_see_what_it_forgot(reach: list[int], steps: l
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("steps", [[1] * 20, [20]], ids=len)
 @pytest.mark.parametrize("resize_first", [True, False], ids=["resize, crop", "crop, resize"])
-def test_tokens_read_again_after_a_crop_below_the_kept_ones_are_seen(
+def test_tokens_read_again_after_a_crop_below_the_sink_tokens_are_seen(
     resize_first: bool, steps: list[int], backend: str
 ) -> None:
     """A ring has forgotten positions that the kept slots hold; cropped below them, they are read again and seen."""
@@ -201,7 +201,7 @@ def test_bad_input_is_named() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_rows_give_no_rows(backend: str) -> None:
+def test_empty_batch(backend: str) -> None:
     cache = HeadCache(0, [5, 5], D)
     for t in (1, 3):
         found = cache.attend(*(torch.zeros(0, h, t, D) for h in (H, HKV, HKV)), Rule(H, reach=5), backend=backend)
@@ -209,7 +209,7 @@ def test_no_rows_give_no_rows(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_step_like_no_other_is_served_and_checked_as_the_first(backend: str) -> None:
+def test_step_with_other_options_ignores_the_prepared_call(backend: str) -> None:
     """What is prepared for the next token of the same kind must not be used for another kind."""
     rule, (q, k, v) = RULES["plain"](), qkv()
     cache = HeadCache(B, [50, 12], D, DV)
@@ -229,7 +229,7 @@ def test_a_step_like_no_other_is_served_and_checked_as_the_first(backend: str) -
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
 
 
-def test_what_was_cropped_does_not_come_back_when_a_ring_grows() -> None:
+def test_cropped_keys_stay_hidden_when_a_ring_grows() -> None:
     """Under zeros a ring that grows sees zeros beyond what it held, not tokens that were taken back."""
     _, k, v = qkv()
     for reach, left in ((4, 10), (1, 9)):
@@ -243,7 +243,7 @@ def test_what_was_cropped_does_not_come_back_when_a_ring_grows() -> None:
         assert torch.equal(found, held[:, :, left - 9 :])
 
 
-def test_it_may_be_made_and_changed_in_inference_mode() -> None:
+def test_cache_works_in_inference_mode() -> None:
     _, k, v = (t[:, :, :9] for t in qkv())
     with torch.inference_mode():
         cache = HeadCache(B, [50, 12], D, DV, slack=4)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from spanformer import LM, Encoder
 from spanformer.attention import MixedMemory
@@ -15,6 +14,14 @@ from spanformer.inspect.attention_maps import attention_maps
 from spanformer.inspect.clocks import AttentionClock
 from spanformer.memory import ByHead, Cache, Recurrent
 from spanformer.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, PositionConfig
+from support.reading import (
+    by_segments,
+    check_continued,
+    check_rows_and_stack_of_states,
+    check_rows_of_different_lengths,
+    from_cache,
+    text,
+)
 
 KINDS = (
     "linear",
@@ -38,36 +45,21 @@ def lm(request: pytest.FixtureRequest) -> LM:
     return make(request.param, "none" if " linear" in request.param or request.param == "linear" else "rotary")
 
 
-def text(rows: int, length: int, seed: int = 0) -> Tensor:
-    return torch.randint(31, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
 @pytest.mark.parametrize("cuts", [[1, 2, 3], [4, 64, 70], [99]])
 def test_segments_equal_one_pass(lm: LM, cuts: list[int]) -> None:
-    x, parts, state = text(2, 100), [], None
-    for piece in x.tensor_split(cuts, 1):
-        found = lm(piece, state)
-        parts.append(found.logits)
-        state = found.state
-    torch.testing.assert_close(torch.cat(parts, 1), lm(x).logits)
+    x = text(2, 100)
+    torch.testing.assert_close(by_segments(lm, x, cuts), lm(x).logits)
 
 
 @pytest.mark.parametrize("slack", [0, 5])
 @pytest.mark.parametrize("sizes", [[1] * 20, [3, 1, 8, 8]])
 def test_cache_equals_one_pass_with_and_without_slack(lm: LM, sizes: list[int], slack: int) -> None:
-    x, cache = text(2, 20), lm.cache(2, slack=slack)
-    parts = [lm.decode(piece, cache) for piece in x.split(sizes, 1)]
-    torch.testing.assert_close(torch.cat([p for p in parts if p is not None], 1), lm(x).logits)
+    x = text(2, 20)
+    torch.testing.assert_close(from_cache(lm, x, sizes, slack), lm(x).logits)
 
 
 def test_rows_of_different_lengths(lm: LM) -> None:
-    x, cache, lengths = text(3, 14), lm.cache(3, slack=3), torch.tensor([9, 4, 0])
-    lm.decode(x[:, :9], cache, lengths=lengths)
-    after = lm.decode(x[:, 9:], cache)
-    assert after is not None
-    for row, n in enumerate(lengths.tolist()):
-        whole = lm(torch.cat([x[row : row + 1, :n], x[row : row + 1, 9:]], 1)).logits
-        torch.testing.assert_close(after[row], whole[0, n:])
+    check_rows_of_different_lengths(lm, [9, 4, 0], 5, slack=3)
 
 
 def test_cache_is_cropped_reordered_forked_and_saved(lm: LM, tmp_path: Path) -> None:
@@ -85,11 +77,7 @@ def test_cache_is_cropped_reordered_forked_and_saved(lm: LM, tmp_path: Path) -> 
     cache.save(tmp_path / "cache")
     fork = Cache.load(tmp_path / "cache", lm).fork(2)
     for one, rows in ((cache, [2, 1]), (fork, [2, 2, 1, 1])):
-        after = lm.decode(x[rows, 34:], one)
-        assert after is not None
-        for n, row in enumerate(rows):
-            whole = lm(torch.cat([kept[row], x[row, 34:]])[None]).logits
-            torch.testing.assert_close(after[n], whole[0, len(kept[row]) :])
+        check_continued(lm, one, [kept[row] for row in rows], x[rows, 34:])
 
 
 def test_crop_of_some_rows_leaves_the_others_bit_identical(lm: LM) -> None:
@@ -129,12 +117,7 @@ def test_documents_begin_with_an_empty_state(lm: LM) -> None:
     """Over segments, of which one begins with a document and another within one."""
     x = text(2, 30)
     documents = torch.tensor([[0] * 10 + [1] * 20, [4] * 3 + [5] * 14 + [6] * 13])
-    parts, state = [], None
-    for piece, ids in zip(x.split([10, 9, 11], 1), documents.split([10, 9, 11], 1), strict=True):
-        found = lm(piece, state, documents=ids)
-        parts.append(found.logits)
-        state = found.state
-    logits = torch.cat(parts, 1)
+    logits = by_segments(lm, x, [10, 19], documents)
     if lm.config.position.kind == "none":
         for row in range(2):
             for document in documents[row].unique():
@@ -179,13 +162,7 @@ def test_checkpointing_gives_the_same_gradients_and_state(lm: LM) -> None:
 
 
 def test_rows_and_stack_of_states(lm: LM) -> None:
-    x, more = text(4, 9), text(4, 5, seed=1)
-    state = lm(x).state
-    halves = [lm(more[some], state.rows(some)) for some in (slice(0, 2), slice(2, 4))]
-    torch.testing.assert_close(torch.cat([h.logits for h in halves]), lm(more, state).logits)
-    joined = type(state).stack([h.state for h in halves])
-    for name, t in lm(more, state).state.tensors().items():
-        torch.testing.assert_close(joined.tensors()[name], t)
+    check_rows_and_stack_of_states(lm, 9, 5)
 
 
 def test_segment_runs_twice_from_one_state(lm: LM) -> None:

@@ -13,7 +13,7 @@ from spanformer.model.config import AttentionConfig, ModelConfig
 
 @pytest.mark.parametrize("dim", [16, 5], ids=["on a tape", "copied"])
 @pytest.mark.parametrize("length", [0, 3, 7, 40])
-def test_it_is_the_last_states(length: int, dim: int) -> None:
+def test_memory_holds_the_last_states(length: int, dim: int) -> None:
     torch.manual_seed(length)
     everything = torch.randn(2, 0, dim)
     memory, tape = everything, None
@@ -24,7 +24,7 @@ def test_it_is_the_last_states(length: int, dim: int) -> None:
         assert torch.equal(memory, everything[:, max(0, everything.shape[1] - length) :])
 
 
-def test_a_tape_serves_several_segments_without_a_copy() -> None:
+def test_tape_serves_several_segments_without_a_copy() -> None:
     memory, tape = remember(torch.zeros(1, 64, 16), torch.ones(1, 8, 16), 64, layer=1)
     again, same = remember(memory, torch.ones(1, 8, 16), 64, tape)
     assert same is tape and again.data_ptr() == memory[:, 8:].data_ptr()
@@ -44,7 +44,7 @@ def test_layers_copy_their_memories_to_new_tapes_in_turn() -> None:
     assert len({step for when in copied for step in when}) == sum(map(len, copied))  # never two at a time
 
 
-def test_a_state_continued_twice_keeps_both_stories_apart() -> None:
+def test_state_continued_twice_gives_independent_results() -> None:
     torch.manual_seed(0)
     lm = LM(ModelConfig(vocab=11, dim=16, layers=2, heads=2, attention=AttentionConfig(max_span=64, init=0.5)))
     start, left, right, end = torch.randint(0, 11, (4, 1, 12))
@@ -61,7 +61,7 @@ def test_a_state_continued_twice_keeps_both_stories_apart() -> None:
     assert not torch.equal(lm(end, one).logits, lm(end, other).logits)
 
 
-def test_the_backward_pass_may_come_after_later_segments() -> None:
+def test_backward_pass_may_come_after_later_segments() -> None:
     torch.manual_seed(0)
     lm = LM(ModelConfig(vocab=11, dim=16, layers=2, heads=2, attention=AttentionConfig(max_span=64, init=0.5)))
     x = torch.randint(0, 11, (4, 2, 12))

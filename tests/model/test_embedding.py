@@ -115,7 +115,7 @@ def test_clusters_without_a_target(only):
     assert used == [True, *(start in only for start in (7, 30, 61))]  # the shortlist is scored for every token
 
 
-def test_nothing_to_score():
+def test_no_targets_to_score():
     embedding, head = make(*SIZES[0], tied=True)
     ids = torch.zeros(2, 0, dtype=torch.int64)
     assert head.nll(embedding(ids), ids).shape == (2, 0)
@@ -223,7 +223,7 @@ def test_unknown_tokens_are_named(bad, named):
     refused(lambda: AdaptiveHead(256, 8, (9,), 2).nll(h, ids), message)
 
 
-def test_the_plain_embedding_is_torchs():
+def test_plain_embedding_is_torchs():
     embedding, ids = Embedding(7, 3), torch.tensor([[0, 6, 6]])
     assert torch.equal(embedding(ids), embedding.weight[ids])
     assert list(embedding.state_dict()) == ["weight"]

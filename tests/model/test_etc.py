@@ -55,7 +55,7 @@ class TestEquation:
         "kind", ["etc(3, 4, 2)", "etc(3, 4, 2, true)", "etc_projected(3, 4, 2)", "etc_projected(3, 4, 2, true)"]
     )
     @pytest.mark.parametrize(("backend", "dtype"), [("banded", torch.float64), ("native", torch.float32)])
-    def test_equals_it(self, kind, backend, dtype, given):
+    def test_etc_equals_the_oracle(self, kind, backend, dtype, given):
         model = make(kind, layers=1, feedforward=FeedForwardConfig(kind="none")).double()
         model.mechanisms()[0].backend = backend
         with torch.no_grad():
@@ -127,7 +127,7 @@ class TestEncoder:
         more = model(F.pad(x, (0, 3), value=7), padding=padding).logits
         assert torch.allclose(more[:, :12], model(x).logits, atol=1e-5)  # pyright: ignore
 
-    def test_a_far_token_is_heard_through_the_global_ones_only(self):
+    def test_far_tokens_have_effect_through_global_tokens_only(self):
         """Two layers of radius 3 reach 6 tokens; the first token reaches the last by l2g of what g2l took."""
         model, x = make().eval(), text(b=1)
         changed = x.clone()
@@ -165,7 +165,7 @@ class TestEncoder:
             losses.append(loss.item())
         assert losses[0] > 2.5 and sum(losses[-10:]) / 10 < 1.6, losses
 
-    def test_it_can_be_the_reading_half_of_an_encoder_decoder(self):
+    def test_etc_as_encoder_of_an_encoder_decoder(self):
         from spanformer import Seq2Seq
         from spanformer.model.config import EncoderConfig
 
@@ -195,7 +195,7 @@ class TestEncoder:
             ),
         ],
     )
-    def test_what_does_not_go_together_is_refused(self, changes, message):
+    def test_unsupported_combinations_are_refused(self, changes, message):
         from spanformer import LM
 
         config = replace(replace(SMALL, attention=AttentionConfig(kind="etc")), **changes)
@@ -232,7 +232,7 @@ class TestEncoder:
 
 
 class TestContrastive:
-    def test_picked_segments_are_masked_and_set_apart(self):
+    def test_picked_segments_are_masked_and_returned(self):
         ids, segments = text(3, 20).numpy(), (np.arange(20) // 4 * np.ones((3, 1), int)).astype(int)
         segments[:, -2:] = -1  # of no segment
         segments[0, :6] = -1
@@ -249,14 +249,14 @@ class TestContrastive:
         again = mask_segments(ids[1:], segments[1:], 0.5, mask=MASK, seeds=[(1,), (2,)])
         assert (again.picked == found.picked[1:]).all()
 
-    def test_two_at_least_and_never_all_alike(self):
+    def test_at_least_two_segments_are_masked(self):
         ids, segments = np.zeros((40, 40), int), np.broadcast_to(np.arange(40) // 4, (40, 40))
         seeds = [(row,) for row in range(40)]
         assert mask_segments(ids, segments, 1e-9, mask=1, seeds=seeds).picked.shape == (40, 2)
         picked = mask_segments(ids, segments, 0.3, mask=1, seeds=seeds).picked
         assert picked.shape == (40, 3) and set(picked.ravel()) == set(range(10))
 
-    def test_the_loss_is_its_equation(self):
+    def test_loss_equals_its_equation(self):
         g = torch.Generator().manual_seed(0)
         p, c = (torch.randn(5, 7, generator=g, dtype=torch.float64) for _ in range(2))
         expected = 0.0
@@ -266,7 +266,7 @@ class TestContrastive:
         assert float(nce(p, c)) == pytest.approx(expected, rel=1e-12)
         assert float(nce(torch.zeros(5, 7), c.float())) == pytest.approx(math.log(5))
 
-    def test_the_loss_is_least_where_the_codes_are_matched(self):
+    def test_loss_is_least_where_the_codes_are_matched(self):
         """Codes at equal angles; among guesses of the codes' length none is better than the codes themselves."""
         codes = 3 * F.normalize(torch.eye(6, dtype=torch.float64) - 1 / 6, dim=1)
         matched = nce(codes, codes)
@@ -277,7 +277,7 @@ class TestContrastive:
                 other = codes + size * torch.randn(6, 6, generator=g, dtype=torch.float64)
                 assert nce(3 * F.normalize(other, dim=1), codes) > matched
 
-    def test_the_penalty_is_that_of_summaries_guessed_and_read_alone(self):
+    def test_penalty_is_that_of_summaries_guessed_and_read_alone(self):
         model, x = make().eval(), text(3, 14)
         segments = (torch.arange(14) // 4).expand(3, 14)
         found = mask_segments(x.numpy(), segments.numpy(), 0.5, mask=MASK, seeds=[(row,) for row in range(3)])
@@ -292,7 +292,7 @@ class TestContrastive:
         penalty = model(**tensors).penalty
         assert torch.allclose(penalty, SHARE * nce(torch.stack(guesses), torch.stack(codes)), atol=1e-6)
 
-    def test_training_tells_segments_apart(self):
+    def test_training_distinguishes_segments(self):
         """A masked segment has words of its own, known by the text's topic and by where it stands in it."""
         topics, sentences, words = 4, 3, 2
         torch.manual_seed(0)

@@ -58,7 +58,7 @@ def test_equals_the_loop_over_tokens(experts, per_token, shape):
 
 
 @pytest.mark.parametrize("kind", ["relu", "gelu"])
-def test_the_other_kinds(kind):
+def test_other_kinds(kind):
     check(make(3, 2, kind), torch.randn(2, 5, DIM, dtype=torch.float64))
 
 
@@ -75,7 +75,7 @@ def test_experts_without_a_token_get_gradients_of_zero():
         assert layer.experts[e].up.weight.grad.any() == (e in (1, 3))
 
 
-def test_a_router_of_single_choices_still_learns_from_the_output():
+def test_router_of_single_choices_still_learns_from_the_output():
     layer = make(3, 1, balance=0.0)
     y, loss = layer(torch.randn(2, 5, DIM, dtype=torch.float64))
     assert loss.item() == 0
@@ -83,7 +83,7 @@ def test_a_router_of_single_choices_still_learns_from_the_output():
     assert layer.router.weight.grad.abs().max() > 1e-6
 
 
-def test_the_balancing_loss_is_least_when_all_are_used_alike():
+def test_balancing_loss_is_least_when_all_are_used_alike():
     layer = make(4, 1, balance=1.0)
     x = torch.eye(DIM, dtype=torch.float64)[None, :4]
     with torch.no_grad():
@@ -111,7 +111,7 @@ def test_autocast_routes_in_float32():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
 
 
-def test_a_bfloat16_layer_stays_bfloat16():
+def test_bfloat16_layer_stays_bfloat16():
     layer = make(4, 2).bfloat16()
     y, loss = layer(torch.randn(2, 3, DIM, dtype=torch.bfloat16))
     assert y.dtype == torch.bfloat16 and loss.dtype == torch.float32

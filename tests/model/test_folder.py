@@ -31,7 +31,7 @@ def same(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.numpy(force=True).tobytes() == b.numpy(force=True).tobytes()
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_write_and_read_round_trip(tmp_path: Path) -> None:
     kinds = {
         "float": torch.tensor([[1.5, float("nan"), -0.0]]),
         "int": torch.arange(7),
@@ -64,7 +64,7 @@ def test_tied_strided_and_learned_tensors(tmp_path: Path) -> None:
     assert same(read_part(tmp_path / "m", "again")["w"], w.detach())
 
 
-def test_a_distributed_tensor_is_refused(tmp_path: Path) -> None:
+def test_distributed_tensor_is_refused(tmp_path: Path) -> None:
     class Sharded(Tensor):
         pass
 
@@ -83,7 +83,7 @@ def test_others_may_read_what_the_umask_allows(tmp_path: Path) -> None:
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "m").iterdir()} == {0o640}
 
 
-def test_an_existing_path_is_kept_unless_told(tmp_path: Path) -> None:
+def test_existing_path_is_kept_without_replace(tmp_path: Path) -> None:
     path = tmp_path / "m"
     write_folder(path, parts(1), {})
     with pytest.raises(ValueError, match=r"m already exists; choose another name or remove it first$"):
@@ -189,7 +189,7 @@ def refused(path: Path, content: bytes) -> str:
     return str(error.value)
 
 
-def test_meta_from_elsewhere(tmp_path: Path) -> None:
+def test_foreign_meta_is_refused(tmp_path: Path) -> None:
     for content in (b"", b"{", b"\xff", b"[" * 100_000, b"9" * 5000):
         assert refused(tmp_path, content).endswith("the file is damaged")
     for content in (b"3", b"[]", b"{}", b'{"kind": "spanformer attention benchmark", "format": 1}'):
@@ -210,7 +210,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 @pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize("where", ["save_file", "sync", "_digest", "json", "rename"])
-def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, replace: bool) -> None:
+def test_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, replace: bool) -> None:
     path = tmp_path / "m"
     if replace:
         write_folder(path, parts(1), {})
@@ -238,7 +238,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert faults(path) == [] and read_part(path, "model")["w"][0, 0] == 1
 
 
-def test_a_disk_that_really_takes_no_more(tmp_path: Path) -> None:
+def test_full_file_system(tmp_path: Path) -> None:
     write_folder(tmp_path / "a", parts(), {})
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
@@ -252,7 +252,7 @@ def test_a_disk_that_really_takes_no_more(tmp_path: Path) -> None:
     assert hidden(tmp_path) == [] and faults(tmp_path / "a") == []
 
 
-def test_nowhere_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match=r"file/m could not be saved \(\w.*\); earlier files are unchanged"):
         write_folder(tmp_path / "file" / "m", parts(), {})
@@ -265,7 +265,7 @@ def test_nowhere_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         write_folder(tmp_path / "m", parts(), {})
 
 
-def test_an_interruption_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interruption_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -56,7 +56,7 @@ def write(path: Path, model: dict[str, Any]) -> None:
 
 @pytest.mark.skipif(unsupported() is not None, reason=str(unsupported()))
 @pytest.mark.slow
-def test_a_config_that_lies_is_refused_without_its_memory(tmp_path: Path) -> None:
+def test_config_with_false_sizes_is_refused_without_allocating(tmp_path: Path) -> None:
     for name, lie in LIES.items():
         path = tmp_path / name
         write(path, lie)
@@ -127,7 +127,7 @@ def test_building_on_the_meta_device_stops_at_its_limits() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_a_config_that_is_no_table_is_refused(tmp_path: Path) -> None:
+def test_config_that_is_no_table_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "m", {"attention": 5})
     with pytest.raises(ValueError, match=r"attention in .* is 5; expected a table"):
         load_any(tmp_path / "m")

@@ -10,6 +10,7 @@ import torch
 
 from spanformer.model.config import PositionConfig
 from spanformer.model.lm import LM
+from support.reading import by_segments, from_cache
 from support.small_models import SMALL, make, text, with_attention
 
 KINDS = (
@@ -37,18 +38,15 @@ def config(kind: str):
 
 
 @pytest.mark.parametrize("kind", (*KINDS, *MIXTURES))
-def test_whole_by_segments_and_with_a_cache(kind: str) -> None:
+def test_segments_and_cache_equal_one_pass(kind: str) -> None:
     lm, x = make(config(kind)), text(2, 130)
-    whole, first = lm(x).logits, lm(x[:, :70])
-    second = lm(x[:, 70:], first.state)
-    torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), whole, rtol=1e-9, atol=1e-9)
+    whole = lm(x).logits
+    torch.testing.assert_close(by_segments(lm, x, [70]), whole, rtol=1e-9, atol=1e-9)
     if kind in SEGMENTS_ONLY:
         with pytest.raises(ValueError, match="has no KV cache"):
             lm.cache(2)
         return
-    cache = lm.cache(2)
-    read = torch.cat([lm.decode(piece, cache) for piece in x.split([90, 1, 1, 38], 1)], 1)  # pyright: ignore
-    torch.testing.assert_close(read, whole, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(from_cache(lm, x, [90, 1, 1, 38]), whole, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", (*KINDS, *MIXTURES))
@@ -63,10 +61,8 @@ def test_every_parameter_gets_a_gradient(kind: str) -> None:
     assert not idle
 
 
-def test_kept_tokens_by_a_number() -> None:
+def test_sink_tokens_as_a_parameter() -> None:
     lm = make(config("sink_window(9, 3)"))
     assert [mechanism.sink_tokens for mechanism in lm.mechanisms()] == [3, 3]
     x = text(2, 60)
-    cache = lm.cache(2)
-    read = torch.cat([lm.decode(piece, cache) for piece in x.split(20, 1)], 1)  # pyright: ignore
-    torch.testing.assert_close(read, lm(x).logits, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(from_cache(lm, x, [20, 20, 20]), lm(x).logits, rtol=1e-9, atol=1e-9)

@@ -40,7 +40,7 @@ def test_values_and_gradients(shape: tuple[int, ...], relu: bool) -> None:
 
 
 @needs_onednn
-def test_serves_plain_float32_of_enough_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednn_is_used_for_plain_float32_of_enough_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(linear, "_run", lambda x, w, b, after: calls.append(after) or F.linear(x, w, b))
     layer = Linear(8, 4)

@@ -32,7 +32,7 @@ def read(lm: LM, x: torch.Tensor, pieces: list[int]) -> tuple[torch.Tensor, Stat
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("pieces", [[64, 63], [1, 30, 96], [100, 1, 26]], ids=str)
-def test_reading_in_pieces_equals_reading_at_once(name: str, pieces: list[int]) -> None:
+def test_segments_equal_one_pass(name: str, pieces: list[int]) -> None:
     lm, x = make(CONFIGS[name]), text(2, 127)
     whole = lm(x).logits
     streamed, _ = read(lm, x, pieces)
@@ -40,7 +40,7 @@ def test_reading_in_pieces_equals_reading_at_once(name: str, pieces: list[int]) 
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_future_is_not_seen(name: str) -> None:
+def test_future_tokens_have_no_effect(name: str) -> None:
     lm, x = make(CONFIGS[name]), text(2, 50)
     other = x.clone()
     other[:, 31:] = (other[:, 31:] + 1) % 37
@@ -82,7 +82,7 @@ def test_memory_follows_the_longest_span_of_each_layer() -> None:
     assert state.tokens() == [328, 192, 128]
 
 
-def test_heads_are_grouped_by_what_they_need() -> None:
+def test_heads_are_grouped_by_context_length() -> None:
     assert group_heads([31, 31, 31, 31], 128, CPU) == [([0, 1, 2, 3], 32)]
     assert group_heads([31, 8000, 40, 31], 8192, CPU) == [([1], 8000), ([0, 2, 3], 40)]
     assert group_heads([1000, 8000, 7000, 31], 8192, CPU) == [([1, 2], 8000), ([0], 1000), ([3], 32)]
@@ -96,13 +96,13 @@ def test_heads_are_one_group_on_cuda() -> None:
     assert group_heads([31, 8000], 0, cuda) == [([0, 1], 0)]
 
 
-def test_layer_on_cuda_attends_once_whatever_its_heads_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_on_cuda_makes_one_attend_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake tensors have a device and shapes, and no CUDA is needed."""
     lm = make(replace(with_attention(SMALL, max_span=300), position=PositionConfig(kind="none")))
     with torch.no_grad():
         lm.spans_modules()[0].ratio.zero_()[1] = 1.0
-    layer, lookback = lm.layers()[0].attention, lm.context_length()[0]
-    assert len(group_heads(lookback, 300, CPU)) == 2
+    layer, context = lm.layers()[0].attention, lm.context_length()[0]
+    assert len(group_heads(context, 300, CPU)) == 2
     calls: list[tuple[int, int]] = []
 
     def attend(_memory, call: LayerCall, _rule, _turn, need: int, _kv_heads) -> Attended:
@@ -112,7 +112,7 @@ def test_layer_on_cuda_attends_once_whatever_its_heads_need(monkeypatch: pytest.
     monkeypatch.setattr(
         HiddenStates, "_group", attend
     )  # where fake tensors would be indexed, which takes CUDA after all
-    monkeypatch.setattr(layer.mechanism, "context_length", lambda: list(lookback))
+    monkeypatch.setattr(layer.mechanism, "context_length", lambda: list(context))
     with FakeTensorMode(allow_non_fake_inputs=True):
         x, past = (torch.zeros(1, tokens, lm.config.dim, dtype=torch.float64, device="cuda") for tokens in (90, 330))
         weights = {name: torch.zeros_like(t, device="cuda") for name, t in layer.state_dict().items()}
@@ -121,7 +121,7 @@ def test_layer_on_cuda_attends_once_whatever_its_heads_need(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("kind", [kind for kind in POSITIONS if not POSITIONS[kind].needs_length])
-def test_heads_served_apart_know_their_places(kind: str) -> None:
+def test_heads_in_groups_keep_their_positions(kind: str) -> None:
     """One head looks far back and the others do not: they are served in two calls, under every position encoding."""
     position = PositionConfig(kind=kind)  # pyright: ignore[reportArgumentType]
     lm = make(replace(with_attention(SMALL, max_span=300), position=position))
@@ -130,8 +130,8 @@ def test_heads_served_apart_know_their_places(kind: str) -> None:
             module.ratio.zero_()
             module.ratio[1] = 1.0
     x = text(1, 420)
-    lookback = lm.context_length()[0]
-    assert len(group_heads(lookback, 300, CPU)) == 2
+    context = lm.context_length()[0]
+    assert len(group_heads(context, 300, CPU)) == 2
     whole = lm(x).logits  # nothing remembered: one call for all
     streamed, _ = read(lm, x, [330, 90])
     assert torch.allclose(streamed, whole, rtol=1e-9, atol=1e-9)

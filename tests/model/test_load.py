@@ -32,7 +32,7 @@ def same(a: LM, b: LM) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
 
 
-def test_a_model_folder(tmp_path: Path) -> None:
+def test_model_folder(tmp_path: Path) -> None:
     lm = save(tmp_path / "m", vocab=["a", "b"])
     torch.manual_seed(9)
     before = torch.get_rng_state()
@@ -45,7 +45,7 @@ def test_a_model_folder(tmp_path: Path) -> None:
     assert load_meta(tmp_path / "m")["vocab"] == ["a", "b"]
 
 
-def test_of_a_run_the_best_checkpoint_or_else_the_newest(tmp_path: Path) -> None:
+def test_run_folder_loads_best_or_else_newest_checkpoint(tmp_path: Path) -> None:
     at = tmp_path / "run" / "checkpoints"
     third = [save(at / f"step-{step:08d}", seed=step, score=None) for step in (100, 200, 1000)][2]
     assert same(load(tmp_path / "run"), third)
@@ -98,7 +98,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_what_is_wrong_is_told_in_one_sentence(message: str, tmp_path: Path) -> None:
+def test_bad_folders_are_refused_in_one_sentence(message: str, tmp_path: Path) -> None:
     WRONG[message](tmp_path / "m")
     with pytest.raises(ValueError, match=message) as caught:
         load(tmp_path / "m")

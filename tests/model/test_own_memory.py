@@ -15,9 +15,17 @@ from torch import Tensor
 
 from spanformer import LM
 from spanformer.attention import Attention, Dot, Mixed, MixedMemory, Sinks, Window, mix
-from spanformer.memory import ByHead, Cache, LayerCall, MemoryShape
+from spanformer.memory import ByHead, LayerCall, MemoryShape
 from spanformer.model.config import AttentionConfig, ModelConfig, PositionConfig
 from spanformer.ops import Attended
+from support.reading import (
+    by_segments,
+    check_crop_reorder_fork_and_save,
+    check_rows_and_stack_of_states,
+    check_rows_of_different_lengths,
+    from_cache,
+    text,
+)
 
 
 @dataclass(frozen=True)
@@ -96,10 +104,6 @@ def lm(request: pytest.FixtureRequest) -> LM:
     return model.double().eval()
 
 
-def text(rows: int, length: int, seed: int = 0) -> Tensor:
-    return torch.randint(31, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
 def test_neighbours_with_keys_and_values_share_rings(lm: LM) -> None:
     mechanism = lm.mechanisms()[0]
     assert isinstance(mechanism, MixedMemory) and [part.heads for part in mechanism.each()] == [2, 2, 2]
@@ -128,12 +132,7 @@ def test_means_are_of_all_values_so_far(lm: LM) -> None:
 @pytest.mark.parametrize("cuts", [[4, 9], [1, 2, 3], [12]])
 def test_segments_equal_one_pass(lm: LM, cuts: list[int]) -> None:
     x = text(2, 17)
-    parts, state = [], None
-    for piece in x.tensor_split(cuts, 1):
-        found = lm(piece, state)
-        parts.append(found.logits)
-        state = found.state
-    torch.testing.assert_close(torch.cat(parts, 1), lm(x).logits)
+    torch.testing.assert_close(by_segments(lm, x, cuts), lm(x).logits)
 
 
 def test_gradients_reach_every_parameter(lm: LM) -> None:
@@ -147,35 +146,16 @@ def test_gradients_reach_every_parameter(lm: LM) -> None:
 
 @pytest.mark.parametrize("sizes", [[17], [1] * 17, [3, 1, 8, 5]])
 def test_cache_equals_one_pass(lm: LM, sizes: list[int]) -> None:
-    x, cache = text(2, 17), lm.cache(2)
-    parts = [lm.decode(piece, cache) for piece in x.split(sizes, 1)]
-    torch.testing.assert_close(torch.cat([p for p in parts if p is not None], 1), lm(x).logits)
-    assert cache.seen.tolist() == [17, 17]
+    x = text(2, 17)
+    torch.testing.assert_close(from_cache(lm, x, sizes), lm(x).logits)
 
 
 def test_cache_with_rows_of_different_lengths(lm: LM) -> None:
-    x, cache = text(2, 12), lm.cache(2)
-    lengths = torch.tensor([9, 4])
-    lm.decode(x[:, :9], cache, lengths=lengths)
-    after = lm.decode(x[:, 9:], cache)
-    for row, n in enumerate(lengths.tolist()):
-        whole = lm(torch.cat([x[row : row + 1, :n], x[row : row + 1, 9:]], 1)).logits
-        torch.testing.assert_close(after[row], whole[0, n:])
+    check_rows_of_different_lengths(lm, [9, 4], 3)
 
 
 def test_cache_is_cropped_reordered_forked_and_saved(lm: LM, tmp_path: Path) -> None:
-    x, cache = text(3, 15), lm.cache(3, slack=4)
-    lm.decode(x[:, :12], cache)
-    cache.crop(torch.tensor([12, 9, 8]))
-    cache.reorder(torch.tensor([2, 1]))
-    cache.save(tmp_path / "cache")
-    fork = Cache.load(tmp_path / "cache", lm).fork(2)
-    for one, rows in ((cache, [2, 1]), (fork, [2, 2, 1, 1])):
-        after = lm.decode(x[rows, 12:], one)
-        for n, row in enumerate(rows):
-            kept = x[row : row + 1, : {2: 8, 1: 9}[row]]
-            whole = lm(torch.cat([kept, x[row : row + 1, 12:]], 1)).logits
-            torch.testing.assert_close(after[n], whole[0, kept.shape[1] :])
+    check_crop_reorder_fork_and_save(lm, tmp_path, [12], 3)
 
 
 def test_crop_beyond_slack_changes_nothing(lm: LM) -> None:
@@ -195,13 +175,7 @@ def test_bytes_count_rings_and_states(lm: LM) -> None:
 
 
 def test_rows_and_stack_of_states(lm: LM) -> None:
-    x, more = text(4, 9), text(4, 5, seed=1)
-    state = lm(x).state
-    halves = [lm(more[some], state.rows(some)) for some in (slice(0, 2), slice(2, 4))]
-    torch.testing.assert_close(torch.cat([h.logits for h in halves]), lm(more, state).logits)
-    joined = type(state).stack([h.state for h in halves])
-    for name, t in lm(more, state).state.tensors().items():
-        torch.testing.assert_close(joined.tensors()[name], t)
+    check_rows_and_stack_of_states(lm, 9, 5)
 
 
 def test_parts_that_split_a_key_value_head_are_refused(lm: LM) -> None:

@@ -61,7 +61,7 @@ def test_split_parts_are_put_together(tmp_path: Path, cuts: tuple[int, ...]) -> 
             assert torch.equal(part.rows("one row", start, stop), WHOLE["one row"][start:stop])
 
 
-def test_a_part_in_one_file_is_read_by_rows(tmp_path: Path) -> None:
+def test_part_in_one_file_is_read_by_rows(tmp_path: Path) -> None:
     write_folder(tmp_path / "m", {"model": WHOLE}, {})
     part = open_part(tmp_path / "m", "model")
     assert torch.equal(part.rows("w", 2, 5), WHOLE["w"][2:5]) and torch.equal(part["count"], WHOLE["count"])
@@ -80,7 +80,7 @@ def test_rows_that_are_missing(tmp_path: Path, missing: int) -> None:
 
 
 @pytest.mark.parametrize("said", ["{", "[]", '{"v": {}}', '{"w": 3}', '{"w": {"saved_offsets": "x"}}'])
-def test_headers_that_say_nothing(tmp_path: Path, said: str) -> None:
+def test_headers_without_rows_are_refused(tmp_path: Path, said: str) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"w": torch.zeros(2)}, file, {HEADER: said})
     if said == "[]":  # as if it had none

@@ -11,15 +11,16 @@ from spanformer.attention import Attention, View
 from spanformer.model.block import Block
 from spanformer.model.lm import LM
 from spanformer.ops import BlockIndex, Rule
+from support.reading import by_segments, from_cache
 from support.small_models import SMALL, make, text
 
 
 class Thirds(Attention):
     """Sees itself, and every third token of the text, counted from its beginning, among the last few."""
 
-    def __init__(self, heads: int, lookback: list[int]) -> None:
+    def __init__(self, heads: int, context: list[int]) -> None:
         super().__init__()
-        self.heads, self.back, self.needs = heads, lookback, "positions"
+        self.heads, self.back, self.needs = heads, context, "positions"
 
     def rule_needs(self):
         return self.needs
@@ -44,22 +45,15 @@ def model(kv_heads: int) -> LM:
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-def test_segments_and_cache_equal_the_whole(kv_heads: int) -> None:
+def test_segments_and_cache_equal_one_pass(kv_heads: int) -> None:
     lm, x = model(kv_heads), text(2, 211)
     whole = lm(x).logits
-    state, pieces = None, []
-    for piece in x.split(37, 1):
-        out = lm(piece, state)
-        state = out.state
-        pieces.append(out.logits)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(by_segments(lm, x, range(37, 211, 37)), whole, rtol=1e-9, atol=1e-9)
     for sizes in ([211], [100, *[1] * 50, 61]):
-        cache = lm.cache(2)
-        read = torch.cat([lm.decode(piece, cache) for piece in x.split(sizes, 1)], 1)  # pyright: ignore
-        torch.testing.assert_close(read, whole, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(from_cache(lm, x, sizes), whole, rtol=1e-9, atol=1e-9)
 
 
-def test_rows_at_different_places() -> None:
+def test_cache_rows_at_different_positions() -> None:
     lm, x = model(4), text(2, 60)
     cache = lm.cache(2)
     lm.decode(x[:, :40], cache, lengths=torch.tensor([40, 23]))
@@ -69,7 +63,7 @@ def test_rows_at_different_places() -> None:
         torch.testing.assert_close(read[row], lm(x[row : row + 1, :end]).logits[0, -10:], rtol=1e-9, atol=1e-9)  # pyright: ignore
 
 
-def test_a_mechanism_of_hidden_states_has_no_cache() -> None:
+def test_mechanism_that_needs_hidden_states_has_no_cache() -> None:
     lm = model(4)
     for mechanism in lm.mechanisms():
         mechanism.needs = "states"

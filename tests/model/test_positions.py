@@ -34,7 +34,7 @@ def test_shared_or_one_for_each_layer(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_of_training_reaches_every_number(kind: str) -> None:
+def test_training_step_reaches_every_parameter(kind: str) -> None:
     """In float32 as in float64, and what begins at zero does not stay there."""
     grads = []
     for dtype in (torch.float64, torch.float32):
@@ -49,7 +49,7 @@ def test_a_step_of_training_reaches_every_number(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["learned", "learned_per_layer"])
-def test_a_text_beyond_the_table_is_refused(kind: str) -> None:
+def test_text_beyond_the_table_is_refused(kind: str) -> None:
     lm, x = model(kind), text(1, 129)
     message = (
         "a token is at position 128 of its text, and learned positions end at 127; increase their length, start a new "
@@ -69,7 +69,7 @@ def test_a_text_beyond_the_table_is_refused(kind: str) -> None:
 @pytest.mark.parametrize(
     "kind", ["sinusoidal", "sinusoidal_per_layer", "learned_per_layer", "learned", "transformer_xl", "shaw"]
 )
-def test_rows_at_different_places(kind: str) -> None:
+def test_cache_rows_at_different_positions(kind: str) -> None:
     """Padding is not embedded, so it may stand where the table has ended."""
     lm, x = model(kind), text(2, 128)
     whole, cache = lm(x).logits, lm.cache(2)
@@ -86,7 +86,7 @@ FOLDED = ("none", "table", "alibi", "distance_bias", "da_transformer")  # these 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_encoder_tells_ahead_from_behind(kind: str) -> None:
+def test_encoder_distinguishes_future_from_past(kind: str) -> None:
     """Read backwards, a text gives the same states backwards only to positions that do not tell the two apart. All
     backends agree on it."""
     config = replace(SMALL, kind="encoder", layers=2, position=position(kind))
@@ -108,7 +108,7 @@ def test_an_encoder_tells_ahead_from_behind(kind: str) -> None:
     "pattern",
     ["Window(1, 5)", "Block(4, 0, 8)", "Window(3) | Global([7])", "blockwise(3, 4)", "image_1d(4, 3)", "fixed(5, 2)"],
 )
-def test_patterns_in_both_directions_take_every_position(pattern: str, kind: str) -> None:
+def test_patterns_in_both_directions_work_with_every_position(pattern: str, kind: str) -> None:
     """What a pattern leaves of full attention, put to a sum of 1 again, is its own; all backends agree on it."""
     config = replace(SMALL, kind="encoder", layers=1, position=position(kind))
     whole, some = (with_attention(config, kind=name, max_span=64, stack=()) for name in ("full", pattern))
@@ -137,7 +137,7 @@ def test_patterns_in_both_directions_take_every_position(pattern: str, kind: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_encoder_decoder_writes_as_it_was_trained(kind: str) -> None:
+def test_encoder_decoder_decodes_as_teacher_forced(kind: str) -> None:
     half = EncoderConfig(position=position(kind), attention=SMALL.attention)
     torch.manual_seed(1)
     model = Seq2Seq(replace(SMALL, kind="seq2seq", layers=2, position=position(kind), encoder=half)).double().eval()

@@ -63,7 +63,7 @@ def test_every_mechanism_with_every_position(stack: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stack", ["adaptive_span", "full", "2 window(7) + 2 adaptive_span"])
-def test_the_papers_zeros_are_seen(stack: str, kind: str) -> None:
+def test_paper_compat_attends_to_zeros_before_the_text(stack: str, kind: str) -> None:
     made = itertools.product(("pre", "post"), (0, 5), ([1] * 9 + [66], [66] + [1] * 9))
     for n, (order, persistent, pieces) in enumerate(made):
         if (n + n // 2 + len(stack)) % 2:
@@ -92,7 +92,7 @@ def test_the_papers_zeros_are_seen(stack: str, kind: str) -> None:
         "persistent",
     ],
 )
-def test_in_other_dtypes_it_is_as_exact_as_the_forward_pass(name: str, dtype: torch.dtype) -> None:
+def test_cache_in_other_dtypes_is_as_exact_as_forward(name: str, dtype: torch.dtype) -> None:
     lm, x = make(CONFIGS[name]), text(2, 127)
     truth = lm(x).logits
     lm = lm.to(dtype)
@@ -102,7 +102,7 @@ def test_in_other_dtypes_it_is_as_exact_as_the_forward_pass(name: str, dtype: to
 
 
 @pytest.mark.parametrize("name", ["rotary", "dynamic", "hybrid heads"])
-def test_a_text_of_20_spans_equals_segment_recurrence(name: str) -> None:
+def test_text_of_20_spans_equals_segment_recurrence(name: str) -> None:
     lm = make(CONFIGS[name])
     longest = max(max(layer) for layer in lm.context_length()) + 1
     x, state, cache = text(1, 20 * longest), None, lm.cache(1)
@@ -116,7 +116,7 @@ def test_a_text_of_20_spans_equals_segment_recurrence(name: str) -> None:
     assert cache.bytes() == held and cache.seen.tolist() == [20 * longest]
 
 
-def test_rows_at_different_places() -> None:
+def test_cache_rows_at_different_positions() -> None:
     lm, x = make(CONFIGS["hybrid heads"]), text(3, 100)
     whole, cache, lengths = lm(x).logits, lm.cache(3), torch.tensor([70, 1, 33])
     found = lm.decode(x[:, :70], cache, lengths=lengths, logits="last")
@@ -136,7 +136,7 @@ def test_rows_at_different_places() -> None:
 
 
 @pytest.mark.parametrize("paper_compat", [False, True])
-def test_long_texts_go_through_in_pieces(monkeypatch: pytest.MonkeyPatch, paper_compat: bool) -> None:
+def test_long_texts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch, paper_compat: bool) -> None:
     monkeypatch.setattr(decoding, "CHUNK", 16)
     lm, x = make(replace(SMALL, paper_compat=paper_compat)), text(2, 100)
     whole = lm(x).logits
@@ -182,7 +182,7 @@ def test_spans_that_change_resize_the_cache() -> None:
         assert not close(lm.decode(x[:, 5:6], cache), first)
 
 
-def test_a_cache_costs_the_sum_of_reaches() -> None:
+def test_cache_bytes_are_the_sum_of_reaches() -> None:
     lm = make(with_attention(replace(SMALL, kv_heads=2), max_span=1000))
     cache = lm.cache(3)
     reach = [max(each[g : g + 2]) + 1 for each in lm.context_length() for g in (0, 2)]
@@ -227,7 +227,7 @@ def test_crop_to_anything_before_a_ring_has_wrapped() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-def test_eight_bits_are_near_the_truth(dtype: torch.dtype) -> None:
+def test_eight_bit_cache_is_close_to_float(dtype: torch.dtype) -> None:
     lm, x = make(CONFIGS["hybrid heads"]).to(dtype), text(2, 127)
     truth = lm(x).logits
     apart = (read_in(lm, x, PIECES["mixed"], bits=8) - truth).abs()
@@ -241,7 +241,7 @@ def test_backends_agree_on_eight_bits() -> None:
     assert torch.allclose(*(read_in(lm, x, [1] * 60, bits=8) for lm in (native, banded)), atol=1e-3)
 
 
-def test_a_model_that_was_moved_or_copied_after_reading() -> None:
+def test_model_that_was_moved_or_copied_after_reading() -> None:
     lm, x = make(CONFIGS["distance_bias"]), text(1, 40)
     cache = lm.cache(1)
     lm.decode(x[:, :20], cache)
@@ -257,7 +257,7 @@ def test_a_model_that_was_moved_or_copied_after_reading() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_no_rows_give_no_rows(name: str) -> None:
+def test_empty_batch(name: str) -> None:
     lm = make(CONFIGS[name])
     cache = lm.cache(0)
     for t in (5, 1):
@@ -312,7 +312,7 @@ def test_bad_input_is_named(message: str) -> None:
         REFUSED[message](lm, text(2, 9))
 
 
-def test_a_refused_token_changes_nothing() -> None:
+def test_refused_token_changes_nothing() -> None:
     lm, x = make(SMALL), text(1, 40)
     cache = lm.cache(1)
     lm.decode(x[:, :39], cache)

@@ -38,7 +38,7 @@ def test_saved_and_loaded(tmp_path, bits: int) -> None:
         Cache.load(tmp_path / "none", lm)
 
 
-def test_a_model_of_the_same_weights_may_be_another(tmp_path: Path) -> None:
+def test_model_of_the_same_weights_may_be_another(tmp_path: Path) -> None:
     """Rotary positions and ALiBi have no weights."""
     rotary, alibi = make(CONFIGS["rotary"]), make(CONFIGS["alibi"])
     assert all(torch.equal(a, b) for a, b in zip(rotary.parameters(), alibi.parameters(), strict=True))
@@ -48,7 +48,7 @@ def test_a_model_of_the_same_weights_may_be_another(tmp_path: Path) -> None:
     assert Cache.load(tmp_path / "cache", make(CONFIGS["rotary"])).batch == 1
 
 
-def test_it_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lm, path = make(SMALL), tmp_path / "cache"
     lm.cache(1).save(path)
     before = path.read_bytes()
@@ -68,7 +68,7 @@ def test_it_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.M
     assert path.read_bytes() == before and sorted(os.listdir(tmp_path)) == ["cache", "plain"]
 
 
-def test_where_nothing_can_be_saved(tmp_path: Path) -> None:
+def test_unwritable_path_is_refused(tmp_path: Path) -> None:
     cache = make(SMALL).cache(1)
     with pytest.raises(OSError, match=r"none/cache could not be saved \(No such file or directory\)"):
         cache.save(tmp_path / "none" / "cache")
@@ -77,7 +77,7 @@ def test_where_nothing_can_be_saved(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_flipped_bit_is_found_wherever_it_is(tmp_path: Path) -> None:
+def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
     lm, path = make(SMALL), tmp_path / "cache"
     cache = lm.cache(1)
     lm.decode(text(1, 60), cache)
@@ -110,7 +110,7 @@ CRAFTED = {
 
 
 @pytest.mark.parametrize("said", CRAFTED)
-def test_a_crafted_file_is_refused(tmp_path: Path, said: str) -> None:
+def test_crafted_file_is_refused(tmp_path: Path, said: str) -> None:
     """Before anything is allocated for what it says."""
     lm, path = make(SMALL), tmp_path / "cache"
     cache = lm.cache(2, slack=2)

@@ -201,14 +201,14 @@ def rotate(x: Tensor, at: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_it_is_the_dense_model(name: str) -> None:
+def test_seq2seq_equals_the_dense_model(name: str) -> None:
     model = make(CONFIGS[name])
     source, hidden, x = texts()
     found = model(source, x, source_padding=hidden).logits
     torch.testing.assert_close(found, oracle(model, source, hidden, x), rtol=1e-9, atol=1e-9)
 
 
-def test_every_gradient() -> None:
+def test_every_gradient_equals_the_dense_model() -> None:
     model = make(SMALL)
     source, hidden, x = texts()
     y = x.roll(1, 1)
@@ -224,7 +224,7 @@ def test_every_gradient() -> None:
 
 
 @pytest.mark.parametrize("name", ["rotary, pre-norm", "mixed", "alibi"])
-def test_the_decoder_does_not_see_the_future(name: str) -> None:
+def test_decoder_is_causal(name: str) -> None:
     model = make(CONFIGS[name])
     source, hidden, x = texts()
     before = model(source, x, source_padding=hidden).logits
@@ -264,7 +264,7 @@ def test_padding_never_leaks() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_cached_reading_is_the_teacher_forced_one(name: str) -> None:
+def test_cached_decoding_equals_teacher_forcing(name: str) -> None:
     model = make(CONFIGS[name])
     source, hidden, x = texts()
     whole = model(source, x, source_padding=hidden).logits
@@ -320,7 +320,7 @@ def encoder() -> Encoder:
     return Encoder(ENCODER).double().eval()
 
 
-def test_the_encoder_sees_both_directions_and_no_padding() -> None:
+def test_encoder_sees_both_directions_and_no_padding() -> None:
     model = encoder()
     source, hidden, _ = texts()
     before = model(source, padding=hidden).logits
@@ -336,7 +336,7 @@ def test_the_encoder_sees_both_directions_and_no_padding() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_looks_ahead_in_an_encoder_or_is_refused(kind: str) -> None:
+def test_every_kind_works_in_an_encoder_or_is_refused(kind: str) -> None:
     """And looks back only in the decoder of an encoder–decoder. With distances where the kind takes them."""
     try:
         _check_directions(kind, "t5")
@@ -373,7 +373,7 @@ def _check_directions(kind: str, place: str) -> None:
     torch.testing.assert_close(after[:, :6], before[:, :6], rtol=0, atol=1e-12)
 
 
-def test_the_encoder_at_some_places_only() -> None:
+def test_encoder_logits_at_selected_positions() -> None:
     model = encoder()
     source, _, _ = texts()
     at = torch.tensor([[0, 3, 10]] * B)

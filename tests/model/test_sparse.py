@@ -9,6 +9,7 @@ import torch
 
 from spanformer.kinds.notation import parse_layer
 from spanformer.model.lm import LM
+from support.reading import by_segments, from_cache
 from support.small_models import SMALL, make, text
 
 LAYERS = [
@@ -23,21 +24,14 @@ def model(layer: str) -> LM:
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_segments_and_cache_equal_the_whole(layer: str) -> None:
+def test_segments_and_cache_equal_one_pass(layer: str) -> None:
     lm, x = model(layer), text(2, 131)
     whole = lm(x).logits
-    state, pieces = None, []
-    for piece in x.split(37, 1):
-        out = lm(piece, state)
-        state = out.state
-        pieces.append(out.logits)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-9, atol=1e-9)
-    cache = lm.cache(2)
-    read = torch.cat([lm.decode(piece, cache) for piece in x.split([100, *[1] * 5, 26], 1)], 1)  # pyright: ignore
-    torch.testing.assert_close(read, whole, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(by_segments(lm, x, range(37, 131, 37)), whole, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(from_cache(lm, x, [100, *[1] * 5, 26]), whole, rtol=1e-9, atol=1e-9)
 
 
-def test_a_bad_pattern_is_named() -> None:
+def test_bad_pattern_is_named() -> None:
     with pytest.raises(ValueError, match=r"'Windows\(3\)'.* is not a pattern; expected one of Full, Window"):
         model("Windows(3)")
 
@@ -59,12 +53,12 @@ def test_a_bad_pattern_is_named() -> None:
         ("longformer(8, 0, 0)", "dilation in .* is 0"),
     ],
 )
-def test_a_number_that_is_zero_is_not_one_left_out(kind: str, said: str) -> None:
+def test_zero_argument_is_not_the_default(kind: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         model(kind)
 
 
-def test_a_pattern_may_begin_with_a_bracket() -> None:
+def test_pattern_may_begin_with_a_bracket() -> None:
     layers = [
         parse_layer(f"{count}{text}", 4) for text in ("(Window(4) | Every(8)) & Window(20)",) for count in ("", "4 ")
     ]

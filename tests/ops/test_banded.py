@@ -155,7 +155,7 @@ def test_any_case(case: Case, more: int, paper_compat: bool) -> None:
     check(case, "banded")
 
 
-def test_positions_that_are_a_run_are_planned_as_such() -> None:
+def test_consecutive_positions_are_planned_as_default() -> None:
     q, k = torch.randn(2, 2, 200, 8), torch.randn(2, 2, 300, 8)
     at = torch.arange(300) + torch.tensor([[1000], [-70]])
     rule = Rule(2, reach=[20, 50], distance_bias=torch.randn(2, 300))
@@ -169,7 +169,7 @@ def test_positions_that_are_a_run_are_planned_as_such() -> None:
     torch.testing.assert_close(out, attend(q, k, k, rule, backend="reference"))
 
 
-def test_any_integers_will_do_as_positions() -> None:
+def test_any_integers_are_valid_positions() -> None:
     g = torch.Generator().manual_seed(0)
     made = make(Case(b=2, tq=90, tk=110, terms=("span",), reach=(30, 500)))
     made.fixed["q_positions"] = torch.randint(-400, 400, (2, 90), generator=g)
@@ -234,7 +234,7 @@ def test_rows_that_see_nothing_give_zeros() -> None:
         assert not t.any() if name != "lse" else bool((t == -1).all()), name
 
 
-def test_the_future_changes_nothing() -> None:
+def test_future_keys_have_no_effect() -> None:
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 4, 300, 16, generator=g) for _ in range(3))
     rule = Rule(4, span=torch.tensor([3.0, 50.5, 130.0, 400.0]), distance_bias=torch.randn(4, 300, generator=g))
@@ -257,7 +257,7 @@ def span_of(*ranges: tuple[int, int, int], heads: int, length: int = 150) -> tor
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("where", ["q", "k", "v", "g_out", "g_lse"])
 @pytest.mark.parametrize("terms", [(), ("distance_vec", "sink_logits"), ("blocks", "dynamic")])
-def test_a_bad_number_is_felt_only_where_it_is_seen(terms: tuple[str, ...], where: str, value: float) -> None:
+def test_nan_spreads_only_where_it_is_seen(terms: tuple[str, ...], where: str, value: float) -> None:
     """Token 70 of the first head goes bad. Elsewhere, every number is what it was before."""
     made = make(Case(h=4, hkv=2, tq=150, tk=150, d=4, terms=terms, reach=(20, 9, 140, 20), spans=(9.0,)))
     if "blocks" in terms:
@@ -287,7 +287,7 @@ def test_a_bad_number_is_felt_only_where_it_is_seen(terms: tuple[str, ...], wher
 
 
 @pytest.mark.parametrize("positions", KINDS)
-def test_a_bad_table_entry_is_felt_only_where_it_is_read(positions: str) -> None:
+def test_nan_in_a_table_spreads_only_where_it_is_read(positions: str) -> None:
     made = make(
         Case(b=2, tq=150, tk=150, d=4, terms=("distance_vec", "distance_bias"), reach=(20, 9), positions=positions)
     )
@@ -364,7 +364,7 @@ def test_memory_never_holds_all_pairs(kind: str) -> None:
     assert q.grad is not None and bool(q.grad.isfinite().all())
 
 
-def test_what_is_kept_for_the_backward_pass_is_inputs_and_outputs() -> None:
+def test_only_inputs_and_outputs_are_saved_for_backward() -> None:
     saved = []
     q, k, v = (torch.randn(1, 2, 1000, 8, requires_grad=True) for _ in range(3))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
@@ -401,13 +401,13 @@ def test_block_visible_is_that_of_the_block_index() -> None:
         Case(b=2, tq=111, tk=129, terms=("span", "head_vec", "padding", "documents"), causal=False, positions="rows"),
     ]),
 )  # fmt: skip
-def test_the_way_taken_where_nobody_may_look_at_values(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_path_without_reading_values(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """On an accelerator the host never asks whether all is finite."""
     monkeypatch.setattr(banded, "_finite", lambda *_: False)
     check(case, "banded")
 
 
-def test_autocast_leaves_the_arithmetic_alone() -> None:
+def test_autocast_does_not_change_the_result() -> None:
     q, k, v = (torch.randn(1, 2, 100, 16, requires_grad=True) for _ in range(3))
     plain = attend(q, k, v, Rule(2, reach=30), backend="banded")
     with torch.autocast("cpu", torch.bfloat16):

@@ -150,7 +150,7 @@ def test_lse_is_kept_in_float32_for_half_types():
 
 
 @pytest.mark.parametrize("paper_compat", [False, True])
-def test_the_future_changes_nothing(paper_compat: bool):
+def test_future_keys_have_no_effect(paper_compat: bool):
     case = Case(
         b=2, tq=140, tk=140, paper_compat=paper_compat, terms=("span", "distance_bias", "key_bias"), spans=(3.5, 200.0)
     )
@@ -166,7 +166,7 @@ def test_the_future_changes_nothing(paper_compat: bool):
     assert not torch.equal(before.out[:, :, now + 1 :], after.out[:, :, now + 1 :])
 
 
-def test_nan_shows_where_it_is_seen():
+def test_visible_nan_reaches_its_rows():
     _, call = a_call(Case(tq=9, tk=9))
     q, k = call.q.clone(), call.k.clone()
     q[0, 0, 4] = torch.nan
@@ -301,7 +301,7 @@ def test_refuses_long_distance_vec_with_every_reason():
 
 
 @pytest.mark.parametrize("limit", [{"reach": (64, 9)}, {"terms": ("distance_vec", "span")}], ids=str)
-def test_serves_a_long_distance_vec_that_is_little_used(limit: dict):
+def test_long_distance_vec_with_short_reach_is_served(limit: dict):
     case = Case(**{"tq": 2, "tk": 1100, "terms": ("distance_vec",)} | limit)
     check(case, "flex", F32)
     assert vec_width(a_call(case)[1]) == 128
@@ -325,7 +325,7 @@ def test_refuses_an_empty_batch_and_other_devices():
         attend(q, q, q, Rule(2), backend="flex")
 
 
-def test_refuses_what_the_cuda_kernels_do_not_take():
+def test_refuses_head_sizes_and_dtypes_outside_cuda_limits():
     """Asked directly: there is no such device here."""
     q, v = torch.zeros(1, 2, 5, 8, dtype=F64), torch.zeros(1, 2, 5, 512, dtype=F64)
     assert flex._refuses_sizes(flatten(make_call(q, q, v, Rule(2)))) == [

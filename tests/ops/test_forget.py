@@ -1,5 +1,5 @@
-"""Forget gates come in front of every backend: held against the dense equation in float64, and in float32 by what a key
-bias costs there."""
+"""Forget gates are rewritten before any backend runs. Every backend is compared with the dense equation in float64, and
+in float32 with the error of a key bias."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_it_equals_the_dense_equation(case: Case) -> None:
+def test_forget_equals_the_dense_equation(case: Case) -> None:
     made = make(case)
     truth, got = run(made, "reference", torch.float64), run(made, "banded", torch.float64)
     for name in truth:
@@ -29,7 +29,7 @@ def test_it_equals_the_dense_equation(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_float32_costs_what_is_forgotten_in_all(case: Case) -> None:
+def test_float32_error_grows_with_the_total_log_gate(case: Case) -> None:
     """A key bias of size c is rounded to c · eps, and so are the scores it is added to."""
     made = make(case)
     made.inputs = {name: t.float().double() for name, t in made.inputs.items()}
@@ -46,7 +46,7 @@ def test_dropout_drops_the_same_weights() -> None:
     torch.testing.assert_close(got["out"], truth["out"])
 
 
-def test_what_does_not_fit() -> None:
+def test_bad_shapes_are_refused() -> None:
     q = torch.randn(2, 2, 5, 4)
     with pytest.raises(ValueError, match=r"forget has shape \[2, 3, 5\] .* expected \[1 or B, 1 or 2, Tk\]"):
         Rule(2, forget=torch.zeros(2, 3, 5))

@@ -22,7 +22,7 @@ CASES = [
 
 @pytest.mark.parametrize("backend", ["banded", "native"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_same_in_two_parts(case: Case, backend: str, monkeypatch) -> None:
+def test_two_parts_equal_one(case: Case, backend: str, monkeypatch) -> None:
     dtype = torch.float64 if backend == "banded" else torch.float32
     made, split = make(case), []
     g = torch.Generator().manual_seed(1)
@@ -47,7 +47,7 @@ def test_the_same_in_two_parts(case: Case, backend: str, monkeypatch) -> None:
         torch.testing.assert_close(got[name], true, **close, msg=name)
 
 
-def test_all_stay_together_where_nothing_is_gained() -> None:
+def test_one_part_where_two_save_nothing() -> None:
     q = torch.randn(1, 2, 400, 8)
     for e in (torch.full((1, 1, 400), 50.0), torch.full((1, 1, 400), 1000.0), torch.rand(1, 1, 400) * 400):
         assert key_span.split_lasting(make_call(q, q, q, Rule(2, key_span=e))) is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -15,25 +16,16 @@ from torch import Tensor
 
 from spanformer.ops import Attended, LinearState, attend_far, attend_linear, merge, sum_linear
 from spanformer.ops.linear.native import unusable
-from support.cases import FACTOR, UNITS, changed
+from support.cases import changed
+from support.state_cases import StateCase, check_close, check_threads, leaves_of, rounded
 
 BACKENDS = ["portable", pytest.param("native", marks=pytest.mark.skipif(bool(unusable()), reason="no kernel"))]
 CHUNK = 32
 
 
 @dataclass
-class Case:
-    b: int = 2
-    h: int = 2
-    hkv: int = 2
-    t: int = 17
+class Case(StateCase):
     m: int = 16
-    dv: int = 16
-    decay: float = 0.0
-    """the largest −decay of a token; 0: none"""
-    state: bool = False
-    documents: bool = False
-    padding: bool = False
     near: str = ""
     """ "heads" or "tokens" """
     ramp: float = 8.0
@@ -43,8 +35,6 @@ class Case:
     elu: bool = False
     signed: bool = False
     """features of both signs"""
-    layout: str = "bhtd"
-    seed: int = 0
 
 
 CASES = [
@@ -80,11 +70,7 @@ CASES = [
 
 def make(case: Case) -> tuple[dict[str, Tensor], dict]:
     g = torch.Generator().manual_seed(case.seed)
-
-    def normal(*shape: int) -> Tensor:
-        if case.layout == "bthd" and len(shape) == 4:
-            return torch.randn(shape[0], shape[2], shape[1], shape[3], generator=g, dtype=torch.float64).transpose(1, 2)
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
+    normal = partial(case.normal, g)
 
     def features(x: Tensor) -> Tensor:
         return x if case.signed or (case.elu and x.ndim == 4) else torch.nn.functional.elu(x) + 1
@@ -102,20 +88,12 @@ def make(case: Case) -> tuple[dict[str, Tensor], dict]:
     if case.near:
         shape = (case.h,) if case.near == "heads" else (case.b, case.h, case.t - case.skipped)
         inputs["near"] = torch.rand(*shape, generator=g, dtype=torch.float64) * 90 - case.ramp
-    fixed = {}
-    if case.documents:
-        fixed["documents"] = (torch.rand(case.b, case.t, generator=g) < 0.05).cumsum(1)
-    if case.padding:
-        fixed["padding"] = torch.rand(case.b, case.t, generator=g) < 0.2
-    return inputs, fixed
+    return inputs, case.hidden(g)
 
 
 def run(case: Case, inputs: dict[str, Tensor], fixed: dict, dtype: torch.dtype, backend: str) -> dict[str, Tensor]:
     """Every result, and the gradient of every input for one random direction in each result."""
-    wide = torch.promote_types(dtype, torch.float32)
-    leaves = {
-        name: t.detach().to(dtype if name in ("a", "b", "v") else wide).requires_grad_() for name, t in inputs.items()
-    }
+    leaves = leaves_of(inputs, dtype, ("a", "b", "v"))
     state = LinearState(leaves["s"], leaves["z"]) if case.state else None
     given = dict(state=state, backend=backend, **fixed)
     qkv = [leaves[name] for name in "abv"]
@@ -143,21 +121,13 @@ def run(case: Case, inputs: dict[str, Tensor], fixed: dict, dtype: torch.dtype, 
 
 def check(case: Case, dtype: torch.dtype, backend: str) -> None:
     inputs, fixed = make(case)
-    inputs = {name: t.to(dtype).double() if name in "abv" else t.float().double() for name, t in inputs.items()}
+    inputs = rounded(inputs, dtype, ("a", "b", "v"))
     truth = run(case, inputs, fixed, torch.float64, "reference")
     plain = run(case, inputs, fixed, dtype, "reference")
     found = run(case, inputs, fixed, dtype, backend)
-    for name, true in truth.items():
-        same = torch.isfinite(true)
-        assert torch.equal(same, torch.isfinite(found[name])), name
-        true, mine, usual = (torch.where(same, t[name], 0) for t in (truth, found, plain))
-        unit = torch.finfo(dtype).eps if name in ("out", "d_a", "d_b", "d_v") else torch.finfo(torch.float32).eps
-        size = true.abs().max()
-        if name == "d_decay":  # chunked, it is a sum of differences a·da − b·db, each rounded by its own size
-            size = max(size, *((inputs[x] * truth[f"d_{x}"]).sum(3).abs().max() for x in "ab"))
-        allowed = FACTOR * (usual - true).abs().max() + UNITS * unit * size
-        worst = (mine - true).abs().max()
-        assert worst <= allowed, f"{name}: {worst:.3g} > {allowed:.3g}"
+    # chunked, the decay's gradient is a sum of differences a·da − b·db, each rounded by its own size
+    summed = max((inputs[x] * truth[f"d_{x}"]).sum(3).abs().max() for x in "ab")
+    check_close(truth, plain, found, dtype, ("out", "d_a", "d_b", "d_v"), {"d_decay": summed})
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -236,16 +206,7 @@ def test_later_tokens_change_no_earlier_row(case: Case, backend: str, cut: int) 
 )
 def test_native_is_bit_identical_for_any_number_of_threads(case: Case) -> None:
     inputs, fixed = make(case)
-    before = torch.get_num_threads()
-    try:
-        found = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(run(case, inputs, fixed, torch.float32, "native"))
-    finally:
-        torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(torch.equal(found[0][name], other[name]) for name in other)
+    check_threads(lambda: run(case, inputs, fixed, torch.float32, "native"))
 
 
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])

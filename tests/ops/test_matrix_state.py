@@ -8,6 +8,7 @@ of the largest value.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spanformer.ops import attend_delta, attend_gated, kernel
-from support.cases import FACTOR, UNITS, changed
+from support.cases import changed
+from support.state_cases import StateCase, check_close, check_threads, leaves_of, rounded
 
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(bool(kernel.problem()), reason="no kernel"))
 BACKENDS = ["portable", NATIVE]
@@ -23,21 +25,9 @@ CHUNK = 32  # of the kernel; the portable one has 64
 
 
 @dataclass
-class Case:
+class Case(StateCase):
     op: str = "delta"
-    b: int = 2
-    h: int = 2
-    hkv: int = 2
-    t: int = 17
     d: int = 16
-    dv: int = 16
-    decay: float = 0.0
-    """the largest −decay of a token; 0: none"""
-    state: bool = False
-    documents: bool = False
-    padding: bool = False
-    layout: str = "bhtd"
-    seed: int = 0
 
 
 def both(**options) -> list[Case]:
@@ -68,12 +58,7 @@ def name_of(case: Case) -> str:
 
 def make(case: Case) -> tuple[dict[str, Tensor], dict]:
     g = torch.Generator().manual_seed(case.seed)
-
-    def normal(*shape: int) -> Tensor:
-        if case.layout == "bthd" and len(shape) == 4:
-            return torch.randn(shape[0], shape[2], shape[1], shape[3], generator=g, dtype=torch.float64).transpose(1, 2)
-        return torch.randn(*shape, generator=g, dtype=torch.float64)
-
+    normal = partial(case.normal, g)
     tokens = (case.b, case.hkv, case.t)
     inputs = {
         "q": normal(case.b, case.h, case.t, case.d),
@@ -89,12 +74,7 @@ def make(case: Case) -> tuple[dict[str, Tensor], dict]:
         )
     if case.state:
         inputs["state"] = normal(case.b, case.hkv, case.d, case.dv)
-    fixed = {}
-    if case.documents:
-        fixed["documents"] = (torch.rand(case.b, case.t, generator=g) < 0.05).cumsum(1)
-    if case.padding:
-        fixed["padding"] = torch.rand(case.b, case.t, generator=g) < 0.2
-    return inputs, fixed
+    return inputs, case.hidden(g)
 
 
 def operation(case: Case):
@@ -103,8 +83,7 @@ def operation(case: Case):
 
 def run(case: Case, inputs: dict[str, Tensor], fixed: dict, dtype: torch.dtype, backend: str) -> dict[str, Tensor]:
     """Both results, and the gradient of every input for one random direction in each result."""
-    wide = torch.promote_types(dtype, torch.float32)
-    leaves = {name: t.detach().to(dtype if name in "qkv" else wide).requires_grad_() for name, t in inputs.items()}
+    leaves = leaves_of(inputs, dtype, ("q", "k", "v"))
     out, after = operation(case)(**leaves, **fixed, backend=backend)
     g = torch.Generator().manual_seed(1)
     loss = sum((t.double() * torch.randn(t.shape, generator=g, dtype=torch.float64)).sum() for t in (out, after))
@@ -115,15 +94,11 @@ def run(case: Case, inputs: dict[str, Tensor], fixed: dict, dtype: torch.dtype, 
 
 def check(case: Case, dtype: torch.dtype, backend: str) -> None:
     inputs, fixed = make(case)
-    inputs = {name: t.to(dtype).double() if name in "qkv" else t.float().double() for name, t in inputs.items()}
+    inputs = rounded(inputs, dtype, ("q", "k", "v"))
     truth = run(case, inputs, fixed, torch.float64, "reference")
     plain = run(case, inputs, fixed, dtype, "reference")
     found = run(case, inputs, fixed, dtype, backend)
-    for name, true in truth.items():
-        unit = torch.finfo(dtype).eps if name in ("out", "d_q", "d_k", "d_v") else torch.finfo(torch.float32).eps
-        allowed = FACTOR * (plain[name] - true).abs().max() + UNITS * unit * true.abs().max()
-        worst = (found[name] - true).abs().max()
-        assert worst <= allowed, f"{name}: {worst:.3g} > {allowed:.3g}"
+    check_close(truth, plain, found, dtype, ("out", "d_q", "d_k", "d_v"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -259,16 +234,7 @@ def test_nan_stays_in_its_document(op: str, backend: str) -> None:
 def test_native_is_bit_identical_for_any_number_of_threads(op: str) -> None:
     case = Case(op=op, b=3, h=4, t=300, d=64, dv=64, decay=0.3, state=True, documents=True)
     inputs, fixed = make(case)
-    before = torch.get_num_threads()
-    try:
-        found = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            found.append(run(case, inputs, fixed, torch.float32, "native"))
-    finally:
-        torch.set_num_threads(before)
-    for other in found[1:]:
-        assert all(torch.equal(found[0][name], other[name]) for name in other)
+    check_threads(lambda: run(case, inputs, fixed, torch.float32, "native"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

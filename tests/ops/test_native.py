@@ -163,7 +163,7 @@ def test_long_sums_are_as_exact_as_sdpa_s() -> None:
 
 
 @pytest.mark.parametrize("term", ["span", "dynamic", "distance_vec", "blocks"])
-def test_the_future_changes_nothing(term: str) -> None:
+def test_future_keys_have_no_effect(term: str) -> None:
     made = make(Case(tq=129, tk=129, terms=(term,)))
     if term == "dynamic":
         made.inputs["span"] = made.inputs["span"].float()
@@ -200,7 +200,7 @@ def test_nan_spreads_only_where_it_is_seen(name: str, bad: float, term: str) -> 
     assert not got["dq"].isfinite().all() or not got["dk"].isfinite().all()
 
 
-def test_only_what_is_wanted_gets_a_gradient() -> None:
+def test_only_requested_gradients_are_computed() -> None:
     q, k, v = (torch.randn(1, 2, 40, 8) for _ in range(3))
     span = torch.tensor([4.5, 9.0], requires_grad=True)
     out, lse = attend(q, k, v, Rule(2, span=span, ramp=4.0), backend="native")
@@ -210,7 +210,7 @@ def test_only_what_is_wanted_gets_a_gradient() -> None:
         assert not attend(q, k, v, Rule(2, span=span), backend="native").out.requires_grad
 
 
-def test_a_second_derivative_is_refused() -> None:
+def test_second_derivative_is_refused() -> None:
     q = torch.randn(1, 1, 8, 4, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"no second derivative.*backend='reference'"):
         torch.autograd.grad(attend(q, q, q, Rule(1), backend="native").out.sum(), q, create_graph=True)
@@ -239,7 +239,7 @@ def test_refusals_name_every_reason() -> None:
 
 
 def against_the_oracle(q, k, v, **terms) -> dict[str, torch.Tensor]:
-    """What native gives, held against the float64 oracle: out, lse and the gradients of q and of each learned term."""
+    """What native gives, compared with the float64 oracle: out, lse and the gradients of q and of each learned term."""
     found = []
     for backend, dtype in (("native", q.dtype), ("reference", torch.float64)):
         learned = {n: t.to(dtype).requires_grad_() for n, t in terms.items() if n in LEARNED}
@@ -258,7 +258,7 @@ def against_the_oracle(q, k, v, **terms) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("reach", [torch.tensor([5]).expand(2), torch.tensor([5, 9, 30, 9])[::2]])
-def test_a_reach_that_is_not_contiguous(reach: torch.Tensor) -> None:
+def test_reach_that_is_not_contiguous(reach: torch.Tensor) -> None:
     against_the_oracle(*torch.randn(3, 1, 2, 40, 16).unbind(), reach=reach)
 
 
@@ -269,7 +269,7 @@ def test_rows_that_overlap() -> None:
     against_the_oracle(heads, heads, heads)
 
 
-def test_a_sink_of_no_weight_where_nothing_is_seen() -> None:
+def test_sink_logit_of_minus_infinity_in_rows_that_see_no_key() -> None:
     padding = torch.zeros(1, 1, 40)
     padding[..., :10] = -torch.inf
     against_the_oracle(
@@ -332,7 +332,7 @@ def test_positions_far_apart_take_no_memory() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_bias_too_low_to_matter_hides_as_infinity_does() -> None:
+def test_very_low_bias_hides_like_minus_infinity() -> None:
     """finfo.min is a common way to write −inf."""
     q, k, v = torch.randn(3, 1, 2, 70, 16).unbind()
     results = []
@@ -398,13 +398,13 @@ def run_other_code(isa: str, **environment: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_portable_code_agrees() -> None:
+def test_portable_code_agrees() -> None:
     """What processors without AVX2 run: vectors of 4."""
     run_other_code("portable")
 
 
 @pytest.mark.slow
-def test_the_logic_of_wide_vectors_agrees(tmp_path: Path) -> None:
+def test_logic_of_wide_vectors_agrees(tmp_path: Path) -> None:
     """What AVX-512 runs, vectors of 16 and panels of 32, on any machine: the compiler makes them of smaller ones."""
     compiler = next((c for c in ("c++", "g++", "clang++") if shutil.which(c)), None)
     if compiler is None:

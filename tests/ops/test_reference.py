@@ -1,4 +1,4 @@
-"""The dense oracle, held against things written without it: scalar loops over the equations, torch's own attention,
+"""The dense oracle, compared with things written without it: scalar loops over the equations, torch's own attention,
 the paper's literal form, finite differences, and the original's conventions."""
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def test_awkward_sizes(sizes):
 @pytest.mark.parametrize(
     ("hkv", "tq", "tk", "causal"), [(4, 9, 9, True), (4, 5, 9, False), (2, 9, 9, True), (1, 6, 3, False)]
 )
-def test_an_empty_rule_is_torchs_attention(hkv, tq, tk, causal):
+def test_empty_rule_equals_torch_attention(hkv, tq, tk, causal):
     q, k, v = rand(2, 4, tq, 8), rand(2, hkv, tk, 8, seed=1), rand(2, hkv, tk, 8, seed=2)
     theirs = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     out, lse = reference(q, k, v, Rule(4, causal=causal))
@@ -224,7 +224,7 @@ def test_scale():
     assert torch.allclose(reference(q, k, v, Rule(2), scale=0.3).out, theirs, atol=1e-12)
 
 
-def test_the_papers_literal_form():
+def test_papers_literal_form():
     """Softmax over the whole context, multiply by the mask, renormalise: same values, same gradients."""
     q, k, v = (t.requires_grad_() for t in qkv(b=2, t=30))
     z = torch.tensor([3.7, 11.2], dtype=F64, requires_grad=True)
@@ -244,7 +244,7 @@ def test_the_papers_literal_form():
 
 
 @pytest.mark.parametrize("spans", [(0.0, 0.0), (2.5, 8.0), (8.0, 1.25)])
-def test_the_originals_conventions(spans):
+def test_originals_conventions(spans):
     """Keys at d = 1 … S, each weighted by clip((R + z − (d − 1))/R, 0, 1); its position table's entry 0 is d = 1."""
     s, r, t = 8, 4.0, 20
     q, k, v = qkv(t=t)
@@ -315,7 +315,7 @@ def test_gradgradcheck():
     assert torch.autograd.gradgradcheck(function_of(made, list(made.inputs)), leaves)
 
 
-def test_a_whole_number_span_has_its_gradient_strictly_inside_the_ramp():
+def test_whole_number_span_has_its_gradient_strictly_inside_the_ramp():
     """At d = z (m just reached 1) and d = z + R (m just reached 0) the mask has an edge; neither side counts."""
     q, k, v = qkv(h=1, t=12)
     g = rand(1, 1, 12, 4, seed=9)
@@ -344,7 +344,7 @@ def test_infinite_and_zero_spans():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_low_precision_does_not_blur_how_far_a_head_sees(dtype):
+def test_low_precision_does_not_change_the_reach(dtype):
     """Distances and spans are geometry, not data: half a float's digits must not move the edge of a span."""
     rule = Rule(1, span=torch.tensor([2301.0]), ramp=8.0)
     q, k = torch.zeros(1, 1, 1, 2, dtype=dtype), torch.zeros(1, 1, 2500, 2, dtype=dtype)
@@ -362,7 +362,7 @@ def test_low_precision_does_not_blur_how_far_a_head_sees(dtype):
 @pytest.mark.parametrize(
     "terms", [(), ("span", "distance_bias", "key_bias", "sink_logits"), ("dynamic", "distance_vec")]
 )
-def test_the_future_cannot_be_felt(terms, original):
+def test_future_keys_have_no_effect(terms, original):
     made = make(Case(b=2, tq=12, tk=12, d=4, ramp=3.0, terms=terms, paper_compat=original))
     run = function_of(made, ["k", "v"])
     out, lse = run(made.inputs["k"], made.inputs["v"])
@@ -400,7 +400,7 @@ def hidden_by(how: str, t: int, j: int) -> tuple[dict, Tensor]:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("which", ["k", "v"])
 @pytest.mark.parametrize("how", ["reach", "span", "documents", "padding", "blocks"])
-def test_a_bad_key_spoils_only_rows_that_see_it(how, which, bad):
+def test_nan_in_a_key_reaches_only_rows_that_see_it(how, which, bad):
     """Gradients too: those of clean rows' queries, and of keys and values that no spoilt row sees."""
     t, j = 12, 4
     options, sees = hidden_by(how, t, j)
@@ -430,7 +430,7 @@ def test_a_bad_key_spoils_only_rows_that_see_it(how, which, bad):
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_a_row_that_sees_nothing_gives_zeros_and_no_gradient(sinks):
+def test_row_that_sees_nothing_gives_zeros_and_no_gradient(sinks):
     t = 8
     q, k, v = (x.requires_grad_() for x in qkv(t=t))
     learned = {

@@ -100,7 +100,7 @@ def test_bit_identical_whatever_the_threads() -> None:
     assert all(torch.equal(results[0], other) for other in results)
 
 
-def test_a_nan_in_sight_is_passed_on() -> None:
+def test_visible_nan_reaches_the_output() -> None:
     k = torch.randn(1, 1, 20, 8)
     k[0, 0, 4] = torch.nan
     for backend in BACKENDS:
@@ -175,6 +175,6 @@ def test_values_too_wide_for_the_kernel_go_to_banded() -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_rows_give_no_rows(backend) -> None:
+def test_empty_batch(backend) -> None:
     rings = Rings(torch.zeros(0, 20, 8), torch.zeros(0, 20, 8), torch.tensor([20]), torch.zeros(0, dtype=torch.int64))
     assert attend_rings(torch.zeros(0, 1, 1, 8), rings, Rule(1), backend=backend).out.shape == (0, 1, 1, 8)

@@ -47,7 +47,7 @@ class TestSum:
         )
         assert all(getattr(rule, name) is None for name in terms)
 
-    def test_a_term_on_either_side_is_kept(self):
+    def test_term_on_either_side_is_kept(self):
         terms = {
             "span": torch.ones(2),
             "distance_bias": torch.ones(2, 5),
@@ -67,16 +67,16 @@ class TestSum:
             == [1, 2]
         )
 
-    def test_causal_and_original_hold_if_either_asks(self):
+    def test_causal_and_paper_compat_hold_if_either_has_them(self):
         flags = [False, True]
         for a, b in itertools.product(flags, flags):
             assert (Rule(1, causal=a) + Rule(1, causal=b)).causal == (a or b)
             assert (Rule(1, paper_compat=a) + Rule(1, paper_compat=b)).paper_compat == (a or b)
 
-    def test_the_shorter_reach_per_head(self):
+    def test_shorter_reach_per_head(self):
         assert (Rule(3, reach=[5, 2, 9]) + Rule(3, reach=4)).reach.tolist() == [4, 2, 4]
 
-    def test_a_span_brings_its_ramp(self):
+    def test_span_brings_its_ramp(self):
         spanned = Rule(1, span=torch.ones(1), ramp=7.0)
         for both in (spanned + Rule(1, ramp=3.0), Rule(1, ramp=3.0) + spanned):
             assert both.ramp == 7.0 and both.span is spanned.span
@@ -85,7 +85,7 @@ class TestSum:
         with refused("both rules have a span", "drop it from one of them"):
             Rule(1, span=torch.ones(1)) + Rule(1, span=torch.ones(1))
 
-    def test_tables_add_as_far_as_both_are_known(self):
+    def test_tables_add_up_to_the_shorter_length(self):
         a, b = torch.arange(10.0).view(2, 5), torch.ones(2, 3)
         assert torch.equal((Rule(2, distance_bias=a) + Rule(2, distance_bias=b)).distance_bias, a[:, :3] + 1)
         shared, own = torch.ones(1, 4, 3), torch.arange(30.0).view(2, 5, 3)
@@ -120,7 +120,7 @@ class TestSum:
             with refused("both rules have document ids, and they differ; give both the same ids"):
                 Rule(1, documents=ids) + Rule(1, documents=other)
 
-    def test_two_sinks_weigh_as_much_as_their_sum(self):
+    def test_sink_logits_add_by_logaddexp(self):
         a, b = torch.tensor([1.0, -2.0]), torch.tensor([0.5, 3.0])
         both = (Rule(2, sink_logits=a) + Rule(2, sink_logits=b)).sink_logits
         assert torch.allclose(both.exp(), a.exp() + b.exp())
@@ -132,13 +132,13 @@ class TestSum:
         at = torch.arange(17)
         assert torch.equal(both.blocks.visible(at, at)[0], a & b)
 
-    def test_what_cannot_be_added(self):
+    def test_unsupported_sums_are_refused(self):
         with refused("rules of 2 and 3 heads cannot be added"):
             Rule(2) + Rule(3)
         with pytest.raises(TypeError):
             Rule(2) + 1
 
-    def test_a_sum_attends_as_its_parts_say(self):
+    def test_sum_of_rules_equals_both_rules(self):
         """The sum of rules equals one rule with all the terms."""
         q, k, v = qkv()
         bias, sinks = torch.randn(4, 6), torch.randn(4)
@@ -377,25 +377,25 @@ class TestBadCalls:
         with refused("blocks is on meta", "expected cpu, where q is"):
             attend(*qkv(), Rule(4, blocks=blocks), backend="reference")
 
-    def test_a_table_may_be_as_short_as_the_reach(self):
+    def test_table_may_be_as_short_as_the_reach(self):
         attend(*qkv(), Rule(4, distance_bias=torch.ones(4, 4), reach=[1, 2, 4, 3]), backend="reference")
         attend(*qkv(), Rule(4, distance_bias=torch.ones(4, 4), span=torch.ones(4), ramp=2.5), backend="reference")
         attend(*qkv(), Rule(4, distance_bias=torch.ones(4, 5), paper_compat=True), backend="reference")
 
-    def test_a_table_need_not_span_the_gap_between_rows_of_a_batch(self):
+    def test_table_need_not_span_the_gap_between_rows_of_a_batch(self):
         far = torch.stack([torch.arange(6), torch.arange(6) + 1000])
         rule = Rule(4, distance_bias=torch.randn(4, 6))
         q, k, v = qkv()
         apart = attend(q, k, v, rule, backend="reference", q_positions=far, k_positions=far)
         assert torch.equal(apart.out, attend(q, k, v, rule, backend="reference").out)
 
-    def test_a_table_as_long_as_the_queries_serves_fewer_keys(self):
+    def test_table_as_long_as_the_queries_serves_fewer_keys(self):
         rule = Rule(4, causal=False, distance_bias=torch.randn(4, 6))
         attend(*qkv(tk=3), rule, backend="reference")  # queries at −3 … 2, keys at 0 … 2: distances 0 … 5
         with refused("distance_bias has shape [4, 5]", "at least 6"):
             attend(*qkv(tk=3), Rule(4, causal=False, distance_bias=torch.randn(4, 5)), backend="reference")
 
-    def test_an_empty_batch(self):
+    def test_empty_batch(self):
         nowhere = torch.zeros(0, 6, dtype=torch.int64)
         rule = Rule(4, distance_bias=torch.randn(4, 6))
         out, lse = attend(*qkv(b=0), rule, backend="reference", q_positions=nowhere, k_positions=nowhere)
@@ -436,7 +436,7 @@ class TestBlockIndex:
             assert torch.equal(both.visible(at, at), (a & b).expand(max(heads, others), -1, -1))
             assert both.masks.flatten(1).any(1).all()
 
-    def test_and_with_nothing_in_common(self):
+    def test_intersection_may_be_empty(self):
         a = torch.eye(17, dtype=torch.bool)
         both = BlockIndex.from_dense(a, 8) & BlockIndex.from_dense(~a, 8)
         assert both.columns.numel() == 0 and not both.visible(torch.arange(17), torch.arange(17)).any()
@@ -460,7 +460,7 @@ class TestBlockIndex:
         blocks = BlockIndex.from_dense(mask, 8)
         assert torch.equal(blocks.visible(torch.arange(20), torch.arange(63))[0], mask)
 
-    def test_an_all_full_pattern_stores_no_masks(self):
+    def test_all_full_pattern_stores_no_masks(self):
         blocks = BlockIndex.from_dense(torch.ones(17, 17, dtype=torch.bool), 8)
         assert blocks.masks.shape == (0, 8, 8) and blocks.mask_ids.eq(-1).all() and blocks.columns.numel() == 9
 
@@ -472,7 +472,7 @@ class TestBlockIndex:
         "masks": torch.eye(2, dtype=torch.bool)[None],
     }
 
-    def test_a_good_one(self):
+    def test_valid_index_is_accepted(self):
         seen = BlockIndex(**self.GOOD).visible(torch.arange(4), torch.arange(4))[0].int()
         assert seen.tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]
 
@@ -563,7 +563,7 @@ class TestChoice:
         install(native=(["the kernel is not built"], []), flex=([], ["a reason about a call"]))
         assert backends() == {"native": ["the kernel is not built"], "flex": [], "banded": [], "reference": []}
 
-    def test_auto_takes_the_first_that_can(self, install):
+    def test_auto_uses_the_first_backend_that_serves(self, install):
         install()
         assert choose_backend(*qkv(), Rule(4)) == "native"
         install(native=(["the kernel is not built"], []))
@@ -577,12 +577,12 @@ class TestChoice:
         attend(*qkv(), Rule(4), backend="flex")
         assert ran == ["banded", "flex"]
 
-    def test_other_devices_take_the_portable_one(self, install):
+    def test_other_devices_use_banded(self, install):
         install()
         q, k, v = (t.to("meta") for t in qkv())
         assert choose_backend(q, k, v, Rule(4)) == "banded"
 
-    def test_no_silent_fallback_to_the_dense_one(self, install):
+    def test_auto_never_uses_reference(self, install):
         install(native=(["the kernel is not built"], []), banded=([], ["float8", "odd heads"]))
         with refused(
             "no backend can serve this call",
@@ -592,7 +592,7 @@ class TestChoice:
         ):
             attend(*qkv(), Rule(4))
 
-    def test_a_named_backend_serves_or_refuses(self, install):
+    def test_named_backend_serves_or_refuses(self, install):
         ran = install(native=(["the kernel is not built"], []), flex=([], ["no CPU backward", "no sinks"]))
         with refused("backend 'native' cannot serve this call: the kernel is not built"):
             attend(*qkv(), Rule(4), backend="native")
@@ -600,14 +600,14 @@ class TestChoice:
             attend(*qkv(), Rule(4), backend="flex")
         assert ran == []
 
-    def test_the_choice_checks_the_call(self, install):
+    def test_choice_checks_the_call(self, install):
         install()
         with refused("q has shape [2, 4, 6, 8], 4 heads", "expected 3, as the rule has"):
             choose_backend(*qkv(), Rule(3))
         with refused("dropout is 2.0"):
             choose_backend(*qkv(), Rule(4), dropout=2.0)
 
-    def test_the_choice_is_logged_once_with_its_reasons(self, install, caplog):
+    def test_choice_is_logged_once_with_its_reasons(self, install, caplog):
         install(native=(["the kernel is not built"], []))
         with caplog.at_level(logging.INFO, "spanformer"):
             for _ in range(3):
@@ -622,7 +622,7 @@ class TestDropout:
 
     @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
     @pytest.mark.parametrize("seed", [0, 123, (1 << 62) - 1])
-    def test_the_rate_overall_and_along_every_axis(self, p, seed):
+    def test_rate_overall_and_along_every_axis(self, p, seed):
         dropped = ~self.draws(p, seed)
         for axes in ((0, 1, 2), (1, 2), (0, 2), (0, 1)):
             rates = dropped.double().mean(axes)
@@ -639,14 +639,14 @@ class TestDropout:
             product = (a * b).flatten()
             assert product.mean().abs() < 6 / math.sqrt(product.numel())
 
-    def test_reproducible_and_indifferent_to_the_shape_asked_for(self):
+    def test_dropout_does_not_depend_on_the_requested_shape(self):
         whole = self.draws(0.3)
         assert torch.equal(whole, self.draws(0.3))
         assert torch.equal(whole[:, :5, 200:], keep(torch.tensor([123]), 0.3, torch.arange(4).view(-1, 1, 1),
                                                     torch.arange(5).view(-1, 1), torch.arange(200, 256)))  # fmt: skip
         assert not torch.equal(whole, self.draws(0.3, seed=124))
 
-    def test_a_higher_rate_drops_more_of_the_same(self):
+    def test_higher_rate_drops_more_of_the_same(self):
         assert (self.draws(0.2) | ~self.draws(0.5)).all()
         assert self.draws(0.0).all()
 

@@ -40,7 +40,7 @@ def test_flex_serves_it_too() -> None:
         torch.testing.assert_close(attend(*qkv, rule, backend="flex").out, attend(*qkv, rule, backend="reference").out)
 
 
-def test_the_oracle_sees_kept_keys_and_nothing_else_beyond_the_reach() -> None:
+def test_oracle_sees_only_sink_tokens_beyond_the_reach() -> None:
     q, k, v = torch.zeros(1, 1, 9, 4), torch.zeros(1, 1, 9, 4), torch.eye(9)[None, None]
     weights = attend(q, k, v, Rule(1, reach=2, sink_tokens=3), backend="reference").out[0, 0]
     for i, j in itertools.product(range(9), range(9)):
@@ -60,7 +60,7 @@ def test_packed_documents_each_keep_their_own_first_tokens() -> None:
         ]  # fmt: skip
 
 
-def test_addition_keeps_the_longer() -> None:
+def test_sum_of_rules_has_more_sink_tokens() -> None:
     assert (Rule(2, sink_tokens=3) + Rule(2, sink_tokens=5)).sink_tokens == 5
     assert (Rule(2, sink_tokens=3) + Rule(2)).sink_tokens == 3
 
@@ -72,7 +72,7 @@ def test_refusals() -> None:
         Rule(2, sink_tokens=2, distance_bias=torch.zeros(2, 9))
 
 
-def test_a_wrong_split_would_show() -> None:
+def test_cases_depend_on_sink_tokens() -> None:
     made = make(CASES[0])
     without = Rule(2, reach=[3, 9])
     qkv = [made.inputs[n] for n in "qkv"]

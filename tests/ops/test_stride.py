@@ -67,7 +67,7 @@ def union_of(rule: Rule, q: Tensor, k: Tensor, v: Tensor, backend: str) -> list[
 
 
 @pytest.mark.parametrize("backend", ["native", "banded"])
-def test_a_union_equals_one_softmax_over_both(backend: str) -> None:
+def test_union_equals_one_softmax_over_both(backend: str) -> None:
     """Also with the terms that are added to it, and with kept keys, which only one of the parts may see."""
     g = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(2, 4, 45, 8, generator=g) for _ in range(3))
@@ -82,7 +82,7 @@ def test_a_union_equals_one_softmax_over_both(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "native"])
-def test_a_union_sees_the_pairs_of_both(backend: str) -> None:
+def test_union_sees_the_pairs_of_both(backend: str) -> None:
     rule = Union(Rule(2, reach=4), Rule(2, stride=4, skip=4)) + Rule(2, sink_tokens=2)
     weights = seen(rule, 23, backend)
     for i, j in itertools.product(range(23), range(23)):
@@ -103,7 +103,7 @@ def test_adding_unions() -> None:
     assert len((a + c).rules) == 4 and len(Union(a, Rule(1, reach=0)).rules) == 3
 
 
-def test_a_stride_alone_sees_and_costs_only_its_class() -> None:
+def test_stride_alone_sees_and_costs_only_its_class() -> None:
     """The backend is handed a class at a time: nothing as long as the sequence."""
     q = torch.randn(1, 2, 64, 8)
     lengths = []
@@ -130,7 +130,7 @@ def test_dropout_leaves_each_weight_as_often_as_it_should() -> None:
     assert abs(float((shown > 0).float().mean()) - 0.75) < 0.05 and float(out[:, ::2].abs().max()) == 0
 
 
-def test_what_is_refused() -> None:
+def test_bad_arguments_are_refused() -> None:
     for words, build in (
         ("stride is 0; expected a whole number of at least 1, or 2 of them", lambda: Rule(2, stride=0)),
         (r"skip is \[1, 2, 3\]; expected a whole number of at least 0, or 2 of them", lambda: Rule(2, skip=[1, 2, 3])),

@@ -116,7 +116,7 @@ def test_auto_takes_the_next_where_native_refuses() -> None:
         attend(q, k, v, rule, backend="native")
 
 
-def test_values_make_nothing_of_the_size_of_all_pairs() -> None:
+def test_distance_value_builds_no_tensor_of_all_pairs() -> None:
     """4,096 tokens in the memory of a few times q: a dense 4096 × 4096 matrix alone is 64 times as large as v."""
     q, k, v = (torch.randn(1, 1, 4096, 16, requires_grad=True) for _ in range(3))
     rule = Rule(1, reach=64, distance_value=torch.randn(1, 17, 16, requires_grad=True))
@@ -163,7 +163,7 @@ def rules(seed: int) -> list[Rule]:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_sum_of_rules_says_at_every_distance_what_its_parts_say(causal: bool) -> None:
+def test_sum_of_rules_adds_tables_at_every_distance(causal: bool) -> None:
     for a, b in itertools.product(rules(0), rules(1)[:6]):
         both = a + b + Rule(2) if causal else a + b
         again = Rule(2) + b + a if causal else b + a
@@ -178,7 +178,7 @@ def test_a_sum_of_rules_says_at_every_distance_what_its_parts_say(causal: bool) 
                 torch.testing.assert_close(value_at(again, name, d), expected.expand_as(value_at(again, name, d)))
 
 
-def test_values_go_on_beyond_their_ends_in_a_sum() -> None:
+def test_distance_value_extends_beyond_its_ends_in_a_sum() -> None:
     short, long = (Rule(1, causal=False, max_future=n, distance_value=torch.randn(1, 2 * n + 1, 2)) for n in (1, 4))
     both = short + long
     assert both.max_future == 4 and both.distance_value.shape[1] == 9

@@ -68,7 +68,7 @@ def test_samples_depend_on_their_term(term: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("term", SAMPLES)
-def test_a_backend_serves_or_refuses_each(term: str, backend: str) -> None:
+def test_backend_serves_or_refuses_each(term: str, backend: str) -> None:
     rule = Rule(H, **SAMPLES[term])
     expected = attend(Q, K, V, rule, backend="reference")
     with torch.no_grad():
@@ -98,7 +98,7 @@ def test_backend_serves_several_rules(name: str, backend: str) -> None:
 
 
 @pytest.mark.parametrize("name", SEVERAL)
-def test_several_rules_answer_as_one(name: str) -> None:
+def test_several_rules_have_the_interface_of_one(name: str) -> None:
     rule = SEVERAL[name]
     alone = [rule.for_heads([head]) for head in range(H)]
     assert rule.limits() == [part.limits()[0] for part in alone]

@@ -34,7 +34,7 @@ def test_places_may_be_given() -> None:
         torch.testing.assert_close(module.embed(x, torch.arange(3)), module.embed(x, 0))
 
 
-def test_a_learned_table_and_its_gradient() -> None:
+def test_learned_table_and_its_gradient() -> None:
     module, x = Learned(4, 9).double(), torch.randn(2, 3, 4, dtype=torch.float64)
     out = module.embed(x, 6)
     torch.testing.assert_close(out, x + module.weight[6:9])
@@ -44,7 +44,7 @@ def test_a_learned_table_and_its_gradient() -> None:
     assert not grad[:6].any()
 
 
-def test_a_table_ends() -> None:
+def test_table_ends() -> None:
     module = Learned(4, 9)
     for start in (7, torch.tensor([7, 8, 9])):
         message = (

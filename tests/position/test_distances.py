@@ -62,11 +62,11 @@ class TestAlibi:
 
 
 class TestDistanceBias:
-    def test_starts_without_an_opinion(self):
+    def test_bias_starts_at_zero(self):
         assert DistanceBias(2, 5).rule(View(), 5).distance_bias.eq(0).all()
 
     @pytest.mark.parametrize("length", [1, 4, 9, 20])
-    def test_the_last_entry_holds_beyond_the_table_and_gradients_reach_it(self, length):
+    def test_last_entry_holds_beyond_the_table_and_gradients_reach_it(self, length):
         q, k = qk(2, 9)
         module = DistanceBias(2, length).double()
         with torch.no_grad():
@@ -102,13 +102,13 @@ class TestTable:
             row = torch.stack([q[0, 0, i] @ (k[0, 0, j] + module.weight[i - j - 1]) / 2 for j in range(i)])
             torch.testing.assert_close(got[i, :i], row.log_softmax(0))
 
-    def test_a_table_that_is_too_short_is_refused(self):
+    def test_table_that_is_too_short_is_refused(self):
         q, k = qk(2, 9)
         with pytest.raises(ValueError, match=r"distance_vec has shape .* so it needs at least 9"):
             scores(q, k, Rule(2) + Table(2, 4, 8).double().rule(View(), 9))
 
 
-def test_the_base_changes_nothing():
+def test_base_class_has_no_effect():
     q, k = qk(2, 3)
     base, x = Position(), torch.randn(1, 3, 8)
     assert base.embed(x, 5) is x and base.rule(View(), 3) is None
@@ -118,7 +118,7 @@ def test_the_base_changes_nothing():
 
 
 @pytest.mark.parametrize("module", [Alibi(2), DistanceBias(2, 5), Table(2, 4, 5)], ids=["alibi", "bias", "table"])
-def test_a_rule_over_distances_leaves_the_future_to_the_mechanism(module):
+def test_rule_over_distances_leaves_the_future_to_the_mechanism(module):
     rule = module.rule(View(), 5)
     assert not (Rule(2, causal=False) + rule).causal and (Rule(2) + rule).causal
 

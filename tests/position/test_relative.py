@@ -113,7 +113,7 @@ def test_equals_the_papers_equation(kind: str, causal: bool, places: str, backen
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_future_is_not_felt(kind: str) -> None:
+def test_future_keys_have_no_effect(kind: str) -> None:
     module, (q, k, v) = made(kind, True), qkv(T, T)
     rule = Rule(H) + module.rule(View(), T)
     first = attend(*module.encode(q, k, View()), v, rule, backend="banded").out
@@ -123,7 +123,7 @@ def test_the_future_is_not_felt(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_longer_table_says_the_same(kind: str) -> None:
+def test_longer_table_gives_the_same_result(kind: str) -> None:
     """Any number of distances may be asked for: relative positions do not end."""
     for causal in (True, False):
         module = made(kind, causal)
@@ -142,7 +142,7 @@ def test_buckets_are_t5s_own(causal: bool) -> None:
         assert torch.equal(T5(1, buckets, farthest, causal=causal).bucket(distance), expected)
 
 
-def test_a_head_that_prefers_what_is_near_does_not_overflow_far_away() -> None:
+def test_head_that_prefers_what_is_near_does_not_overflow_far_away() -> None:
     module = DATransformer(2)
     with torch.no_grad():
         module.w.copy_(torch.tensor([-2.0, 2.0])), module.v.copy_(torch.tensor([3.0, -50.0]))

@@ -85,7 +85,7 @@ def test_more_queries_than_keys_still_end_together():
     torch.testing.assert_close(turned[0] @ turned[1].mT, expected[0] @ expected[1].mT)
 
 
-def test_the_kept_table_follows_length_and_dtype_and_serves_training_after_inference():
+def test_kept_table_follows_length_and_dtype_and_serves_training_after_inference():
     rotary = Rotary(8)
     q, k = (x.float() for x in qk(2, 9, 8))
     with torch.inference_mode():

@@ -16,7 +16,7 @@ def plain(d: int, base: float) -> torch.Tensor:
     return torch.tensor([base ** (-2 * c / d) for c in range(d // 2)], dtype=torch.float64)
 
 
-def test_linear_is_a_slower_text() -> None:
+def test_linear_equals_scaled_positions() -> None:
     k, at = torch.randn(1, 2, 9, 8), torch.arange(0, 36, 4)
     slow, rotary = Rotary(8, scaling="linear", factor=4.0), Rotary(8)
     torch.testing.assert_close(slow.speeds(), plain(8, 10000.0) / 4)

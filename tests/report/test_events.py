@@ -45,12 +45,12 @@ def test_all_rows_are_read_from_the_folder_or_the_file(tmp_path):
     assert again.evals == run.evals and again.path == run.path
 
 
-def test_a_head_without_a_learned_span_has_none(tmp_path, begun):
+def test_head_without_a_learned_span_has_none(tmp_path, begun):
     spans = read(tmp_path, [begun, step(1)]).steps[0].spans
     np.testing.assert_array_equal(spans, [[1.0, math.nan], [0.0, 7.5]])
 
 
-def test_a_resumed_run_forgets_what_it_undid(tmp_path, begun):
+def test_resumed_run_drops_repeated_rows(tmp_path, begun):
     """Killed after step 5, resumed from the checkpoint of step 3: 4 and 5 are undone, 4 comes again, 5 does not."""
     rows = [
         begun, step(1), step(2), step(3, 30.0), synthetic.evaluation(3, 3.0, "valid", 5.0),
@@ -68,28 +68,28 @@ def test_a_resumed_run_forgets_what_it_undid(tmp_path, begun):
     assert [row.step for row in run.resumes] == [3] and [row.reason for row in run.skips] == ["NaN"]
 
 
-def test_a_run_that_goes_on_has_not_stopped(tmp_path, begun):
+def test_resumed_run_has_no_stop_event(tmp_path, begun):
     stop = {"event": "stop", "step": 1, "reason": "all steps are done", "seconds": 1.0}
     assert read(tmp_path, [begun, step(1), stop, {"event": "resume", "step": 1}, step(2)]).stop is None
 
 
 @pytest.mark.parametrize("cut", [1, 30, 60])
-def test_a_line_cut_short_by_a_kill_is_passed_over(tmp_path, begun, cut):
+def test_line_cut_short_by_a_kill_is_passed_over(tmp_path, begun, cut):
     run = read(tmp_path, [begun, step(1)], after=json.dumps(step(2))[:cut])
     assert [row.step for row in run.steps] == [1]
 
 
-def test_a_line_cut_inside_a_character_is_passed_over(tmp_path, begun):
+def test_line_cut_inside_a_character_is_passed_over(tmp_path, begun):
     file = synthetic.write(tmp_path, [begun, step(1)]) / "events.jsonl"
     file.write_bytes(file.read_bytes() + '{"event":"note","text":"é'.encode()[:-1])
     assert len(read_run(file).steps) == 1
 
 
-def test_a_last_line_that_only_lacks_its_end_counts(tmp_path, begun):
+def test_last_line_that_only_lacks_its_end_counts(tmp_path, begun):
     assert len(read(tmp_path, [begun, step(1)], after=json.dumps(step(2))).steps) == 2
 
 
-def test_a_line_cut_short_before_a_resumption_is_passed_over(tmp_path, begun):
+def test_line_cut_short_before_a_resumption_is_passed_over(tmp_path, begun):
     rest = '{"event": "st\n' + json.dumps({"event": "resume", "step": 1}) + "\n" + json.dumps(step(2)) + "\n"
     assert [row.step for row in read(tmp_path, [begun, step(1)], after=rest).steps] == [1, 2]
 
@@ -99,7 +99,7 @@ def test_other_events_and_keys_are_left_alone(tmp_path, begun):
     assert len(run.steps) == 1
 
 
-def test_what_could_not_be_computed_is_no_number(tmp_path, begun):
+def test_null_is_read_as_nan(tmp_path, begun):
     rows = [begun, step(1, None), step(2, math.nan), {"event": "cost", "step": 2, "flops": {"learned": 1.0}}]
     run = read(tmp_path, rows)
     assert all(math.isnan(row.loss) for row in run.steps) and run.costs[0].flops == {}
@@ -122,13 +122,13 @@ def test_what_could_not_be_computed_is_no_number(tmp_path, begun):
         ({"event": 5}, "line 3: 'event' is 5; expected text"),
     ],
 )
-def test_a_row_of_another_kind_is_refused(tmp_path, begun, change, said):
+def test_row_of_another_kind_is_refused(tmp_path, begun, change, said):
     with pytest.raises(ValueError, match=said) as caught:
         read(tmp_path, [begun, step(1), step(2, **change)])
     assert "events.jsonl, line 3" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_missing_key_is_named(tmp_path, begun):
+def test_missing_key_is_named(tmp_path, begun):
     row = step(1)
     del row["loss"]
     with pytest.raises(ValueError, match="line 2 has no 'loss'; expected a number"):
@@ -147,7 +147,7 @@ def test_a_missing_key_is_named(tmp_path, begun):
         ({"config": []}, r"'config' is \[\]; expected an object"),
     ],
 )
-def test_a_start_of_another_kind_is_refused(tmp_path, begun, change, said):
+def test_start_of_another_kind_is_refused(tmp_path, begun, change, said):
     with pytest.raises(ValueError, match=said):
         read(tmp_path, [begun | change])
 
@@ -174,13 +174,13 @@ def test_other_files_are_refused(tmp_path, begun, content, said):
     assert str(caught.value).count("\n") == 0
 
 
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+def test_pipe_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "events.jsonl")
     with pytest.raises(ValueError, match=r"the file of events '.*events\.jsonl' is not a regular file"):
         read_run(tmp_path)
 
 
-def test_what_is_not_there_is_said(tmp_path):
+def test_missing_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"nothing does not exist; expected a training run's folder"):
         read_run(tmp_path / "nothing")
     with pytest.raises(ValueError, match=r"events.jsonl does not exist"):

@@ -29,7 +29,7 @@ def test_every_head_has_a_panel_and_the_sentence_names_the_farthest(tmp_path):
 
 
 @pytest.mark.parametrize("asked, found", [((0, 0), (2, 1)), ((1, 0), (1, 2)), ((0, 2), (1, 2)), ((2, 2), (2, 2))])
-def test_the_farthest_of_those_asked_for(asked, found):
+def test_farthest_of_those_asked_for(asked, found):
     assert HeadStats(MAPS, TOKENS, TOKENS).chosen(*asked) == found
 
 
@@ -44,7 +44,7 @@ def test_one_head_names_its_tokens(tmp_path, tokens):
     assert picture.save(tmp_path / "one.png").stat().st_size > 1000
 
 
-def test_heads_at_another_text_are_told_apart_by_how_they_move(tmp_path):
+def test_cross_attention_heads_are_ranked_by_movement(tmp_path):
     still, moving = np.eye(3)[[2, 2, 2, 2]], np.eye(3)[[0, 0, 2, 2]]
     even = np.full((4, 3), 1 / 3)
     looks = CrossHeadStats([np.stack([still, even]), np.stack([moving, even])], [*"abcd"], [*"xyz"], "cross-attention")

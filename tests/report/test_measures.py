@@ -69,7 +69,7 @@ def test_time_of_a_step_is_measured_or_taken_from_the_rows(run):
     assert math.isnan(measures.seconds_per_step(dataclasses.replace(run, costs=[], steps=run.steps[:1])))
 
 
-def test_the_pace_multiplies_to_the_time_of_training(run):
+def test_pace_multiplies_to_the_time_of_training(run):
     assert measures.pace(run) * run.steps[-1].step == pytest.approx(run.steps[-1].seconds)
     late = [dataclasses.replace(row, seconds=row.seconds + 1000) for row in run.steps]  # as fit-spans, after its survey
     assert measures.pace(dataclasses.replace(run, steps=late)) == pytest.approx(0.4)
@@ -77,7 +77,7 @@ def test_the_pace_multiplies_to_the_time_of_training(run):
     assert math.isnan(measures.pace(dataclasses.replace(run, steps=[])))
 
 
-def test_the_parts_of_a_step_add_up_to_its_time(run):
+def test_parts_of_a_step_add_up_to_its_time(run):
     times = measures.step_times(run)
     assert times is not None
     assert sum(times["learned"].values()) == pytest.approx(measures.seconds_per_step(run))

@@ -87,7 +87,7 @@ def test_one_run(tmp_path):
         assert said in read.text, said
 
 
-def test_the_time_of_a_step_fits_the_time_of_training(tmp_path):
+def test_time_of_a_step_fits_the_time_of_training(tmp_path):
     """The average of the rows stands beside their total; what was measured afterwards has a place of its own."""
     rows = synthetic.events(**SMALL, pace=3.5)
     (cost,) = (row for row in rows if row["event"] == "cost")
@@ -98,7 +98,7 @@ def test_the_time_of_a_step_fits_the_time_of_training(tmp_path):
     assert "time of a step" in said and "attention 10 %, other products 20 %, optimiser 60 %, the rest 10 %" in said
 
 
-def test_several_runs_stand_side_by_side(tmp_path):
+def test_several_runs_on_one_page(tmp_path):
     runs = [
         synthetic.events(**SMALL, name="same", max_span=limit, floor=floor) for limit, floor in ((128, 2.0), (512, 1.5))
     ]
@@ -113,7 +113,7 @@ def test_several_runs_stand_side_by_side(tmp_path):
     assert "test bits" in read.text
 
 
-def test_columns_that_say_nothing_are_left_out(tmp_path):
+def test_empty_columns_are_omitted(tmp_path):
     runs = [[row for row in synthetic.events(**SMALL, name=name) if row.get("split") != "test"] for name in "ab"]
     said = Reader(report(tmp_path, *runs)).text
     assert "test bits" not in said and "peak memory" in said
@@ -151,7 +151,7 @@ def test_without_steps(tmp_path):
     assert "still goes on, or was killed" in read.text
 
 
-def test_a_run_without_steps_among_others(tmp_path):
+def test_run_without_steps_among_others(tmp_path):
     read = assert_self_contained(
         report(tmp_path, [synthetic.events(**SMALL, name="empty")[0]], synthetic.events(**SMALL))
     )
@@ -173,7 +173,7 @@ def test_odd_numbers_are_reported_as_well_as_they_can_be(tmp_path, change):
     assert_self_contained(report(tmp_path, [row | change if row["event"] == "step" else row for row in rows]))
 
 
-def test_a_resumed_run_cut_short(tmp_path):
+def test_resumed_run_cut_short(tmp_path):
     rows = synthetic.events(**SMALL, cost=False)[:-4]
     undone = next(row for row in reversed(rows) if row["event"] == "step") | {"step": 9990, "loss": 99.0}
     folder = synthetic.write(tmp_path / "run", [*rows, undone, {"event": "resume", "step": 60}], after='{"event": "st')
@@ -181,7 +181,7 @@ def test_a_resumed_run_cut_short(tmp_path):
     assert "Resumed from here." in read.text and "9,990" not in read.text and "60 steps" in read.text
 
 
-def test_an_empty_file_is_one_sentence_and_writes_nothing(tmp_path):
+def test_empty_file_is_one_sentence_and_writes_nothing(tmp_path):
     good, bad = synthetic.write(tmp_path / "good", synthetic.events(**SMALL)), synthetic.write(tmp_path / "bad", [])
     with pytest.raises(ValueError, match=r"events\.jsonl is empty; expected") as caught:
         write_report([good, bad], tmp_path / "out")

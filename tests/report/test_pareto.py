@@ -28,7 +28,7 @@ def named(tmp_path):
     }
 
 
-def test_the_front_holds_what_nothing_beats():
+def test_front_holds_undominated_runs():
     points = {"a": (1.0, 3.0), "b": (2.0, 2.0), "c": (3.0, 1.0), "beaten": (2.5, 2.0), "tie": (2.0, 2.0), "far": (9, 9)}
     assert pareto.pareto_front(points) == ["a", "b", "tie", "c"]
 
@@ -62,7 +62,7 @@ def test_many_runs_get_numbers_and_a_list(tmp_path, named):
     picture.save(tmp_path / "many.png")
 
 
-def test_the_table_says_who_is_best_by_what(named):
+def test_table_names_the_costs_by_which_a_run_is_best(named):
     header, rows = side_by_side(list(named.values()), list(named))
     found = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
     assert header == ["run", "bits per byte", *HEADER[2:]] and all(len(row) == len(header) for row in rows)
@@ -88,6 +88,6 @@ def test_other_models_have_the_same_columns(tmp_path, objective, unit):
     assert {"a step", "average span", "longest span", "best by"} <= set(header)
 
 
-def test_markdown_leaves_out_what_no_run_says():
+def test_markdown_omits_empty_columns():
     shown = markdown(["run", "empty", "bits"], [["a|b", NOTHING, "1"], ["c", NOTHING, "2"]])
     assert shown == "| run | bits |\n| --- | --- |\n| a\\|b | 1 |\n| c | 2 |"

@@ -48,7 +48,7 @@ def text(results):
     return console.export_text()
 
 
-def test_tables_tell_speeds_wrongs_and_reasons(results):
+def test_tables_show_speeds_wrong_results_and_reasons(results):
     shown = text(results)
     for expected in ("7.5×", "60 %", "79 MiB", "30 µs/token", "WRONG", "out is off by 1", "no backward",
                      "one head sees all, the rest 64 tokens", "Some CPU", "abc1234"):  # fmt: skip
@@ -103,12 +103,12 @@ def test_other_files_are_refused(tmp_path, content, said):
         report.load(path)
 
 
-def test_a_folder_is_refused(tmp_path):
+def test_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match="is a folder; expected the result file"):
         report.load(tmp_path)
 
 
-def test_a_result_file_is_read_back(results, tmp_path):
+def test_result_file_is_read_back(results, tmp_path):
     path = tmp_path / "attention.json"
     path.write_text(json.dumps(results))
     assert report.load(path) == results

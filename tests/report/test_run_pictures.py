@@ -60,7 +60,7 @@ def test_loss_is_drawn_in_bits_over_steps_and_time(run):
     np.testing.assert_allclose(by_time.lines[0].get_xdata(), [row.seconds for row in run.steps])
 
 
-def test_the_loss_sentence_says_when_it_was_best(run):
+def test_loss_sentence_says_when_it_was_best(run):
     valid = [row for row in run.evals if row.split == "valid"]
     assert f"from {valid[0].bits:.3f} to {valid[-1].bits:.3f} bits per byte" in loss_picture(run).sentence
     worse = dataclasses.replace(valid[-1], step=9999, bits=7.0)
@@ -85,7 +85,7 @@ def test_every_head_has_its_dot(run):
     assert f"head {longest[1] + 1} of layer {longest[0] + 1}" in picture.sentence
 
 
-def test_heads_that_learn_nothing_are_said_to(tmp_path):
+def test_caption_names_heads_without_learned_spans(tmp_path):
     run = made(tmp_path, "window", kind="full", max_span=64)
     assert heads_picture(run).sentence == "No head learns a span: each looks back 64 tokens."
     assert history_picture(run) is None and trend_picture(run) is None
@@ -100,7 +100,7 @@ def test_history_has_a_row_for_each_head_and_a_column_for_each_step(run):
     assert "of 6 heads" in picture.sentence and "the largest change is head" in picture.sentence
 
 
-def test_a_trend_ends_at_the_last_spans(run):
+def test_trend_ends_at_the_last_spans(run):
     longest, executed, average, _limit = trend_picture(run).figure.axes[0].lines
     last = run.steps[-1]
     assert longest.get_ydata()[-1] == last.spans.max() and executed.get_ydata()[-1] == last.reach.mean()
@@ -140,7 +140,7 @@ def test_cost_without_measurements_is_predicted_alone(run):
     assert len(picture.figure.axes) == 2 and "time in attention 3× more" in picture.sentence
 
 
-def test_cost_that_nobody_predicts_is_measured_alone(tmp_path):
+def test_cost_without_prediction_shows_measurements_only(tmp_path):
     run = made(tmp_path, "masked", objective="encoder")
     picture = cost_picture(run)
     assert len(picture.figure.axes) == 4 and "What the learned spans cost" in words(picture.figure)[-2]
@@ -152,7 +152,7 @@ def test_cost_that_nobody_predicts_is_measured_alone(tmp_path):
     assert "counted operations the same, time" in cost_picture(dataclasses.replace(run, costs=[alike])).sentence
 
 
-def test_dynamic_spans_stand_over_their_characters(run):
+def test_dynamic_spans_are_drawn_above_their_characters(run):
     picture = dynamic_picture(run)
     axis = picture.figure.axes[0]
     shown = "".join(label.get_text() for label in axis.get_xticklabels())
@@ -174,7 +174,7 @@ def test_runs_are_drawn_side_by_side(tmp_path):
     assert any(text.startswith("good ") for text in words(picture.figure))
 
 
-def test_a_sweep_groups_by_limit_and_kind(tmp_path):
+def test_sweep_groups_by_limit_and_kind(tmp_path):
     runs = [
         made(tmp_path, f"{kind}{limit}-{seed}", kind=kind, max_span=limit, seed=seed, floor=1.5 + seed / 10)
         for kind in ("adaptive_span", "full")
@@ -193,14 +193,14 @@ def test_a_sweep_groups_by_limit_and_kind(tmp_path):
 
 
 @pytest.mark.parametrize("cost, said", [(True, "tokens and a step costs 1 times as much."), (False, " tokens.")])
-def test_a_sweep_without_prediction_shows_what_was_counted(tmp_path, cost, said):
+def test_sweep_without_prediction_shows_what_was_counted(tmp_path, cost, said):
     runs = [made(tmp_path, f"at {limit}", max_span=limit, objective="encoder", cost=cost) for limit in (128, 512)]
     picture = compare.sweep_picture(runs)
     assert picture.sentence.endswith(said) and len(picture.figure.axes) == 2 + cost
     picture.figure.canvas.draw()
 
 
-def test_a_sweep_shows_spans_of_zero(tmp_path):
+def test_sweep_shows_spans_of_zero(tmp_path):
     runs = [made(tmp_path, f"at {limit}", max_span=limit) for limit in (128, 512)]
     for run in runs:
         run.steps[-1].spans[:] = 0.0
@@ -227,7 +227,7 @@ def test_logarithmic_axes_have_a_few_numbers(low, high):
     assert 1 <= len(ticks) <= 14
 
 
-def test_numbers_that_read_the_same_stand_once():
+def test_equal_tick_labels_appear_once():
     _, ((axis,),) = drawing.subplots(1, 1, width=3, height=3)
     axis.set_yscale("log")
     drawing.log_ticks(axis.yaxis, [218.7, 219.2], lambda value: f"{value:.0f} MB")
@@ -242,7 +242,7 @@ def test_spans_have_round_ticks_and_the_limit(top, ticks):
     assert drawing.span_ticks(top) == ticks
 
 
-def test_a_missing_matplotlib_is_one_sentence(run, monkeypatch):
+def test_missing_matplotlib_is_one_sentence(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(
         ImportError, match=r"pictures need matplotlib; install it with: pip install 'spanformer\[plot\]'"

@@ -14,7 +14,7 @@ from support import synthetic_runs as synthetic
 SPANS, REACH = [[0.0, 12.25], [None, 1024.0]], [[32, 45], [1024, 1024]]
 
 
-def test_every_head_is_told_in_tokens():
+def test_every_head_is_listed_in_tokens():
     lines = spans_table(SPANS, REACH, 1024).splitlines()
     assert [line.split()[:3] for line in lines[2:4]] == [["1", "0.0", "32"], ["2", "12.2", "45"]]
     assert [line.split()[:3] for line in lines[5:7]] == [["1", "none", "1,024"], ["2", "1,024.0", "1,024"]]
@@ -35,7 +35,7 @@ def test_ascii_is_ascii():
     assert shown.isascii() and "#" * WIDTH in shown and "....." in shown
 
 
-def test_the_ruler_stands_where_bars_end():
+def test_ruler_is_aligned_with_the_bars():
     top, *_, last, _ = spans_table([[1.0], [256.0]], [[1], [256]], 1024).splitlines()
     assert top.index("256") == len(last)
 
@@ -46,12 +46,12 @@ def test_tables_that_do_not_fit_are_refused(spans, reach):
         spans_table(spans, reach, 8)
 
 
-def test_a_limit_of_nothing_is_refused():
+def test_limit_of_nothing_is_refused():
     with pytest.raises(ValueError, match="max_span is 0; expected at least 1 token"):
         spans_table([[1.0]], [[1]], 0)
 
 
-def test_a_run_in_a_paragraph(tmp_path):
+def test_run_in_a_paragraph(tmp_path):
     run = read_run(synthetic.write(tmp_path, synthetic.events(layers=2, heads=2, steps=10)))
     said = summary(run)
     assert said.startswith("enwik8 tiny: 100 steps over 205 k tokens in 40 s. Validation went from ")

@@ -21,19 +21,19 @@ def test_shades_of_two_texts():
     assert shades(np.array([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]), ["a", "end"], "xyz") == "     x y z\n  a    ██\nend  ██"
 
 
-def test_shades_tell_nothing_from_little():
+def test_shades_distinguish_zero_from_small():
     shown = shades(np.array([[1.0, 0.0, 1e-9], [0, 1, 0], [0, 0, 1]]), "abc", "abc", 40).splitlines()
     assert shown[1] == "a  ██  " + SHADES[1] * 2
 
 
-def test_keys_that_do_not_fit_are_taken_together():
+def test_keys_that_do_not_fit_are_merged():
     n = 50
     shown = shades(np.eye(n), ["x"] * n, ["x"] * n, 30).splitlines()
     assert len(shown) == n + 1 and max(map(len, shown)) <= 30
     assert all(SHADES[-1] in line for line in shown[1:])
 
 
-def test_pictures_stand_beside_each_other_where_they_have_room():
+def test_pictures_are_placed_side_by_side_if_they_fit():
     pictures = {"a": "██\n██", "b": "▀▀\n  "}
     assert beside(pictures, 20) == "a    b\n██   ▀▀\n██\n"
     assert beside(pictures, 6) == "a\n██\n██\n\nb\n▀▀\n\n"

@@ -1,4 +1,4 @@
-"""Awkward attention calls, and the one way every backend is held against the float64 oracle.
+"""Awkward attention calls, and the one way every backend is compared with the float64 oracle.
 
 Tolerance: a backend's error against the float64 oracle may be at most `FACTOR` times that of a dense run in the
 backend's own dtype, plus a floor of a few units in the last place of the largest value.

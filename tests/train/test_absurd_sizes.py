@@ -41,7 +41,7 @@ ABSURD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.skipif(unsupported() is not None, reason=str(unsupported()))
 @pytest.mark.slow
-def test_an_absurd_size_names_the_option_to_lower(tmp_path: Path) -> None:
+def test_absurd_size_names_the_option_to_lower(tmp_path: Path) -> None:
     for name, (changes, expected) in ABSURD.items():
         said: list[str] = []
 

@@ -61,7 +61,7 @@ TEXTS: dict[str, tuple[bytes, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_text_that_will_not_do(tmp_path: Path, capsys, name: str) -> None:
+def test_bad_text_is_refused(tmp_path: Path, capsys, name: str) -> None:
     written, changes, expected = TEXTS[name]
     text = tmp_path / "text.txt"
     text.write_bytes(written)
@@ -103,18 +103,18 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_an_option_that_will_not_do(tmp_path: Path, capsys, name: str) -> None:
+def test_bad_option_is_refused(tmp_path: Path, capsys, name: str) -> None:
     changes, expected = OPTIONS[name]
     said = refused(tmp_path, changes, capsys)
     assert said.startswith(expected)
     assert not (tmp_path / "run").exists() or not content(tmp_path / "run")
 
 
-def test_a_negative_limit_of_an_evaluation(capsys) -> None:
+def test_negative_limit_of_an_evaluation(capsys) -> None:
     assert refusal(["eval", "somewhere", "--limit", "-5"], capsys).startswith("limit is -5; expected 0 or more (see ")
 
 
-def test_a_folder_that_is_taken(tmp_path: Path, capsys) -> None:
+def test_folder_with_files_is_refused(tmp_path: Path, capsys) -> None:
     train(tiny(tmp_path, {"train.steps": 3}))
     before = content(tmp_path / "run")
     assert refused(tmp_path, {}, capsys) == (
@@ -123,7 +123,7 @@ def test_a_folder_that_is_taken(tmp_path: Path, capsys) -> None:
     assert content(tmp_path / "run") == before
 
 
-def test_a_folder_that_cannot_be(tmp_path: Path, capsys) -> None:
+def test_impossible_folder_is_refused(tmp_path: Path, capsys) -> None:
     (tmp_path / "file").write_text("mine")
     assert refused(tmp_path, {"out": str(tmp_path / "file")}, capsys) == (
         f"{tmp_path / 'file'} is a file; expected a folder for the run, choose another --out"
@@ -152,7 +152,7 @@ def as_anyone(arguments: list[str]) -> subprocess.CompletedProcess:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gives up rights as Linux has them")
 @pytest.mark.slow
-def test_a_folder_without_permission(tmp_path: Path) -> None:
+def test_folder_without_permission(tmp_path: Path) -> None:
     train(tiny(tmp_path, {"train.steps": 3}))
     before = content(tmp_path / "run")
     (tmp_path / "closed").mkdir(mode=0o500)
@@ -193,7 +193,7 @@ CHANGED = {
 }
 
 
-def test_a_checkpoint_of_another_run(tmp_path: Path, capsys) -> None:
+def test_checkpoint_of_another_run(tmp_path: Path, capsys) -> None:
     train(tiny(tmp_path, {"train.steps": 3}))
     before = content(tmp_path / "run")
     path = tmp_path / "run" / "checkpoints" / "step-00000003"
@@ -204,7 +204,7 @@ def test_a_checkpoint_of_another_run(tmp_path: Path, capsys) -> None:
         assert content(tmp_path / "run") == before
 
 
-def test_a_text_that_has_changed_since(tmp_path: Path, capsys) -> None:
+def test_text_that_has_changed_since(tmp_path: Path, capsys) -> None:
     changes = {"train.steps": 3, "data.tokens": "char"}
     text = write_text(tmp_path / "text.txt")
     train(tiny(tmp_path, changes))
@@ -256,7 +256,7 @@ RESIGNED: dict[str, tuple[Callable[[dict], object], str]] = {
 }
 
 
-def test_a_resigned_checkpoint_is_refused_in_one_sentence(tmp_path: Path, capsys) -> None:
+def test_resigned_checkpoint_is_refused_in_one_sentence(tmp_path: Path, capsys) -> None:
     """Its digests fit, so only the values themselves can tell."""
     train(tiny(tmp_path, {"train.steps": 3}))
     path = tmp_path / "run" / "checkpoints" / "step-00000003"
@@ -268,7 +268,7 @@ def test_a_resigned_checkpoint_is_refused_in_one_sentence(tmp_path: Path, capsys
     assert train(tiny(tmp_path, {"resume": True})).steps == 12
 
 
-def test_a_resigned_checkpoint_with_other_tensors_is_refused(tmp_path: Path, capsys) -> None:
+def test_resigned_checkpoint_with_other_tensors_is_refused(tmp_path: Path, capsys) -> None:
     train(tiny(tmp_path, {"train.steps": 3}))
     path = tmp_path / "run" / "checkpoints" / "step-00000003"
     moments = load_file(path / "optimizer.safetensors")
@@ -291,7 +291,7 @@ def rewrite(path: Path, change) -> None:
     (path / "meta.json").write_text(json.dumps(meta))
 
 
-def test_a_checkpoint_of_a_newer_version(tmp_path: Path, capsys) -> None:
+def test_checkpoint_of_a_newer_version(tmp_path: Path, capsys) -> None:
     train(tiny(tmp_path, {"train.steps": 3}))
     path = tmp_path / "run" / "checkpoints" / "step-00000003"
     rewrite(path, lambda meta: meta["config"]["model"]["attention"].update(max_spans=3))
@@ -305,14 +305,14 @@ def test_a_checkpoint_of_a_newer_version(tmp_path: Path, capsys) -> None:
     )
 
 
-def test_a_checkpoint_of_an_older_version_has_the_defaults_of_newer_keys(tmp_path: Path) -> None:
+def test_checkpoint_of_an_older_version_has_the_defaults_of_newer_keys(tmp_path: Path) -> None:
     train(tiny(tmp_path, {"train.steps": 3}))
     path = tmp_path / "run" / "checkpoints" / "step-00000003"
     rewrite(path, lambda meta: meta["config"]["model"].pop("persistent"))
     assert train(tiny(tmp_path, {"resume": True})).steps == 12
 
 
-def test_a_run_file_of_a_newer_version(tmp_path: Path, capsys) -> None:
+def test_run_file_of_a_newer_version(tmp_path: Path, capsys) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[model.attention]\nmaxspan = 8\n")
     assert refusal(["train", str(file)], capsys).startswith(

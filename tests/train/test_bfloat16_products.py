@@ -31,7 +31,7 @@ def no_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_runs_none_without_units(tmp_path: Path, no_units: None) -> None:
+def test_demo_runs_none_without_units(tmp_path: Path, no_units: None) -> None:
     """Steps, evaluation and the measuring pass; its own model and optimiser, on a smaller batch of another text."""
     demo = read_run(RunConfig, "spanformer train", [str(DEMO)])
     config = replace(

@@ -31,7 +31,7 @@ def never(sentence: str) -> None:
     raise AssertionError(sentence)
 
 
-def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
+def test_last_and_the_best_are_kept(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "c", keep=2)
     assert checkpoints.newest(never) is None and checkpoints.best() is None
     scores = {100: 3.0, 200: 1.0, 300: None, 400: 2.0, 500: float("nan"), 600: float("-inf"), 700: 1.0}
@@ -54,7 +54,7 @@ def test_steps_beyond_eight_digits_are_in_order(tmp_path: Path) -> None:
     assert steps(tmp_path) == [99_999_999, 100_000_000] and checkpoints.newest(never) == last
 
 
-def test_damaged_ones_are_named_and_passed_over(tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_named_and_skipped(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=5)
     a, b, c, d = (checkpoints.save(step, parts(step), {}, score=None) for step in (1, 2, 3, 4))
     (d / "optimizer.safetensors").unlink()
@@ -75,7 +75,7 @@ def test_damaged_ones_are_named_and_passed_over(tmp_path: Path) -> None:
     assert checkpoints.newest(said.append) is None and len(said) == 3 + 4
 
 
-def test_a_run_that_went_back_loses_nothing_new(tmp_path: Path) -> None:
+def test_run_that_went_back_loses_nothing_new(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
     late = checkpoints.save(300, parts(300), {}, score=None)
     (late / "meta.json").unlink()
@@ -87,7 +87,7 @@ def test_a_run_that_went_back_loses_nothing_new(tmp_path: Path) -> None:
     assert steps(tmp_path) == [300]
 
 
-def test_one_of_a_newer_format_is_not_passed_over(tmp_path: Path) -> None:
+def test_checkpoint_of_a_newer_format_is_not_skipped(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, parts(1), {}, score=None)
     newer = checkpoints.save(2, parts(2), {}, score=None)
@@ -198,7 +198,7 @@ print("survived", last)
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     source = Path(__file__).resolve().parents[2] / "src"
     done = subprocess.run(
         [sys.executable, "-c", KILLED, str(tmp_path)],
@@ -265,7 +265,7 @@ def bits(value):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("before", [0, 1, 4])
-def test_an_optimizer_goes_on_bit_for_bit(tmp_path: Path, kind: str, before: int) -> None:
+def test_optimizer_resumes_bit_for_bit(tmp_path: Path, kind: str, before: int) -> None:
     torch.manual_seed(0)
     net = Net()
     optimizer = OPTIMIZERS[kind](net)
@@ -329,7 +329,7 @@ def test_state_that_does_not_fit_names_the_parameter() -> None:
     assert "is damaged" in refused(Net(), ours("adamw"), meta={})
 
 
-def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
+def test_unsupported_state_is_named(tmp_path: Path) -> None:
     net = Net()
     optimizer = SGD(net.parameters(), lr=0.1)
     optimizer.param_groups[0]["hook"] = print

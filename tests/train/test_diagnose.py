@@ -34,7 +34,7 @@ COLLAPSE = (
 )
 
 
-def test_spans_that_stand_still() -> None:
+def test_unmoved_spans_are_reported() -> None:
     diagnosis = Diagnosis(CONFIG, [0.0] * 4)
     assert diagnosis.check(SETTLED - 1, [0.9, 0.0, 0.1, 0.0]) == []
     assert diagnosis.check(SETTLED, [0.9, 0.0, 0.1, 0.0]) == [STILL]
@@ -46,7 +46,7 @@ def test_spans_that_stand_still() -> None:
     assert Diagnosis(CONFIG, [5.0] * 2).check(SETTLED, [5.0, 3.5]) == []  # backwards is a movement too
 
 
-def test_the_learning_rate_named_is_the_one_in_use() -> None:
+def test_learning_rate_named_is_the_one_in_use() -> None:
     config = replace(CONFIG, optim=replace(CONFIG.optim, span_lr=0.0))
     (said,) = Diagnosis(config, [0.0]).check(SETTLED, [0.0])
     assert "raise optim.span_lr (now 0.001)" in said
@@ -80,7 +80,7 @@ def test_dynamic_spans_are_compared_with_the_first_that_were_seen() -> None:
     assert Diagnosis(CONFIG, []).check(SETTLED, []) == []
 
 
-def test_what_was_said_is_not_said_again_after_resuming() -> None:
+def test_advice_is_not_repeated_after_resuming() -> None:
     diagnosis = Diagnosis(CONFIG, [0.0] * 2)
     diagnosis.check(10, [80.0, 3.0])
     assert diagnosis.check(20, [0.0, 0.0]) == [COLLAPSE]
@@ -89,7 +89,7 @@ def test_what_was_said_is_not_said_again_after_resuming() -> None:
     assert resumed.check(30, [0.0, 0.0]) == [] and resumed.longest_ever == 80.0
 
 
-def test_a_run_says_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_logs_advice_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from spanformer.report.events import read_run
     from spanformer.train import diagnose
     from spanformer.train.run import train

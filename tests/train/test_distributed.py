@@ -196,7 +196,7 @@ def assert_alike(folder: Path, name: str, case: str, steps: range) -> None:
 
 @pytest.mark.parametrize("case", CASES | OTHERS)
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_two_processes_are_one(folder: Path, engine: str, case: str) -> None:
+def test_two_processes_equal_one(folder: Path, engine: str, case: str) -> None:
     assert_alike(folder, engine, case, range(1, STEPS + 1))
     moved = numbers(folder / f"{engine}-{case}", range(1, STEPS + 1), "span_average")
     assert moved[0] != moved[-1] and moved[-1] > 1
@@ -219,7 +219,7 @@ def test_every_process_has_the_same_spans_and_its_own_share(folder: Path, engine
 
 @pytest.mark.parametrize("case", ["adamw", "adagrad"])
 @pytest.mark.parametrize("name", ["one-ddp", "one-fsdp", "ddp-one", "fsdp-one", "shards-one", "shards-fsdp"])
-def test_a_checkpoint_goes_on_under_another_world(folder: Path, name: str, case: str) -> None:
+def test_checkpoint_resumes_with_another_number_of_processes(folder: Path, name: str, case: str) -> None:
     run = folder / f"{name}-{case}"
     assert list(rows(run, "resume")) == [SAVED] and min(rows(run)) == SAVED + 1
     assert_alike(folder, name, case, range(SAVED + 1, STEPS + 1))
@@ -254,7 +254,7 @@ def test_torch_reads_our_shards_alike(folder: Path, case: str) -> None:
     assert len(ours) > 30 and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_missing_shard_is_noticed(folder: Path, tmp_path: Path) -> None:
+def test_missing_shard_is_noticed(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(folder / "shards-adamw", run)
     (checkpoint(run, STEPS) / "optimizer-00002-of-00002.safetensors").unlink()
@@ -354,7 +354,7 @@ def wait_for(run: Path, event: str, least: int, started: subprocess.Popen[str]) 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 @pytest.mark.slow
-def test_ended_and_killed_runs_go_on(tmp_path: Path, engine: str) -> None:
+def test_ended_and_killed_runs_are_resumed(tmp_path: Path, engine: str) -> None:
     """Told to end, it saves and leaves; a process killed, torchrun starts all again; no step comes out otherwise."""
     settings = {"steps": 60, "save_every": 10, "engine": engine, "sharded": engine == "fsdp"}
     command = ("-m", "spanformer", "train", *options(tmp_path, **settings))

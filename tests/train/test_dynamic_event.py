@@ -39,7 +39,7 @@ def test_spans_of_every_character() -> None:
             assert torch.allclose(torch.tensor(row, dtype=torch.float32), expected[int(name[-1]) - 1])
 
 
-def test_what_is_looked_at_follows_the_tokens() -> None:
+def test_mean_context_follows_the_tokens() -> None:
     """What is paid for is what tokens choose, not the most they might."""
     lm = model("dynamic_span")
     most = lm.distances()
@@ -50,7 +50,7 @@ def test_what_is_looked_at_follows_the_tokens() -> None:
             assert z is not None and z + 32 - 0.5 <= n <= z + 32 + 1.5 and n < 82
 
 
-def test_what_is_looked_at_follows_expiry() -> None:
+def test_mean_context_follows_expiry() -> None:
     lm = model("expire_span")
     assert lm.distances() == [[50 + 32] * 2] * 2
     lm(torch.arange(40)[None])

@@ -52,7 +52,7 @@ def at_once(lm: LM, ids: np.ndarray) -> list[float]:
 
 @pytest.mark.parametrize("block", [1, 7, 64, 210, 500])
 @pytest.mark.parametrize("lanes", [1, 2, 3])
-def test_it_is_the_sum_over_all_tokens(lanes: int, block: int) -> None:
+def test_loss_is_the_sum_over_all_tokens(lanes: int, block: int) -> None:
     """Each lane begins without memory, so the truth is one pass for each lane's part, from its first token on."""
     lm, ids = model(), text()
     bounds = [(N - 1) * lane // lanes for lane in range(lanes + 1)]
@@ -66,7 +66,7 @@ def test_it_is_the_sum_over_all_tokens(lanes: int, block: int) -> None:
     assert found.bits == pytest.approx(expected / N / math.log(2), rel=1e-9)
 
 
-def test_what_a_score_says() -> None:
+def test_score_properties() -> None:
     score = Score(nats=200 * math.log(2), tokens=100, units=400.0)
     assert score.loss == pytest.approx(2 * math.log(2)) and score.bits == 0.5 and score.perplexity == pytest.approx(4)
     assert math.isfinite(Score(1e9, 1, 1).perplexity)
@@ -80,7 +80,7 @@ def test_units_are_what_bits_are_told_for() -> None:
 
 @pytest.mark.parametrize("paper_compat", [False, True])
 @pytest.mark.parametrize(("lanes", "block", "length"), [(8, 5, 211), (4, 8, 211), (2, 26, 210), (3, 10, 63)])
-def test_the_papers_protocol(lanes: int, block: int, length: int, paper_compat: bool) -> None:
+def test_papers_protocol(lanes: int, block: int, length: int, paper_compat: bool) -> None:
     """Again, from its description: rows of equal length; block after block, while one more token than a block is left;
     the mean of the blocks' means."""
     lm = model(ModelConfig(vocab=V, dim=24, layers=2, heads=3, paper_compat=paper_compat,
@@ -101,7 +101,7 @@ def test_the_papers_protocol(lanes: int, block: int, length: int, paper_compat: 
     assert score.tokens == len(means) * lanes * block <= length
 
 
-def test_the_papers_protocol_needs_a_block_in_each_lane() -> None:
+def test_papers_protocol_needs_a_block_in_each_lane() -> None:
     with pytest.raises(
         ValueError, match=r"^the split has 80 tokens; expected more than 8 lanes of one block each, 80$"
     ):
@@ -109,7 +109,7 @@ def test_the_papers_protocol_needs_a_block_in_each_lane() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_the_model_is_left_as_it_was(training: bool) -> None:
+def test_model_is_unchanged(training: bool) -> None:
     lm = model().train(training)
     before = {name: t.clone() for name, t in lm.state_dict().items()}
     random = torch.get_rng_state()
@@ -139,7 +139,7 @@ def test_evaluating_does_not_change_training(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
-def test_a_run_tells_what_evaluate_finds(tmp_path: Path) -> None:
+def test_run_logs_the_result_of_evaluate(tmp_path: Path) -> None:
     """Of the whole validation split, with the model of the last step."""
     from spanformer.report.events import read_run
     from spanformer.train.checkpoint import Checkpoints

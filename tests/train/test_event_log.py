@@ -65,14 +65,14 @@ def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left", ["", '{"event": "step", "ste', "x" * 200_000])
 @pytest.mark.parametrize("full", ["", '{"a": 1}\n', '{"a": 1}\n' * 20_000])
-def test_half_a_line_is_taken_away(tmp_path: Path, full: str, left: str) -> None:
+def test_incomplete_last_line_is_removed(tmp_path: Path, full: str, left: str) -> None:
     path = tmp_path / "e.jsonl"
     path.write_text(full + left)
     EventLog(path, None).close()
     assert path.read_text() == full
 
 
-def test_a_killed_process_loses_no_row(tmp_path: Path) -> None:
+def test_killed_process_loses_no_row(tmp_path: Path) -> None:
     path = tmp_path / "e.jsonl"
     pid = os.fork()
     if pid == 0:
@@ -84,7 +84,7 @@ def test_a_killed_process_loses_no_row(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(path)] == [0, 1, 2, 3, 4]
 
 
-def test_a_full_disk_leaves_whole_rows(tmp_path: Path) -> None:
+def test_full_disk_leaves_whole_rows(tmp_path: Path) -> None:
     path = tmp_path / "e.jsonl"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     with EventLog(path, None) as log:
@@ -100,12 +100,12 @@ def test_a_full_disk_leaves_whole_rows(tmp_path: Path) -> None:
     assert [row["event"] for row in rows(path)] == ["note", "stop"]
 
 
-def test_nowhere_to_write(tmp_path: Path) -> None:
+def test_unwritable_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=rf"cannot be written \({os.strerror(errno.EISDIR)}\); choose another folder$"):
         EventLog(tmp_path, None)
 
 
-def test_what_only_watchers_receive_is_not_written(tmp_path: Path) -> None:
+def test_watcher_only_events_are_not_written(tmp_path: Path) -> None:
     with EventLog(tmp_path / "e.jsonl", None) as log, pytest.raises(AssertionError, match="ProgressEvent"):
         log.write(ProgressEvent("encoding", 1, 2))  # pyright: ignore[reportArgumentType]
     assert (tmp_path / "e.jsonl").read_text() == ""

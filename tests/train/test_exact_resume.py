@@ -93,7 +93,7 @@ def test_killed_inside_saving(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_and_leaves(tmp_path: Path, number: int, code: int) -> None:
+def test_signal_saves_and_exits(tmp_path: Path, number: int, code: int) -> None:
     out, screen = tmp_path / "run", tmp_path / "screen"
     process = start(["train", *options(tmp_path, {"train.steps": 100_000, "train.save_every": 0})], screen)
     assert begun(process, out, 4)
@@ -157,7 +157,7 @@ def stop_at(step: int, folder: Path, changes: dict) -> Result:
         return train(tiny(folder, changes))
 
 
-def test_a_finished_run_may_go_on(tmp_path: Path) -> None:
+def test_finished_run_can_continue(tmp_path: Path) -> None:
     train(tiny(tmp_path, {"out": str(tmp_path / "straight"), "train.save_every": 6, "train.keep": 5}))
     train(tiny(tmp_path, {"train.steps": 6}))
     before = (tmp_path / "run" / "checkpoints" / "step-00000006" / "meta.json").stat().st_mtime_ns
@@ -177,7 +177,7 @@ def test_another_learning_rate_after_resuming(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "no meta"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path: Path, damage: str) -> None:
+def test_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path: Path, damage: str) -> None:
     train(tiny(tmp_path, {"out": str(tmp_path / "straight")}))
     train(tiny(tmp_path, {"train.steps": 9}))
     newest = tmp_path / "run" / "checkpoints" / "step-00000009"
@@ -198,7 +198,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(tmp_path: Path, 
     assert_same_checkpoint(tmp_path / "run", tmp_path / "straight")
 
 
-def test_no_whole_checkpoint_is_no_reason_to_begin_anew(tmp_path: Path) -> None:
+def test_run_without_complete_checkpoint_does_not_restart(tmp_path: Path) -> None:
     train(tiny(tmp_path, {"train.keep": 1}))
     (only,) = (tmp_path / "run" / "checkpoints").iterdir()
     (only / "optimizer.safetensors").unlink()
@@ -225,13 +225,13 @@ def test_killed_before_the_first_checkpoint(tmp_path: Path) -> None:
     ]
 
 
-def test_resuming_where_nothing_is_begins_a_run(tmp_path: Path) -> None:
+def test_resume_in_an_empty_folder_starts_a_run(tmp_path: Path) -> None:
     result = train(tiny(tmp_path, {"resume": True}))
     run = read_run(tmp_path / "run")
     assert result.steps == 12 and not run.resumes and not run.notes
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+def test_full_disk(tmp_path: Path) -> None:
     straight, out, screen = tmp_path / "straight", tmp_path / "run", tmp_path / "screen"
     train(tiny(tmp_path, {"out": str(straight)}))
     arguments = ["train", *options(tmp_path)]

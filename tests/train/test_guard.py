@@ -26,7 +26,7 @@ def settled(spike: float = 3.0, max_skips: int = 2) -> Guard:
     return guard
 
 
-def test_what_is_not_finite_is_refused() -> None:
+def test_nonfinite_loss_or_gradient_is_refused() -> None:
     guard = Guard(0.0, 5)
     assert guard.refuses(math.nan, 1.0) == "the loss is nan"
     assert guard.refuses(math.inf, 1.0) == "the loss is inf"
@@ -35,7 +35,7 @@ def test_what_is_not_finite_is_refused() -> None:
     assert guard.refuses(1e9, 1e9) is None  # spikes are taken at 0
 
 
-def test_a_spike_is_refused_when_losses_have_settled() -> None:
+def test_spike_is_refused_when_losses_have_settled() -> None:
     guard = settled()
     assert guard.refuses(5.9, 1.0) is None
     said = guard.refuses(7.0, 1.0)
@@ -45,7 +45,7 @@ def test_a_spike_is_refused_when_losses_have_settled() -> None:
     assert all(early.refuses(2.0, 1.0) is None for _ in range(SETTLED - 1)) and early.refuses(7.0, 1.0) is None
 
 
-def test_the_average_does_not_depend_on_its_beginning() -> None:
+def test_average_does_not_depend_on_its_beginning() -> None:
     """It is a mean with weights, whatever the number of steps: a constant loss is its own average."""
     guard = settled()
     assert guard.average / (1 - 0.98**guard.steps) == pytest.approx(2.0, rel=1e-12)
@@ -59,14 +59,14 @@ def test_refused_losses_do_not_move_the_average() -> None:
     assert guard.average == before
 
 
-def test_too_many() -> None:
+def test_too_many_skips_raise() -> None:
     guard = Guard(3.0, 2)
     guard.count("the loss is nan")
     with pytest.raises(TooManySkips, match=r"^2 steps were skipped, the last because the loss is inf; lower optim.lr"):
         guard.count("the loss is inf")
 
 
-def test_it_continues_where_it_was() -> None:
+def test_guard_state_round_trip() -> None:
     guard, other = settled(), Guard(3.0, 2)
     guard.count("the loss is nan")
     other.load(guard.state())
@@ -90,7 +90,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
-def test_a_run_leaves_bad_steps_out_and_counts_them(tmp_path: Path, monkeypatch, bad: float) -> None:
+def test_run_skips_and_counts_bad_steps(tmp_path: Path, monkeypatch, bad: float) -> None:
     spoil(monkeypatch, {4: bad, 5: bad, 10: bad})
     result = train(tiny(tmp_path))
     run = read_run(tmp_path / "run")
@@ -106,7 +106,7 @@ def test_a_run_leaves_bad_steps_out_and_counts_them(tmp_path: Path, monkeypatch,
     assert all(torch.isfinite(t).all() for part in parts.values() for t in part.values())
 
 
-def test_a_run_of_nothing_but_bad_steps_ends(tmp_path: Path, monkeypatch) -> None:
+def test_run_with_only_bad_steps_ends(tmp_path: Path, monkeypatch) -> None:
     spoil(monkeypatch, dict.fromkeys(range(5, 100), math.nan))
     seen: list[Any] = []
     good = tmp_path / "run" / "checkpoints" / "step-00000006"
@@ -119,13 +119,13 @@ def test_a_run_of_nothing_but_bad_steps_ends(tmp_path: Path, monkeypatch) -> Non
     assert Checkpoints(good.parent).newest(lambda text: None) == good
 
 
-def test_a_run_that_is_bad_from_the_first_step(tmp_path: Path, monkeypatch) -> None:
+def test_run_that_is_bad_from_the_first_step(tmp_path: Path, monkeypatch) -> None:
     spoil(monkeypatch, dict.fromkeys(range(1, 100), math.nan))
     with pytest.raises(ValueError, match=r"^stopped at step 2: 2 steps .*; there is no checkpoint yet$"):
         train(tiny(tmp_path, {"train.max_skips": 2}))
 
 
-def test_a_run_leaves_spikes_out(tmp_path: Path, monkeypatch) -> None:
+def test_run_skips_spikes(tmp_path: Path, monkeypatch) -> None:
     spoil(monkeypatch, {SETTLED + 4: 50.0})
     changes = {"train.steps": SETTLED + 6, "train.eval_every": 0, "train.save_every": 0}
     train(tiny(tmp_path, changes))
@@ -133,7 +133,7 @@ def test_a_run_leaves_spikes_out(tmp_path: Path, monkeypatch) -> None:
     assert skip.step == SETTLED + 4 and skip.reason.endswith(" times its recent average")
 
 
-def test_a_validation_loss_that_is_not_finite_can_be_saved(tmp_path: Path, monkeypatch) -> None:
+def test_validation_loss_that_is_not_finite_can_be_saved(tmp_path: Path, monkeypatch) -> None:
     real = objective.evaluate
 
     def evaluate(*arguments, **options):

@@ -119,7 +119,7 @@ def test_everything_but_attention_is_predicted_exactly(name: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["full", "chunked", "dot", "blockwise(2, 32)", "additive"])
-def test_an_encoders_operations_are_those_counted_by_hand(attention: str) -> None:
+def test_encoders_operations_are_those_counted_by_hand(attention: str) -> None:
     """Blocks smaller than the backend's cost as much as its own. Additive scores map queries and keys, forward, when
     they are computed again and twice backward; what else is computed of a pair is as much as a product's."""
     c, (encoder, drawn) = CONFIG, other("encoder", attention)
@@ -130,7 +130,7 @@ def test_an_encoders_operations_are_those_counted_by_hand(attention: str) -> Non
 
 @pytest.mark.parametrize("reading, keys", [("full", T), ("blockwise(2, 64)", T // 2)])
 @pytest.mark.parametrize("cross", ["scaled", "dot"])
-def test_an_encoder_decoders_operations_are_those_counted_by_hand(reading: str, keys: int, cross: str) -> None:
+def test_encoder_decoders_operations_are_those_counted_by_hand(reading: str, keys: int, cross: str) -> None:
     """Keys and values of the source are made in every layer of the decoder; what it listens to is counted as well."""
     c, (both, drawn) = CONFIG, other("seq2seq", "full", reading, cross)
     listening = 6 * 2 * c.dim * (64 * c.dim + T * 2 * c.head_dim) + 14 * c.dim * 64 * T
@@ -141,7 +141,7 @@ def test_an_encoder_decoders_operations_are_those_counted_by_hand(reading: str, 
     assert count_flops(whole, drawn) == count_flops(both, drawn) + by_hand(1, T, T) - by_hand(1, T, keys)
 
 
-def test_a_windows_operations_are_fewer_by_the_pairs_that_it_does_not_see() -> None:
+def test_windows_operations_are_fewer_by_the_pairs_that_it_does_not_see() -> None:
     """As blocks of 64 keys are taken whole, up to twice the pairs that are seen."""
     config = replace(CONFIG, kind="encoder", attention=AttentionConfig(kind="window(32)", max_span=S))
     encoder, x = MODELS["encoder"](config), torch.randint(0, 40, (B, 512))
@@ -159,7 +159,7 @@ def test_attention_is_counted_whatever_holds_the_mechanism(kind: str) -> None:
     assert count_flops(encoder, drawn) > apart + B * 64 * 14 * CONFIG.dim * 8
 
 
-def test_the_model_with_full_attention_is_the_same_otherwise() -> None:
+def test_model_with_full_attention_is_the_same_otherwise() -> None:
     """With spans at their limit, and a text no longer than that, both see everything."""
     lm, drawn = model(CONFIG).double(), batch()
     with torch.no_grad():
@@ -185,7 +185,7 @@ def as_drawn(arguments: dict[str, Any]) -> Batch:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.slow
-def test_what_is_measured(kind: str, recompute: bool, dtype: Any) -> None:
+def test_cost_event_has_every_measurement(kind: str, recompute: bool, dtype: Any) -> None:
     measured, drawn = KINDS[kind]()
     measured.checkpointing = recompute
     event = measure_cost(measured, as_drawn(drawn), RunConfig(train=TrainConfig(dtype=dtype)))
@@ -220,7 +220,7 @@ class Clock:
 
 
 @pytest.mark.parametrize("micro", [1, 2])
-def test_a_step_is_timed_with_its_optimiser(monkeypatch: pytest.MonkeyPatch, micro: int) -> None:
+def test_step_is_timed_with_its_optimiser(monkeypatch: pytest.MonkeyPatch, micro: int) -> None:
     """By a clock on which a call of attention takes 1 s, the update 100 s and the pass 7 s besides."""
     clock, lm = Clock(), model(NARROW)
     step = MeasuredStep(lm, as_drawn(batch()), RunConfig(train=TrainConfig(grad_accum_steps=micro, batch=2)))
@@ -263,7 +263,7 @@ def test_measuring_changes_neither_weights_nor_spans() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_measuring_leaves_no_trace(kind: str) -> None:
+def test_measuring_restores_weights_gradients_and_attributes(kind: str) -> None:
     measured, drawn = KINDS[kind]()
     measured.eval()
     measured(**drawn).nll.mean().backward()
@@ -288,7 +288,7 @@ def test_counting_leaves_the_backends_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lm", "encoder", "seq2seq"])
-def test_a_run_ends_with_its_cost(tmp_path: Path, kind: str) -> None:
+def test_run_ends_with_its_cost(tmp_path: Path, kind: str) -> None:
     changes: dict[str, Any] = {"train.measure": True, "train.steps": 3, "model.kind": kind}
     if kind == "seq2seq":
         changes |= {"data.source": "numbers", "data.tokens": "char", "train.block": 72, "train.eval_tokens": 50}

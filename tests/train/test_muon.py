@@ -76,7 +76,7 @@ def beside_adamw(matrices: list[nn.Parameter]) -> Optimizer:
     return make_optimizer(named.items(), OptimConfig(kind="muon"), lambda _: False)
 
 
-def test_a_step_by_hand() -> None:
+def test_step_by_hand() -> None:
     torch.manual_seed(2)
     p = nn.Parameter(torch.randn(6, 4, dtype=torch.float64))
     w, b, optimizer = p.detach().clone(), torch.zeros(6, 4).double(), Muon([p], 0.1, 0.8, 0.3, torch.float64)
@@ -103,13 +103,13 @@ def test_no_gradient_no_step_and_a_closure_is_called(make) -> None:
     assert torch.equal(idle, torch.ones(2, 2)) and idle not in optimizer.state and not torch.equal(p, idle)
 
 
-def test_what_is_no_matrix_is_refused() -> None:
+def test_parameter_that_is_not_a_matrix_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a parameter given to Muon has shape \(3,\); expected a matrix"):
         Muon([nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3))])
 
 
 @pytest.mark.parametrize("units", [True, False])
-def test_the_processor_chooses_the_dtype(monkeypatch: pytest.MonkeyPatch, units: bool) -> None:
+def test_processor_chooses_the_dtype(monkeypatch: pytest.MonkeyPatch, units: bool) -> None:
     monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: units)
     assert Muon([nn.Parameter(torch.ones(2, 2))]).dtype == (torch.bfloat16 if units else torch.float32)
     assert Muon([nn.Parameter(torch.ones(2, 2))], dtype=torch.float64).dtype == torch.float64

@@ -53,7 +53,7 @@ def changes(kind: str, folder: Path, more: dict[str, Any] | None = None) -> dict
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "etc"])
-def test_it_goes_on_exactly(tmp_path: Path, kind: str) -> None:
+def test_objective_resumes_exactly(tmp_path: Path, kind: str) -> None:
     train(tiny(tmp_path, changes(kind, tmp_path, {"out": str(tmp_path / "straight")})))
     train(tiny(tmp_path, changes(kind, tmp_path, {"train.steps": 6})))
     finished = train(tiny(tmp_path, changes(kind, tmp_path, {"resume": True})))
@@ -65,7 +65,7 @@ def test_it_goes_on_exactly(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pieces_of_a_batch_are_the_whole(tmp_path: Path, kind: str) -> None:
+def test_grad_accum_steps_equal_one_batch(tmp_path: Path, kind: str) -> None:
     """Pieces may hold different numbers of tokens that count."""
     config = tiny(tmp_path, changes(kind, tmp_path, {"model.attention.dropout": 0.0}))
     data = prepare(config.data)
@@ -122,7 +122,7 @@ def test_masks_follow_from_seed_and_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_segments_are_masked_for_those_that_tell_them_apart(tmp_path: Path) -> None:
+def test_segments_are_masked_for_etc(tmp_path: Path) -> None:
     config = tiny(tmp_path, SENTENCES | {"model.vocab": 257})
     data = prepare(config.data)
     plain = make_objective(data, tiny(tmp_path, MASKED | {"model.vocab": 257}), slice(0, 4)).draw().arguments
@@ -145,7 +145,7 @@ def test_segments_are_masked_for_those_that_tell_them_apart(tmp_path: Path) -> N
         ({"model.attention.kind": "etc(3, 16)"}, "masks whole segments of 16 tokens, but train.block is 16"),
     ],
 )
-def test_segments_that_cannot_be_told_apart_are_refused(tmp_path: Path, changed: dict, message: str) -> None:
+def test_segments_without_global_tokens_are_refused(tmp_path: Path, changed: dict, message: str) -> None:
     config = tiny(tmp_path, SENTENCES | {"model.vocab": 257} | changed)
     with pytest.raises(ValueError, match=message):
         make_objective(prepare(config.data), config, slice(0, 4))
@@ -198,7 +198,7 @@ def test_exact_match_is_what_greedy_decoding_writes(tmp_path: Path) -> None:
             assert score_of(source, one) >= score_of(source, greedy) - 1e-6
 
 
-def test_the_encoder_is_evaluated_on_the_same_masks(tmp_path: Path) -> None:
+def test_encoder_is_evaluated_on_the_same_masks(tmp_path: Path) -> None:
     config = tiny(tmp_path, MASKED | {"train.steps": 3})
     train(config)
     model = load(tmp_path / "run", Encoder)

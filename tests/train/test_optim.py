@@ -72,7 +72,7 @@ def test_clipped_adagrad_follows_its_rule(way: str, dtype: torch.dtype, clip: fl
         assert ((got.double() - true).abs() <= allowed).all()
 
 
-def test_the_clip_matters_where_it_should() -> None:
+def test_adagrad_accumulates_unclipped_gradients() -> None:
     """Were the accumulator fed clipped gradients, a first step would be ±lr whatever the clip."""
     params = make(torch.float64)
     before = [p.detach().clone() for p in params]
@@ -223,7 +223,7 @@ def test_bad_settings(changes: dict, sentence: str) -> None:
     assert str(error.value) == sentence
 
 
-def test_muon_turns_matrices_inside_blocks_and_leaves_the_rest_to_adamw() -> None:
+def test_muon_updates_matrices_inside_blocks_and_adamw_the_rest() -> None:
     """One step, by hand: the momentum's orthogonal factor, scaled to the size of AdamW's updates, with decay."""
     torch.manual_seed(0)
     named = {

@@ -162,7 +162,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(running.time, "perf_counter", lambda: next(reads) * seconds / 2)
 
 
-def test_a_budget_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_budget_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = SHORT | {"train.minutes": 0.5, "train.steps": 10_000, "optim.schedule": "cosine", "train.log_every": 7}
     with monkeypatch.context() as patch:
         clocked(patch, 1.0)
@@ -178,7 +178,7 @@ def test_a_budget_of_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert max(rates) > 0.005 and rates == sorted(rates, reverse=True)
 
 
-def test_a_schedule_by_time_follows_the_pace() -> None:
+def test_schedule_by_time_follows_the_pace() -> None:
     config = RunConfig(train=TrainConfig(minutes=10.0, steps=10_000), optim=OptimConfig(warmup=0, floor=0.1))
     by_steps = RunConfig(train=TrainConfig(steps=600), optim=config.optim)
     for step in (0, 1, 150, 300, 599):  # a second each
@@ -235,7 +235,7 @@ def test_bits_are_counted_per_unit(tmp_path: Path, tokens: str) -> None:
     assert per_unit < 0.9 if tokens == "bpe" else per_unit == 1.0
 
 
-def test_every_event_is_shown_and_written(tmp_path: Path) -> None:
+def test_every_event_is_watched_and_written(tmp_path: Path) -> None:
     seen: list[Any] = []
     train(tiny(tmp_path, {"train.measure": True}), watch=seen.append)
     kinds = [event.kind for event in seen if isinstance(event, Event)]
@@ -262,7 +262,7 @@ def trained(out: Path) -> LM:
     return lm
 
 
-def test_the_data_is_read_in_order(tmp_path: Path) -> None:
+def test_data_is_read_in_order(tmp_path: Path) -> None:
     """Training one step on the first block of every lane, by hand."""
     config = tiny(tmp_path, SHORT | {"train.steps": 1})
     train(config)
@@ -293,7 +293,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert not (tmp_path / "off" / "tensorboard").exists()
 
 
-def test_in_a_thread_and_with_the_signals_as_before(tmp_path: Path) -> None:
+def test_training_in_a_thread_restores_signal_handlers(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     found: list[Result] = []
     thread = threading.Thread(target=lambda: found.append(train(tiny(tmp_path, SHORT | {"train.steps": 2}))))
@@ -304,6 +304,6 @@ def test_in_a_thread_and_with_the_signals_as_before(tmp_path: Path) -> None:
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
-def test_a_long_text_is_not_read_into_memory(tmp_path: Path) -> None:
+def test_long_text_is_not_read_into_memory(tmp_path: Path) -> None:
     write_text(tmp_path / "text.txt", 20_000)
     assert isinstance(prepare(tiny(tmp_path).data).splits["train"].ids, np.memmap)

@@ -1,4 +1,4 @@
-"""The attention benchmark: each contender is proved right on a shape, then timed on it, in turn with the others."""
+"""The attention benchmark: each contender is checked on a shape, then timed on it in turn with the others."""
 
 from __future__ import annotations
 
@@ -27,17 +27,15 @@ RESULT_FILE = "attention.json"
 def bench_attention(
     config: AttentionBench, *, on_progress: OnProgress = silent, extra: Sequence[Contender] = ()
 ) -> Results:
-    """Run the benchmark and write `config.out`/attention.json, anew after every step: what was measured is kept.
+    """Run the benchmark and write `config.out`/attention.json after every step, so that no measurement is lost.
 
-    extra: your contenders, besides the built-in ones.
+    extra: contenders in addition to the built-in ones.
     """
     plan = steps(config)
     if not plan:
         parts, modes = " ".join(config.chosen_parts), " ".join(config.chosen_modes)
-        raise ValueError(
-            f"no step of parts {parts} has modes {modes}; so there is nothing to measure; choose other parts or modes"
-        )
-    config.out.mkdir(parents=True, exist_ok=True)  # now rather than after the first step, should it be refused
+        raise ValueError(f"no step of parts {parts} has modes {modes}; choose other parts or modes")
+    config.out.mkdir(parents=True, exist_ok=True)  # fails now if the file cannot be written
     leave_out = ("flex",) if config.quick else ()
     taking_part = [*field.choose(config.contenders, config.original, leave_out=leave_out), *extra]
     kept = config.keep_memory and keep_freed_memory(True)
@@ -66,7 +64,7 @@ def bench_attention(
 
 
 def time_step(step: Step, taking_part: Sequence[Contender], config: AttentionBench, on_round: OnRound) -> list[Row]:
-    """Check every contender, then time the right ones round-robin with sgemm."""
+    """Check every contender, then time the correct ones round-robin with sgemm."""
     work = step.work
     sets = [make_inputs(work, seed) for seed in range(config.caches if work.mode == "decode" else 1)]
     rows, functions, truths = [], {}, {}
@@ -82,7 +80,7 @@ def time_step(step: Step, taking_part: Sequence[Contender], config: AttentionBen
             truth = _truth(contender, sets[0], truths)
             verdict = check(forwards[0], sets[0], truth, floor=contender.floor)
             function = _in_turn([runner(contender, *pair) for pair in zip(sets, forwards, strict=True)])
-        except Exception as error:  # a peer may fail in any way; it must not end the run, nor pass in silence
+        except Exception as error:  # a peer may raise anything: report it and continue
             row.status, row.reason = "skipped", f"failed: {_first_line(error)}"
             continue
         row.errors, row.allowed = verdict.errors, verdict.allowed
@@ -94,7 +92,7 @@ def time_step(step: Step, taking_part: Sequence[Contender], config: AttentionBen
         timings = round_robin(
             {SGEMM: sgemm(), **functions},
             repeats=config.rounds,
-            warm_up=0 if config.quick else 1,  # the check ran each of them once
+            warm_up=0 if config.quick else 1,  # the check has warmed them up
             shortest=config.shortest,
             budget=config.longest,
             on_round=on_round,
@@ -135,15 +133,15 @@ def _fill(rows: list[Row], timings: dict[str, Timing], work: Work) -> None:
         row.us_per_token = timing.median * 1e6 / (work.batch * work.queries)
         row.sgemm_gflops = rate / 1e9
         row.speedup = timing.times_as_fast_as(base) if base else None
-        operations = None if work.mode == "decode" else _operations(row, work)  # decoding waits for memory instead
+        operations = None if work.mode == "decode" else _operations(row, work)  # memory limits decoding
         if operations is not None:
             row.gflops = operations / timing.median / 1e9
-            of_sgemm = cost.limit_seconds(operations, sgemm_rate(1.0))  # how many of the rounds' products it equals
+            of_sgemm = cost.limit_seconds(operations, sgemm_rate(1.0))  # number of sgemm calls of the same duration
             row.limit_share = of_sgemm * timing.times_as_fast_as(timings[SGEMM])
 
 
 def _operations(row: Row, work: Work) -> int | None:
-    """What the contender must compute: the pairs in the spans, or all of them for full attention."""
+    """Operations that the contender must do: on the pairs in the spans, or on all pairs for full attention."""
     if row.same_work:
         return work.flops()
     return dataclasses.replace(work, profile="F").flops() if row.contender in (YARDSTICK, "x-transformers") else None
@@ -155,7 +153,7 @@ def _row(step: Step, contender: Contender) -> Row:
 
 
 def _truth(contender: Contender, inputs: Inputs, known: dict[Callable, Truth]) -> Truth:
-    """The oracle of what the contender computes; most compute the same."""
+    """The oracle's result for the contender's rule; most contenders share one."""
     if contender.rule not in known:
         known[contender.rule] = find_truth(inputs, contender.rule(inputs))
     return known[contender.rule]
@@ -174,7 +172,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _plain(config: AttentionBench) -> dict:
-    """The settings as JSON can hold them."""
+    """The settings as JSON values."""
     names = ("profiles", "lengths", "modes", "parts")
     fields = dataclasses.asdict(config) | {name: getattr(config, f"chosen_{name}") for name in names}
     return {name: str(value) if isinstance(value, Path) else value for name, value in fields.items()}

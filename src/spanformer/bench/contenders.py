@@ -1,8 +1,8 @@
-"""Who takes part: PyTorch's own attention, this project's backends; the peers are in peers.py.
+"""Contenders of the attention benchmark: PyTorch's SDPA and spanformer's backends. Other projects are in peers.py.
 
-A contender says whether it can express a work (or why not), which rule its result must equal, and gives a callable.
-Most of what exists cannot express soft spans and computes something else: then `same_work` is False and it is compared
-with the oracle of what it does compute.
+A contender states whether it supports a work (or why not) and which rule its result must equal, and builds a callable.
+Most other implementations do not support soft spans and compute something else: then `same_work` is False, and they are
+checked against the oracle of what they compute.
 
 Shapes: B batch, H heads, Tq queries, Tk keys, D head size.
 """
@@ -29,25 +29,25 @@ YARDSTICK = "sdpa"
 class Contender:
     name: str
     label: str
-    """what a reader sees"""
+    """name in tables and pictures"""
     cannot: Callable[[Work], str | None]
-    """why it cannot do this work here; None if it can"""
+    """why it does not support this work here; None if it does"""
     build: Callable[[Inputs], Callable[[], Tensor]]
-    """the callable that computes out [B, H, Tq, D]; what can be prepared once is prepared here"""
+    """returns a callable that computes out [B, H, Tq, D]; prepares everything that can be prepared once"""
     rule: Callable[[Inputs], Rule] = Inputs.rule
-    """what its result must equal"""
+    """the rule that its result must equal"""
     same_work: bool = True
-    """it computes the work itself, soft spans and their gradients included"""
+    """whether it computes exactly this work, including soft spans and their gradients"""
     dense: float = 0.0
-    """how many B × H × Tq × Tk tensors it holds at once, to skip what would not fit"""
+    """number of B × H × Tq × Tk tensors it holds at once; works that do not fit into memory are skipped"""
     kinds: tuple[str, ...] = KINDS
-    """the kinds of work it is for; it takes no part in others, and no reason is given"""
+    """kinds of work it is for; other kinds omit it without a reason"""
     floor: float = 0.0
-    """a relative error that lies in its definition"""
+    """relative error allowed because of its definition"""
 
 
 def runner(contender: Contender, inputs: Inputs, forward: Callable[[], Tensor]) -> Callable[[], object]:
-    """What is timed, of a forward that was built: it alone without autograd, or with the gradient of all it learns."""
+    """The callable to time: forward without autograd, or forward with the gradients of all inputs and parameters."""
     if inputs.work.mode != "forward+backward":
 
         def run() -> object:
@@ -61,17 +61,17 @@ def runner(contender: Contender, inputs: Inputs, forward: Callable[[], Tensor]) 
 
 
 def reason_not(contender: Contender, work: Work) -> str | None:
-    """Why this work is not for this contender: it cannot express it, or it would not fit in memory."""
+    """Why this contender skips this work: it does not support it, or it would not fit into memory."""
     reason = contender.cannot(work)
     if reason is None and contender.dense:
         needed, free = contender.dense * work.dense_bytes(), available_bytes()
         if free is not None and needed > 0.6 * free:
-            return f"builds dense matrices: would need about {needed / 2**30:.0f} GiB, {free / 2**30:.0f} are free"
+            return f"needs about {needed / 2**30:.0f} GiB for dense matrices; {free / 2**30:.0f} GiB are free"
     return reason
 
 
 def available_bytes() -> int | None:
-    """Memory that can be had without swapping; None where the system does not tell."""
+    """Memory available without swapping; None if the system does not report it."""
     try:
         with open("/proc/meminfo") as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
@@ -80,7 +80,7 @@ def available_bytes() -> int | None:
 
 
 def unusable_backend(name: str) -> str | None:
-    """Why one of this project's backends cannot be used on this machine; None if it can."""
+    """Why a backend of spanformer cannot be used on this machine; None if it can."""
     try:
         reasons = importlib.import_module(f"spanformer.ops.backends.{name}").BACKEND.unusable()
     except (ImportError, OSError) as error:
@@ -89,7 +89,7 @@ def unusable_backend(name: str) -> str | None:
 
 
 def backend(name: str, dense: float = 0.0) -> Contender:
-    """attend(…, backend=name), the rule built once."""
+    """attend(…, backend=name); the rule is built once."""
 
     def build(inputs: Inputs) -> Callable[[], Tensor]:
         rule = inputs.rule()
@@ -104,16 +104,16 @@ def full_rule(inputs: Inputs) -> Rule:
 
 
 def _sdpa_cannot(work: Work) -> str | None:
-    return "is_causal counts from the first query, not from the end of a cache" if work.streaming else None
+    return "is_causal aligns queries with the first keys, not with the end of a KV cache" if work.streaming else None
 
 
 def _sdpa_build(inputs: Inputs) -> Callable[[], Tensor]:
-    causal = inputs.work.mode != "decode"  # a single newest query sees every key
+    causal = inputs.work.mode != "decode"  # the newest query sees every key
     return lambda: F.scaled_dot_product_attention(inputs.q, inputs.k, inputs.v, is_causal=causal)
 
 
 def _masked_build(inputs: Inputs) -> Callable[[], Tensor]:
-    """The mask is made anew in each call, as training must: the spans it carries are learned."""
+    """Builds the mask in each call, as training must, because the spans in it are learned."""
     work, shift = inputs.work, int(inputs.work.original)
     at = torch.arange(work.queries)[:, None] + (work.keys - work.queries - shift)
     distance = at - torch.arange(work.keys)  # [Tq, Tk]

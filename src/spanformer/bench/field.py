@@ -1,4 +1,4 @@
-"""The whole field of contenders, by name."""
+"""All contenders of the attention benchmark, by name."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ STANDARD = (
     rings.RINGS_NATIVE,
     rings.RINGS_TORCH,
 )
-ON_DEMAND = (contenders.REFERENCE,)  # the oracle itself: takes part only when asked for
+ON_DEMAND = (contenders.REFERENCE,)  # the oracle itself: timed only on request
 
 
 def field(original: Path | None = None) -> dict[str, Contender]:
-    """Every contender there is, in the order of the tables."""
+    """All contenders, in the order of the tables."""
     return {c.name: c for c in (*STANDARD, peers.original(original), *ON_DEMAND)}
 
 
@@ -34,7 +34,7 @@ def find(name: str, original: Path | None = None) -> Contender:
 
 
 def choose(names: tuple[str, ...], original: Path | None = None, *, leave_out: tuple[str, ...] = ()) -> list[Contender]:
-    """The named ones (all but those on demand if none is named); the yardstick always takes part, and comes first."""
+    """The named contenders, by default all that are not on demand. The yardstick is always included, first."""
     every = field(original)
     if not names:
         out = (*leave_out, *(c.name for c in ON_DEMAND))

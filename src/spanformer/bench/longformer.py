@@ -26,10 +26,10 @@ class LongformerBench(BenchOptions):
         spanformer bench longformer --parts dense
         spanformer bench longformer --parts flat
 
-    SDPA has one set of projections, so in `ours` the global tokens' own queries, keys and values are the layer's: the
-    pattern is the same work as `dense`. `projected` is Longformer with separate projections, two products over all
-    tokens more; `dense projected` does that by SDPA, a second time for the global rows. Results that should be the same
-    are checked against each other first.
+    SDPA has one set of projections, so in `ours` the global tokens use the layer's queries, keys and values: the same
+    work as `dense`. `projected` is Longformer with separate projections, which adds two products over all tokens;
+    `dense projected` does the same with SDPA and a second call for the global rows. Results that should be equal are
+    compared first.
     """
 
     rounds: int = 7
@@ -51,7 +51,7 @@ def run(bench: Bench[LongformerBench]) -> None:
 
 
 class SameProjections(Longformer):
-    """Global tokens with the queries, keys and values of all others."""
+    """Longformer whose global tokens share the queries, keys and values of all others."""
 
     given: tuple[Tensor, Tensor, Tensor]
 
@@ -61,7 +61,7 @@ class SameProjections(Longformer):
 
 
 def steps(length: int) -> dict[str, Callable[[], list[Tensor]]]:
-    """One forward and backward of each: the output, and gradients of q, k, v and what else it learns."""
+    """Forward and backward of each contender: returns the output and the gradients of q, k, v and parameters."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, length, SIZE, requires_grad=True) for _ in range(3))
     x, g = torch.randn(1, length, HEADS * SIZE, requires_grad=True), torch.randn(1, HEADS, length, SIZE)
@@ -96,7 +96,7 @@ _patterns: dict[int, Tensor] = {}
 
 
 def pattern(length: int, positions: list[int]) -> Tensor:
-    """[length, length] bool, made once: making it is not timed."""
+    """[length, length] bool; built once, outside the timing."""
     if length not in _patterns:
         place = torch.arange(length)
         mask = (place[:, None] - place).abs() <= WINDOW // 2

@@ -1,7 +1,6 @@
 """Peak memory of a contender beyond its inputs, measured in a separate process.
 
-The C library keeps freed memory unless told otherwise, so the process runs with MALLOC_MMAP_THRESHOLD_ low: what is
-freed is really returned.
+The C library keeps freed memory by default, so the process runs with a low MALLOC_MMAP_THRESHOLD_, which returns it.
 
 `python -m spanformer.bench.memory JOB` is that process; JOB is a `Job` as JSON.
 """
@@ -27,17 +26,17 @@ class Job:
     """the fields of a Work"""
     threads: int
     original: str | None = None
-    """where a clone of the original lies"""
+    """path of a clone of the original"""
     check: bool = True
-    """hold it against the oracle, after measuring"""
+    """compare the result with the oracle after measuring"""
 
 
 @dataclass(frozen=True)
 class Peak:
     mib: float | None
-    """None when it could not be measured"""
+    """None if it could not be measured"""
     seconds: float | None = None
-    """of the one measured call, the first at its size"""
+    """seconds of the measured call, the first at its size"""
     reason: str = ""
     wrong: str = ""
     errors: dict | None = None
@@ -66,7 +65,7 @@ def in_fresh_process(module: str, job: dict, threads: int, timeout: float = 1800
         return Peak(None, reason=f"took more than {timeout:.0f} s")
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        killed = "was killed, most likely for want of memory" if done.returncode == -9 else last
+        killed = "was killed, probably out of memory" if done.returncode == -9 else last
         return Peak(None, reason=f"the measuring process failed: {killed}")
     return Peak(**json.loads(done.stdout.strip().splitlines()[-1]))
 

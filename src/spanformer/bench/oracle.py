@@ -1,8 +1,9 @@
-"""Is a contender right on exactly this shape? Held against the float64 oracle before it may have a speed.
+"""Checks a contender on a shape against the float64 oracle, before it is timed.
 
-At 8 heads of 16k × 16k the dense oracle does not fit, so it is evaluated head by head on a sample of query rows. Rows
-of attention are independent: the sampled rows of out are exact. With an upstream gradient that is zero everywhere else,
-the gradients of q on those rows, and of every key, value, span and table, are exact as well, and q's other rows get 0.
+At 8 heads of 16k × 16k the dense oracle does not fit into memory, so it is evaluated head by head on a sample of query
+rows. Rows of attention are independent, so the sampled rows of out are exact. With an upstream gradient that is zero on
+all other rows, the gradients of q on these rows, and of every key, value, span and table, are exact too, and dq is 0 on
+the other rows.
 
 Shapes: B batch, H heads, Tq queries, Tk keys, D head size, N sampled rows.
 """
@@ -20,16 +21,16 @@ from spanformer.bench.profiles import RAMP
 from spanformer.bench.work import Inputs
 from spanformer.ops import Rule, attend
 
-FACTOR = 4.0  # how far beyond a dense run in the same dtype a contender may err
-# Units in the last place of the largest value, allowed besides. A row that sees one key has gradient 0, a difference of
-# two equal sums over the head size; dense runs cancel exactly there, fused ones (SDPA among them) nearly.
+FACTOR = 4.0  # allowed error, as a multiple of that of a dense run in the same dtype
+# Additional allowed error, in units in the last place of the largest value. A row that sees one key has gradient 0, a
+# difference of two equal sums over the head size; dense runs cancel exactly there, fused ones (such as SDPA) nearly.
 FLOOR = 64.0
-HALF_FLOOR = 2.0  # the same for half-precision dtypes, whose units are large
+HALF_FLOOR = 2.0  # the same for half-precision dtypes
 
 
 @dataclass
 class Verdict:
-    """errors and allowed: the largest absolute error of out and of each gradient ("dq", …), and what was tolerable."""
+    """errors and allowed: the largest absolute error of out and of each gradient ("dq", …), and its limit."""
 
     errors: dict[str, float] = field(default_factory=dict)
     allowed: dict[str, float] = field(default_factory=dict)
@@ -41,7 +42,7 @@ class Verdict:
 
 
 def sample_rows(queries: int, count: int = 32, seed: int = 1) -> Tensor:
-    """[N] ascending: both ends, the places where blocks and ramps begin, and others at random."""
+    """[N] ascending: both ends, starts of blocks and ramps, and random others."""
     if queries <= count:
         return torch.arange(queries)
     edges = [0, 1, RAMP - 1, RAMP, 63, 64, 65, queries // 2, queries - 2, queries - 1]
@@ -92,7 +93,7 @@ def oracle(inputs: Inputs, rule: Rule, rows: Tensor, dtype: torch.dtype, *, back
 
 @dataclass(frozen=True)
 class Truth:
-    """What is right on the sampled rows, in float64, and what a dense run in the work's own dtype makes of it."""
+    """The correct result on the sampled rows in float64, and the result of a dense run in the work's dtype."""
 
     rows: Tensor
     exact: dict[str, Tensor]
@@ -100,7 +101,7 @@ class Truth:
 
 
 def find_truth(inputs: Inputs, rule: Rule, rows: Tensor | None = None) -> Truth:
-    """Evaluate the oracle of `rule` once, for every contender that is meant to compute it."""
+    """Evaluate the oracle of `rule` once, for all contenders that compute it."""
     rows = sample_rows(inputs.work.queries) if rows is None else rows
     backward = inputs.work.mode == "forward+backward"
     exact, dense = (
@@ -112,7 +113,7 @@ def find_truth(inputs: Inputs, rule: Rule, rows: Tensor | None = None) -> Truth:
 def check(forward: Callable[[], Tensor], inputs: Inputs, truth: Truth, *, floor: float = 0.0) -> Verdict:
     """Run a contender once and compare it with the truth.
 
-    forward: out [B, H, Tq, D] of `inputs`. floor: a relative error that is tolerated whatever the dtype.
+    forward: computes out [B, H, Tq, D] of `inputs`. floor: relative error that is allowed in any dtype.
     """
     got = _run(forward, inputs, truth)
     verdict = judge(got, truth.exact, truth.dense, inputs.work.torch_dtype, floor=floor)
@@ -125,8 +126,8 @@ def judge(
     got: Mapping[str, Tensor], exact: Mapping[str, Tensor], dense: Mapping[str, Tensor], dtype: torch.dtype, *,
     floor: float = 0.0,
 ) -> Verdict:  # fmt: skip
-    """Compare each tensor of `exact`, in float64, with what was got in `dtype`. dense: a plain run in `dtype`, whose
-    error is what that dtype costs."""
+    """Compare each tensor of `exact`, in float64, with the contender's in `dtype`. dense: a plain run in `dtype`, whose
+    error is that of the dtype."""
     verdict = Verdict()
     units = (FLOOR if dtype.itemsize >= 4 else HALF_FLOOR) * torch.finfo(dtype).eps
     for name, right in exact.items():
@@ -135,12 +136,12 @@ def judge(
         error = _worst(got[name] - right) if bool(torch.isfinite(got[name]).all()) else float("nan")
         verdict.errors[name], verdict.allowed[name] = error, allowed
         if not error <= allowed:
-            verdict.wrong.append(f"{name} is off by {error:.2g}, {allowed:.2g} is tolerable")
+            verdict.wrong.append(f"{name} differs by {error:.2g}; expected at most {allowed:.2g}")
     return verdict
 
 
 def _run(forward: Callable[[], Tensor], inputs: Inputs, truth: Truth) -> dict[str, Tensor]:
-    """out and gradients as the truth names them, and `elsewhere`, dq on the rows that were not sampled."""
+    """out and gradients by the truth's names, and `elsewhere`: dq on the rows that were not sampled."""
     rows = truth.rows
     if "dq" not in truth.exact:
         with torch.no_grad():
@@ -158,7 +159,7 @@ def _run(forward: Callable[[], Tensor], inputs: Inputs, truth: Truth) -> dict[st
 
 
 def _join(name: str, heads: list[Tensor]) -> Tensor:
-    """One result per head, put together: along the heads, or summed where heads share a table."""
+    """Combine the results of all heads: concatenate them, or sum them if heads share a table."""
     if name == "ddistance_vec":
         return torch.stack(heads).sum(0)
     return torch.cat(heads, 0 if name in ("dspan", "ddistance_bias") else 1)

@@ -1,4 +1,4 @@
-"""The adaptive-span paper's recipe: its own code, imported from a clone, and the same model as one of ours."""
+"""The adaptive-span paper's recipe: its code, imported from a clone, and the same model in spanformer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def our_model(*, vocab: int, dim: int, layers: int, heads: int, span: int) -> Mo
 
 
 class PaperCode:
-    """Its model, its optimiser, and the order of things in its training step."""
+    """The paper's model, optimiser and training step."""
 
     def __init__(self, clone: Path, *, vocab: int, dim: int, layers: int, heads: int, span: int, lr: float) -> None:
         made: Any = import_from(clone, "models").TransformerSeq(

@@ -22,7 +22,7 @@ from spanformer.ops import AnyRule, Rule, attend
 HEADS, DIM = 8, 64
 LENGTHS, QUICK_LENGTHS = (2048, 4096, 8192, 16384, 32768), (256, 512)
 BIG_BIRD = str(BigBird(1, 64, tokens=2, random=3).patterns[0])  # 3 blocks of window, 2 global, 3 random
-SPEED = {  # name: (pattern, causal, what was aimed at)
+SPEED = {  # name: (pattern, causal, target ratio)
     "window 256": ("Window(256)", True, 8.0),
     "window 128 + 1 + 128, both ways": ("Window(129)", False, 8.0),
     "strided, l = 64": ("Strided(64)", True, 5.0),
@@ -51,8 +51,8 @@ class PatternsBench(BenchOptions):
         spanformer bench patterns --parts speed
         spanformer bench patterns --out docs/results/patterns.json
 
-    A ratio is the median of the rounds' own ratios. Before it is timed, each pattern's output and gradients are checked
-    against the peer's. The block index of a pattern is built once, before timing, as in a layer.
+    A ratio is the median of the ratios of all rounds. Each pattern's output and gradients are checked against the
+    peer's before it is timed. The block index of a pattern is built once, before timing, as in a layer.
     """
 
     parts: tuple[str, ...] = ()
@@ -96,8 +96,8 @@ def speed(bench: Bench[PatternsBench]) -> list[dict]:
     for name, (text, causal, aim) in SPEED.items():
         pattern = parse(text)
         mask = pattern.visible(at[:, None], at, causal=causal, length=length)
-        if not mask.any(-1).all():  # SDPA gives NaN for queries that see nothing
-            bench.say(f"{name:48} left out: at {length} tokens some queries see nothing")
+        if not mask.any(-1).all():  # SDPA returns NaN for queries that see no key
+            bench.say(f"{name:48} skipped: at {length} tokens some queries see no key")
             bench.end()
             continue
 
@@ -177,7 +177,7 @@ def _ms(timing: Timing) -> float:
 
 
 def _pairs(pattern: Pattern, length: int, causal: bool) -> int:
-    """How many pairs are seen, from the block index."""
+    """Number of visible pairs, from the block index."""
     index = pattern.blocks(length, causal=causal)
     counts = torch.cat([index.masks.flatten(1).sum(1), torch.tensor([index.size**2])])  # full blocks are id −1
     return int(counts[index.mask_ids].sum())

@@ -1,6 +1,6 @@
-"""The peers: FlexAttention, x-transformers, local-attention, and the original adaptive-span code.
+"""Contenders from other projects: FlexAttention, x-transformers, local-attention, and the original adaptive-span code.
 
-None is needed to use this project; one that is not installed is skipped with that reason.
+All are optional; one that is not installed is skipped with that reason.
 
 Shapes: B batch, H heads, Tq queries, Tk keys, D head size, L length; n blocks of S positions.
 """
@@ -21,7 +21,7 @@ from spanformer.bench.contenders import Contender, full_rule
 from spanformer.bench.work import Inputs, Work
 from spanformer.ops import Rule
 
-FLEX_SHAPES = 8  # past as many recompilations dynamo falls back to the dense, uncompiled form
+FLEX_SHAPES = 8  # after this many recompilations dynamo falls back to the dense, uncompiled form
 FLEX_BLOCK = 128
 _flex_seen: set[Work] = set()
 
@@ -34,18 +34,18 @@ def _flex_cannot(work: Work) -> str | None:
     if work.mode == "forward+backward":
         return "FlexAttention has no backward on the CPU"
     if work.mode == "decode" or work.streaming:
-        return "one compilation for each cache length"
+        return "needs one compilation per KV cache length"
     if work.terms == "distance_vec":
-        return "q·r[d] in a score_mod would need the L × L table it is there to avoid"
+        return "q·r[d] in a score_mod would need an L × L table"
     if work.length % FLEX_BLOCK:
         return f"{work.length} is not a multiple of its block, {FLEX_BLOCK}"
     if work not in _flex_seen and len(_flex_seen) >= FLEX_SHAPES:
-        return f"{FLEX_SHAPES} shapes were compiled already; past that it runs uncompiled"
+        return f"{FLEX_SHAPES} shapes are compiled already; it would run uncompiled"
     return None
 
 
 def flex_block_mask(reaches: list[int], length: int, size: int, mask_mod):
-    """A BlockMask of causal bands by index arithmetic, [H, n, n] integers: no L × L tensor is built."""
+    """A BlockMask of causal bands, computed from [H, n, n] integers without an L × L tensor."""
     from torch.nn.attention.flex_attention import BlockMask
 
     start = torch.arange(-(-length // size)) * size
@@ -84,12 +84,12 @@ def _flex_build(inputs: Inputs) -> Callable[[], Tensor]:
 
 def _x_transformers_cannot(work: Work) -> str | None:
     if work.profile != "F":
-        return "has no spans per head: it does profile F, full causal attention"
+        return "has no spans per head; supports profile F only, full causal attention"
     return _missing("x_transformers", "x-transformers")
 
 
 def _x_transformers_build(inputs: Inputs) -> Callable[[], Tensor]:
-    Attend = importlib.import_module("x_transformers.attend").Attend  # an extra: not there in every installation
+    Attend = importlib.import_module("x_transformers.attend").Attend  # an optional package
 
     attend = Attend(causal=True, flash=True, heads=inputs.work.heads)
     return lambda: attend(inputs.q, inputs.k, inputs.v)[0]
@@ -98,7 +98,7 @@ def _x_transformers_build(inputs: Inputs) -> Callable[[], Tensor]:
 def _local_cannot(work: Work) -> str | None:
     window = profiles.uniform_reach(work.profile)
     if window is None:
-        return "one window for all heads: it does profiles S and M"
+        return "has one window for all heads; supports profiles S and M only"
     if window >= work.length or work.length % window:
         return f"the length must be a larger multiple of the window, {window}"
     return _missing("local_attention", "local-attention")
@@ -115,19 +115,18 @@ def _local_build(inputs: Inputs) -> Callable[[], Tensor]:
 def _local_rule(inputs: Inputs) -> Rule:
     """Its window has a hard edge and does not count the token itself."""
     window = profiles.uniform_reach(inputs.work.profile)
-    assert window is not None  # _local_cannot saw to it
+    assert window is not None  # checked by _local_cannot
     return Rule(inputs.work.heads, reach=window + 1)
 
 
 def original(path: Path | None) -> Contender:
-    """SeqAttention of a clone of facebookresearch/adaptive-span, imported from that clone; no code of it is in this
-    project."""
+    """SeqAttention, imported from a clone of facebookresearch/adaptive-span; this project contains none of its code."""
 
     def cannot(work: Work) -> str | None:
         if path is None:
             return "pass --original PATH, a clone of facebookresearch/adaptive-span"
         if not work.streaming or work.terms != "distance_vec":
-            return "takes a block of queries after a cache, with a table of positions: see the streaming rows"
+            return "supports only a block of queries after a cache, with a table of positions: see the streaming rows"
         return None if (path / "models.py").is_file() else f"{path} holds no models.py"
 
     def build(inputs: Inputs) -> Callable[[], Tensor]:
@@ -148,24 +147,24 @@ def original(path: Path | None) -> Contender:
             pers_mem_params={"pers_mem_size": 0},
         )
         mask = attention.adaptive_span._mask
-        del mask.current_val  # its parameter; the spans of this work take its place, so gradients reach them
+        del mask.current_val  # replace its parameter by the spans of this work, so that gradients reach them
         q, k, v = (t.flatten(0, 1) for t in (inputs.q, inputs.k, inputs.v))
         vectors = inputs.distance_vec
-        assert vectors is not None  # cannot() saw to it
+        assert vectors is not None  # checked by cannot()
 
         def forward() -> Tensor:
             mask.current_val = (inputs.span / work.length)[:, None, None]
-            table = vectors.flip(1).transpose(1, 2)  # it counts distances from the far end, [1, D, L]
+            table = vectors.flip(1).transpose(1, 2)  # [1, D, L], the farthest distance first
             return attention(q, k, v, table).view(inputs.q.shape)
 
         return forward
 
-    # it adds 1e-8 to the sum it renormalises by; heads that keep little of a softmax over L feel it
+    # it adds 1e-8 to its normaliser, which matters for short spans of a softmax over L
     return Contender("original", "original adaptive-span", cannot, build, dense=8.0, floor=1e-4)
 
 
 def import_from(path: Path, name: str):
-    """Import a module and what it imports from a folder, leaving sys.path and the names it took as they were."""
+    """Import a module and its imports from a folder, then restore sys.path and sys.modules."""
     before = set(sys.modules)
     sys.path.insert(0, str(path))
     try:

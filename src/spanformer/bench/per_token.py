@@ -16,13 +16,13 @@ LENGTHS, QUICK_LENGTHS = tuple(1024 * 2**n for n in range(7)), (256, 512)
 
 @dataclass(frozen=True)
 class PerTokenBench(BenchOptions):
-    """Measure the time per token of the native kernel, forward and backward, at lengths from 1,024 to 65,536; every
+    """Measure the time per token of the native kernel, forward and backward, at lengths from 1,024 to 65,536. Every
     head sees 64 tokens.
 
         spanformer bench per-token --rounds 9
 
-    All lengths are timed in turn, so that a slow minute of the machine hits them alike. A length's figure is the median
-    over rounds of its time per token relative to the mean over lengths in that round.
+    All lengths are timed in turn, so that a slow minute of the machine affects all of them. The result of a length is
+    the median over rounds of its time per token, relative to the mean over lengths in that round.
     """
 
     rounds: int = 9

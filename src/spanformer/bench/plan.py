@@ -1,4 +1,4 @@
-"""The steps of an attention benchmark: which works belong to which table."""
+"""The steps of the attention benchmark, by table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spanformer.bench.contenders import YARDSTICK
 from spanformer.bench.work import Work
 from spanformer.cost import attention as cost
 
-LONGEST_YARDSTICK = 16384  # beyond, one call of full attention takes minutes
+LONGEST_YARDSTICK = 16384  # above this length one call of full attention takes minutes
 UNIFORM = ("64", "128", "256", "512", "1024", "2048")
 
 
@@ -19,9 +19,9 @@ class Step:
     part: str
     work: Work
     in_process: bool = True
-    """False: measured in a separate process, for its memory"""
+    """False: measure memory, in a separate process"""
     without: tuple[str, ...] = ()
-    """contenders left out"""
+    """contenders to omit"""
 
     @property
     def title(self) -> str:
@@ -29,7 +29,7 @@ class Step:
         return f"{self.part.replace('_', ' ')}: {work.mode}, profile {work.profile}, length {work.length}"
 
     def seconds(self, rounds: int) -> float:
-        """A rough forecast, for the progress bar."""
+        """A rough estimate, for the progress bar."""
         work, calls = self.work, rounds + 3 if self.in_process else 2
         full = cost.flops([work.length] * work.heads, work.queries, work.dim, mode=work.mode, keys=work.keys)
         slowest = work.flops() if YARDSTICK in self.without else full
@@ -37,7 +37,7 @@ class Step:
 
 
 def steps(config: AttentionBench) -> list[Step]:
-    """Every step, in the order of the tables."""
+    """All steps, in the order of the tables."""
     makers = {
         "cost": _cost, "decode": _decode, "overhead": _overhead, "memory": _memory, "short": _short,
         "per_token": _per_token, "limit": _limit, "streaming": _streaming, "long": _long,
@@ -50,7 +50,7 @@ def _work(config: AttentionBench, profile: str, length: int, mode: str, terms: s
 
 
 def _one(config: AttentionBench, profile: str, length: int, mode: str, batch: int = 1) -> Work:
-    """A work of a special table: plain, its batch given."""
+    """A work with plain terms and the given batch."""
     return Work(profile, length, mode, batch, config.heads, config.dim, "plain", config.dtype)
 
 

@@ -26,8 +26,8 @@ class PositionsBench(BenchOptions):
 
         spanformer bench positions --length 4096 --rounds 3
 
-    Heads see everything before them, or 256 tokens. Every encoding is first checked against the dense reference, on a
-    short text and in float64. A figure is the median over rounds of its time relative to none's in that round.
+    Heads see all earlier tokens, or 256. Every encoding is first checked against the dense reference in float64 on a
+    short text. A result is the median over rounds of the time relative to no encoding in that round.
     """
 
     length: int = 0
@@ -64,7 +64,7 @@ def run(bench: Bench[PositionsBench]) -> None:
 
 
 def encodings(length: int) -> dict[str, Position]:
-    """None, and all that take part in attention; absolute positions are added to the tokens before it."""
+    """No encoding, and all encodings that act inside attention (absolute ones are added to the tokens before it)."""
     names = ["none", *(name for name, kind in POSITIONS.items() if not kind.absolute)]
     return {
         name: make_position(model("full", heads=HEADS, head_dim=SIZE, length=length, position=name)) for name in names
@@ -72,7 +72,7 @@ def encodings(length: int) -> dict[str, Position]:
 
 
 def step(position: Position, tensors: Inputs, reach: int, backend: str = "auto") -> list[Tensor]:
-    """The output, and gradients of q, k, v and what the encoding learns."""
+    """The output, and the gradients of q, k, v and the encoding's parameters."""
     q, k, v = tensors
     rule = Rule(HEADS, reach=reach)
     added = position.rule(View(), reach)
@@ -82,14 +82,14 @@ def step(position: Position, tensors: Inputs, reach: int, backend: str = "auto")
 
 
 def inputs(length: int, dtype: torch.dtype) -> Inputs:
-    """q, k and v: the same numbers in every dtype."""
+    """q, k and v, with the same values in every dtype."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, HEADS, length, SIZE, generator=g).to(dtype).requires_grad_() for _ in range(3))
     return q, k, v
 
 
 def check(length: int, reach: int) -> None:
-    """Each encoding against the dense reference: a small factor away from what float32 costs the reference itself."""
+    """Check each encoding against the dense reference, within a small multiple of the reference's float32 error."""
     torch.manual_seed(0)
     for name, position in encodings(length).items():
         exact = step(position.double(), inputs(length, torch.float64), reach, "reference")
@@ -98,7 +98,7 @@ def check(length: int, reach: int) -> None:
         for true, same, got in zip(exact, dense, found, strict=True):
             allowed = 12 * (same - true).abs().max() + 1e-6 * true.abs().max()
             if not (got - true).abs().max() <= allowed:
-                raise ValueError(f"{name} differs from the dense reference: a wrong result is not timed")
+                raise ValueError(f"{name} differs from the dense reference; wrong results are not timed")
 
 
 def backend(position: Position, tensors: Inputs, length: int) -> str:

@@ -20,13 +20,13 @@ class ProductsBench(BenchOptions):
 
         spanformer bench products --rounds 40
 
-    Only on processors where the model uses oneDNN (not Intel's): on others there is nothing to compare.
+    This needs a processor on which spanformer uses oneDNN (not Intel's).
     """
 
     rounds: int = 40
     """Rounds; each times both libraries in turn, and results are medians over rounds."""
     rows: int = 0
-    """Tokens of a batch. Default: 2048 (with --quick: 64)."""
+    """Tokens per batch. Default: 2048 (with --quick: 64)."""
 
 
 OPTIONS = ProductsBench
@@ -34,7 +34,7 @@ OPTIONS = ProductsBench
 
 def run(bench: Bench[ProductsBench]) -> None:
     if linear._onednn is None:
-        bench.say("this processor's products are MKL's: there is nothing to compare")
+        bench.say("this processor uses MKL only; there is nothing to compare")
         return
     rows, found = bench.options.rows or bench.options.size(2048, 64), []
     bench.plan(2 * len(SHAPES))

@@ -1,4 +1,4 @@
-"""`spanformer bench quality`: the adaptive-span paper's code and ours on the same data and recipe."""
+"""`spanformer bench quality`: train the adaptive-span paper's code and spanformer on the same data and recipe."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class QualityBench(BenchOptions):
         spanformer bench quality --original CLONE --data enwik8.gz
         spanformer bench quality --only modern
 
-    The first 10 MB of enwik8's training split; 4 layers, d 256, 4 heads, span 1024, block 256, batch 8; Adagrad 0.07
-    with clipping 0.03, warm-up 200. Validation: the first 256 Ki bytes of the validation split, by the protocol of the
-    paper's code (8 lanes, whole blocks). Seconds are of training steps alone. The modern recipe has the same number of
-    parameters within 1 %; its time is of the first evaluation that is as good as the original's last. Nothing is
-    repeated, so --rounds and --budget change nothing.
+    Data: the first 10 MB of enwik8's training split. Model: 4 layers, d 256, 4 heads, span 1024, block 256, batch 8.
+    Optimiser: Adagrad 0.07 with clipping 0.03, warm-up 200. Validation: the first 256 KiB of the validation split, by
+    the protocol of the paper's code (8 lanes, whole blocks). Seconds are those of training steps only. The modern
+    recipe has the same number of parameters within 1 %; its time ends at the first evaluation that is as good as the
+    original's last. Every run is trained once; --rounds and --budget have no effect.
     """
 
     original: Path | None = None
     """A clone of facebookresearch/adaptive-span; without one, original is skipped."""
     data: str = ""
-    """A copy of enwik8 that is already on disk; by default it is downloaded."""
+    """Copy of enwik8 on disk; by default it is downloaded."""
     source: str = "enwik8"
     """Training text: a named corpus, a file, a folder or a glob."""
     steps: int = 800
@@ -82,7 +82,7 @@ class QualityBench(BenchOptions):
 
     @property
     def valid(self) -> int:
-        """tokens of validation"""
+        """Tokens of the validation text."""
         return self.size(1 << 18, 1 << 10)
 
 
@@ -101,7 +101,7 @@ def _shown(value: object) -> str:
 
 
 def run_original(bench: Bench[QualityBench], data: Prepared, _config: DataConfig) -> dict:
-    """Its model, its optimiser, its order of things in a step; our lanes, which read as its batches do."""
+    """Train the paper's model with its optimiser and training step, on spanformer's lanes, which equal its batches."""
     o = bench.options
     torch.manual_seed(1)
     assert o.original is not None
@@ -148,8 +148,8 @@ def run_ours(bench: Bench[QualityBench], data: Prepared, config: DataConfig) -> 
 
 
 def run_modern(bench: Bench[QualityBench], data: Prepared, config: DataConfig) -> dict:
-    """Pre-norm, RMSNorm, SwiGLU, rotary, Muon and AdamW, bfloat16 where the processor has units for it; the position
-    table's weights go into the feed-forward."""
+    """Pre-norm, RMSNorm, SwiGLU, rotary, Muon and AdamW, bfloat16 if the CPU has instructions for it. A larger
+    feed-forward replaces the parameters of the position table."""
     o, target = bench.options, bench.file.found("original") or {}
     span = o.sizes["span"]
     model = ModelConfig(
@@ -177,7 +177,7 @@ def training(o: QualityBench, steps: int) -> TrainConfig:
 
 
 def folder(bench: Bench[QualityBench], name: str) -> Path:
-    """Of a run, in a folder named after the result file."""
+    """The folder of a run, below a folder named after the result file."""
     return bench.file.path.with_suffix("") / name
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: one JSON file with the machine, the settings and what was measured."""
+"""The result file of a benchmark: JSON with the machine, the settings and the measurements."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FORMAT = 1
 
 @dataclass
 class Row:
-    """One contender on one work. Without a speed, `status` and `reason` say why."""
+    """The result of one contender on one work. `status` and `reason` say why a speed is missing."""
 
     part: str
-    """which table it belongs to: cost, decode, overhead, short, per_token, limit, streaming, memory, long"""
+    """its table: cost, decode, overhead, short, per_token, limit, streaming, memory or long"""
     mode: str
     profile: str
     length: int
@@ -38,22 +38,22 @@ class Row:
     label: str
     same_work: bool
     status: str = "ok"
-    """ok, WRONG (differs from the oracle: no speed), skipped (cannot, or not here)"""
+    """ok, WRONG (differs from the oracle; not timed) or skipped (not supported, or not on this machine)"""
     reason: str = ""
     errors: dict[str, float] = field(default_factory=dict)
     """largest absolute error of out and of each gradient against the float64 oracle"""
     allowed: dict[str, float] = field(default_factory=dict)
     ms: float | None = None
-    """median of a call"""
+    """median seconds per call"""
     samples: int = 0
     disturbed: int = 0
-    """samples during which other processes took CPU time, kept for want of better ones"""
+    """number of samples disturbed by other processes, for which no better sample was found"""
     speedup: float | None = None
-    """over the yardstick (SDPA, full causal) in the same rounds; in streaming rows, over the original"""
+    """speed-up over SDPA with full causal attention in the same rounds; in streaming rows, over the original"""
     gflops: float | None = None
     """operations on in-span pairs (14·D each, forward and backward) per second"""
     limit_share: float | None = None
-    """gflops over the sgemm rate of the same rounds"""
+    """gflops relative to the sgemm rate in the same rounds"""
     sgemm_gflops: float | None = None
     peak_mib: float | None = None
     us_per_token: float | None = None
@@ -81,9 +81,9 @@ class Results:
 
 
 class PartsFile:
-    """The result file of a benchmark of several parts: each with its machine, its options and what was found.
+    """The result file of a benchmark with several parts, each with its machine, options and measurements.
 
-    A part that is measured again replaces the old one; parts that are not measured stay. Written after every part.
+    A new measurement replaces the old one of its part; other parts stay. The file is written after every part.
     """
 
     def __init__(self, path: Path, name: str) -> None:
@@ -95,22 +95,22 @@ class PartsFile:
             except (ValueError, AttributeError):
                 kind = None
             if kind != self.kind or not isinstance(self.parts, dict):
-                raise ValueError(f"out is {path}, which holds no {self.kind}; choose another file with --out")
-        path.parent.mkdir(parents=True, exist_ok=True)  # now rather than after measuring, should it be refused
+                raise ValueError(f"out is {path}, which is not a file of {self.kind}; choose another with --out")
+        path.parent.mkdir(parents=True, exist_ok=True)  # fails now if the file cannot be written
 
     def found(self, part: str) -> Any:
-        """What was found before, or None."""
+        """The earlier measurement of a part, or None."""
         return self.parts.get(part, {}).get("found")
 
     def keep(self, part: str, found: object, options: dict, machine: dict) -> None:
-        """found: anything that JSON can hold."""
+        """found: any JSON value."""
         self.parts[part] = {"machine": machine, "options": options, "found": found}
         held = {"kind": self.kind, "format": FORMAT, "parts": self.parts}
         write_text(self.path, json.dumps(held, indent=1, ensure_ascii=False) + "\n")
 
 
 def describe_machine(threads: int, memory_is_kept: bool) -> dict:
-    """Where and when, so that a number can be judged later."""
+    """The machine, versions and date of a measurement."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
@@ -119,7 +119,7 @@ def describe_machine(threads: int, memory_is_kept: bool) -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "commit": _commit(),
-        # Large blocks are taken and freed in every call: speeds depend on how malloc is set.
+        # Every call allocates and frees large blocks, so speeds depend on malloc's settings.
         "malloc": {name: value for name, value in os.environ.items() if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))},
         "memory_is_kept": memory_is_kept,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -135,7 +135,7 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str | None:
-    """The commit this source was checked out at, with "+" if there are changes beside it; None if it is not in git."""
+    """The commit of this source, with "+" if there are uncommitted changes; None outside git."""
     here = Path(__file__).parent
     try:
         run = lambda *args: subprocess.run(  # noqa: E731

@@ -1,6 +1,6 @@
-"""Decoding from per-head rings: each head keeps as many keys and values as it reaches, and no more.
+"""Contenders that decode from per-head ring buffers: each head stores only as many keys and values as it reaches.
 
-Position p lies in slot p % r of a ring of r slots.
+Position p is in slot p % r of a ring of r slots.
 Shapes: B batch, D head size, r a head's ring, G heads whose rings are equally long.
 """
 
@@ -19,7 +19,7 @@ from spanformer.ops import Rings, attend_rings
 
 
 def _torch_cannot(work: Work) -> str | None:
-    return None if work.terms == "plain" else "written for plain spans only"
+    return None if work.terms == "plain" else "supports plain spans only"
 
 
 def ring(t: Tensor, reach: int) -> Tensor:
@@ -40,7 +40,7 @@ def _native_build(inputs: Inputs) -> Callable[[], Tensor]:
 
 
 def _torch_build(inputs: Inputs) -> Callable[[], Tensor]:
-    """PyTorch alone: heads with equal rings together, each group one SDPA over its ring."""
+    """In PyTorch: one SDPA call per group of heads whose rings have the same length."""
     work, ramp = inputs.work, profiles.RAMP
     groups: dict[int, list[int]] = {}
     for head, reach in enumerate(work.reaches()):

@@ -1,4 +1,4 @@
-"""The common parts of all benchmarks: options, timing in turn, the result file, and progress.
+"""Shared by all benchmarks: options, timing in turn, the result file, and progress.
 
 `spanformer bench NAME` runs bench/NAME.py: OPTIONS is the dataclass of its options, run(bench) measures and prints.
 """
@@ -81,7 +81,7 @@ class Bench(Generic[Options]):
         self.total += steps
 
     def begin(self, title: str) -> None:
-        """Begin a step that is no comparison; `end` ends it."""
+        """Begin a step other than a comparison; `end` ends it."""
         self.report(title, self.done, self.total)
 
     def end(self) -> None:
@@ -117,8 +117,8 @@ def check_parts(parts: tuple[str, ...], known: Mapping[str, object]) -> None:
 
 
 def check_same(name: str, mine: list[torch.Tensor], theirs: list[torch.Tensor], most: float = 1e-4) -> float:
-    """The largest difference relative to the largest value. A ValueError if it exceeds float32 rounding: a wrong
-    result is not timed."""
+    """The largest difference relative to the largest value; raises ValueError above `most`, so that a wrong result is
+    not timed."""
     pairs = list(zip(mine, theirs, strict=True))
     worst = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
     if not worst < most:

@@ -117,14 +117,14 @@ def sample(
         best = min(best or (share, elapsed / calls), (share, elapsed / calls))
         if not patience.wait(pause) or patience.seconds < elapsed:
             return best[1], False
-        patience.seconds -= elapsed  # measuring again is waiting too
+        patience.seconds -= elapsed  # repeating a sample also uses up patience
         pause = min(pause * 2, 4.0)
 
 
 def sgemm(side: int = SGEMM_SIDE) -> Callable[[], object]:
     """A float32 matrix product of this machine's library: the reference rate."""
     a, b, c = torch.randn(side, side), torch.randn(side, side), torch.empty(side, side)
-    torch.mm(a, b, out=c)  # warm from the start
+    torch.mm(a, b, out=c)  # warm up
     return lambda: torch.mm(a, b, out=c)
 
 

@@ -49,7 +49,7 @@ PROFILES = {
     "large-paper": Profile(12, 512, 8, 8192, 512, 1, "paper", 2),
 }
 QUICK = Profile(2, 32, 4, 64, 32, 2, "long", 2)
-"""small sizes in place of any profile's"""
+"""small sizes that replace those of any profile"""
 VOCAB = 205
 
 
@@ -68,15 +68,16 @@ def ratios(p: Profile) -> list[list[float]]:
 
 @dataclass(frozen=True)
 class TrainStepBench(BenchOptions):
-    """Measure time and memory of a training step with the same shapes, tokens and spans as the adaptive-span paper's
-    code (facebookresearch/adaptive-span), and of that code too if --original gives a clone.
+    """Measure time and memory of a training step. With --original, also measure the adaptive-span paper's code
+    (facebookresearch/adaptive-span) with the same shapes, tokens and spans.
 
         spanformer bench train-step --original CLONE
         spanformer bench train-step --profiles small-ramp small-long
 
-    small: 4 layers, d 256, 4 heads, span 1024, block 256, batch 8, with all spans at the ramp or with one head a layer
-    at its maximum. large: 12 layers, d 512, 8 heads, span 8192, block 512, batch 1, with one long head a layer, or with
-    spans as the paper reports them (one head in the upper third of the layers at the maximum, the rest short).
+    small: 4 layers, d 256, 4 heads, span 1024, block 256, batch 8. All spans are 0, so heads see only the ramp
+    (small-ramp), or one head per layer has the maximum (small-long). large: 12 layers, d 512, 8 heads, span 8192,
+    block 512, batch 1. One head per layer has the maximum (large-long), or spans are similar to the paper's: one head
+    in each layer of the upper third has 0.72 of the maximum, the others at most 128 tokens (large-paper).
 
     Each contender runs in its own process; processes run in turn, and the ratio is the median over rounds. A step is
     forward, backward, clipping and Adagrad, with a learning rate of 0, so that the spans do not change.
@@ -109,7 +110,7 @@ class Job:
     threads: int
     checkpointing: bool
     original: str = ""
-    """where a clone lies; empty: our step"""
+    """path of a clone; empty: measure spanformer's step"""
 
 
 def run(bench: Bench[TrainStepBench]) -> None:
@@ -167,7 +168,7 @@ def _line(name: str, row: dict) -> str:
 
 
 def measure(job: Job) -> dict:
-    """Median seconds of a step, and the peak of resident memory above what was resident before there was a model."""
+    """Median seconds per step, and the peak resident memory above that before the model was built."""
     torch.set_num_threads(job.threads)
     torch.manual_seed(0)
     p = Profile(**job.profile)

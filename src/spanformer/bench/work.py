@@ -1,4 +1,4 @@
-"""One piece of work to be timed: its sizes, and the tensors made for it.
+"""A work to time: its sizes, and its input tensors.
 
 Shapes: B batch, H heads, Tq queries, Tk keys, D head size, L the length (of sequence, cache or span).
 """
@@ -22,7 +22,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Work:
-    """What is computed. "decode" is one query over a cache of L keys, itself the newest of them."""
+    """The computation to time. "decode" is one query over a KV cache of L keys, whose newest is its own."""
 
     profile: str
     length: int
@@ -33,7 +33,7 @@ class Work:
     terms: str = "plain"
     dtype: str = "float32"
     streaming: int = 0
-    """more than 0: that many queries after a cache of L keys, by the conventions of the original's code"""
+    """above 0: this many queries after a cache of L keys, with the conventions of the original code"""
 
     def __post_init__(self) -> None:
         for name, allowed in (("mode", MODES), ("terms", TERMS), ("dtype", DTYPES)):
@@ -42,7 +42,7 @@ class Work:
         for name in ("length", "batch", "heads", "dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
-        self.reaches()  # refuses a profile it does not know
+        self.reaches()  # refuses unknown profiles
 
     @property
     def kind(self) -> str:
@@ -66,7 +66,7 @@ class Work:
         return getattr(torch, self.dtype)
 
     def reaches(self) -> list[int]:
-        """How many keys each head's queries see."""
+        """Number of keys that the queries of each head see."""
         return profiles.reaches(self.profile, self.heads, self.length)
 
     def flops(self) -> int:
@@ -80,7 +80,7 @@ class Work:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """The tensors of a work; the ones a gradient is asked for require it."""
+    """The tensors of a work; those with a gradient require it."""
 
     work: Work
     q: Tensor
@@ -90,7 +90,7 @@ class Inputs:
     v: Tensor
     """[B, H, Tk, D]"""
     grad: Tensor
-    """[B, H, Tq, D] the gradient that arrives at the output"""
+    """[B, H, Tq, D] upstream gradient of the output"""
     span: Tensor
     """[H] float32"""
     distance_bias: Tensor | None = None
@@ -99,12 +99,12 @@ class Inputs:
     """[1, L, D]"""
 
     def leaves(self) -> dict[str, Tensor]:
-        """Everything learned or projected, by name."""
+        """All tensors that get a gradient, by name."""
         named = {name: getattr(self, name) for name in ("q", "k", "v", "span", "distance_bias", "distance_vec")}
         return {name: t for name, t in named.items() if t is not None}
 
     def rule(self) -> Rule:
-        """The rule this work is about."""
+        """The attention rule of this work."""
         return Rule(
             self.work.heads,
             span=self.span,
@@ -117,7 +117,7 @@ class Inputs:
 
 
 def make_inputs(work: Work, seed: int = 0) -> Inputs:
-    """Normal random inputs, the same for a work and seed wherever they are made."""
+    """Normal random inputs, determined by the work and the seed."""
     g = torch.Generator().manual_seed(seed)
     dtype, b, h, d = work.torch_dtype, work.batch, work.heads, work.dim
     rand = lambda *shape: torch.randn(*shape, generator=g).to(dtype)  # noqa: E731

@@ -40,8 +40,8 @@ def run(options: ImportOptions) -> None:
     vocabulary = functools.partial(read_vocabulary, Path(options.text)) if options.text else None
     with Progress(transient=True) as report:
         report(f"converting {options.checkpoint}", 0, 0)
-        told = import_original(Path(options.checkpoint), Path(options.out), options, vocabulary)
-    print(told)
+        summary = import_original(Path(options.checkpoint), Path(options.out), options, vocabulary)
+    print(summary)
     out = printable(options.out)
     print(f"written to {out}; try  spanformer spans {out}")
 

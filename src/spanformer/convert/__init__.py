@@ -1,1 +1,1 @@
-"""Converts checkpoints of other code into models of ours."""
+"""Converts checkpoints of other code into spanformer models."""

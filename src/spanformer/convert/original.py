@@ -1,4 +1,4 @@
-"""Checkpoints of the adaptive-span paper's code (facebookresearch/adaptive-span) as models of ours.
+"""Converts checkpoints of the adaptive-span paper's code (facebookresearch/adaptive-span) into spanformer models.
 
     theirs                                                          ours
     in_emb.weight, out_emb.{weight,bias}                            embedding.weight, head.{weight,bias}
@@ -35,7 +35,7 @@ from spanformer.model.folder import write_folder
 from spanformer.model.lm import LM
 from spanformer.model.weights import misfit, shapes
 
-PREFIX = "module."  # what torch's data-parallel wrappers put before every name
+PREFIX = "module."  # prefix that torch's data-parallel wrappers add to every name
 SPAN = "attn.attn.adaptive_span._mask."
 PERSISTENT = "attn.attn.persistent_memory."
 TWIN = "persistent_memory.adaptive_span"  # the same module a second time, under the persistent memory that it masks
@@ -48,9 +48,9 @@ def import_original(
     settings: Settings | None = None,
     vocabulary: Callable[[ModelConfig], dict] | None = None,
 ) -> str:
-    """Write the model of a checkpoint as the model folder `out`, for `spanformer.load`. Returns what it is, in a line.
+    """Convert a checkpoint to the model folder `out`, for `spanformer.load`. Returns a summary in one line.
 
-    vocabulary: gives the vocabulary of such a model, as `Vocab.to_json` describes one; without it the folder has none.
+    vocabulary: returns the vocabulary of a model as `Vocab.to_json` does; None: the folder has no vocabulary.
     """
     saved = read_checkpoint(checkpoint)
     try:
@@ -66,9 +66,9 @@ def import_original(
 
 
 def read_checkpoint(path: Path) -> dict:
-    """What a checkpoint file holds, with the model's tensors under "model"; read without running any code in it."""
+    """The content of a checkpoint file, with the model's tensors under "model". Executes no code from the file."""
     if not path.is_file():
-        raise ValueError(f"{path} is no file; expected a checkpoint of the adaptive-span code")
+        raise ValueError(f"{path} is not a file; expected a checkpoint of the adaptive-span code")
     try:
         with warnings.catch_warnings(action="ignore"):
             saved = torch.load(path, weights_only=True, map_location="cpu")
@@ -88,16 +88,16 @@ def read_checkpoint(path: Path) -> dict:
 
 
 def convert(state: Mapping[str, Tensor], settings: Settings | None = None) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """The configuration and the weights of our model, from a model state dict of theirs.
+    """The configuration and weights of a spanformer model, from a state dict of the paper's code.
 
-    Every size is read off the tensors; what is not in them, `settings` say. The weights are views of the given tensors
-    where that is possible.
+    Sizes come from the tensors' shapes, everything else from `settings`. Weights are views of the given tensors where
+    possible.
     """
     state = _bare(state)
     config = _configure(state, settings or Settings())
     places = _places(config)
     if wrong := misfit(shapes(state), {key: place.shape for key, place in places.items()}):
-        raise ValueError(f"this is no adaptive-span model: {wrong}")
+        raise ValueError(f"this is not an adaptive-span model: {wrong}")
     for key, tensor in state.items():
         _check_values(key, tensor.detach(), state[key.replace(TWIN, "adaptive_span")])
     return config, {place.name: place.turn(state[key]) for key, place in places.items() if place.name}
@@ -105,7 +105,7 @@ def convert(state: Mapping[str, Tensor], settings: Settings | None = None) -> tu
 
 @dataclass(frozen=True)
 class _Place:
-    """The destination of one of their tensors."""
+    """The destination of one tensor of the checkpoint."""
 
     name: str
     """ours; empty: nowhere"""
@@ -115,15 +115,15 @@ class _Place:
 
 
 def _bare(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By names without the prefix; only tensors whose numbers are all there."""
+    """The tensors by name without the prefix; refuses tensors with fewer numbers than their shape."""
     bare = {}
     for name, tensor in state.items():
         key = str(name).removeprefix(PREFIX)
         if key in bare:
-            raise ValueError(f"this is no adaptive-span model: it has {key} twice, with and without {PREFIX!r}")
+            raise ValueError(f"this is not an adaptive-span model: it has {key} twice, with and without {PREFIX!r}")
         if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.dtype not in DTYPES:
-            raise ValueError(f"this is no adaptive-span model: its {key} is no tensor of floating-point numbers")
-        # a few bytes can claim any shape by strides of zero
+            raise ValueError(f"this is not an adaptive-span model: its {key} is not a tensor of floating-point numbers")
+        # with strides of zero, a few bytes can have any shape
         if tensor.is_meta or tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
             raise ValueError(f"the model is damaged: its {key} has fewer numbers than its shape, {list(tensor.shape)}")
         bare[key] = tensor
@@ -133,11 +133,13 @@ def _bare(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _configure(state: dict[str, Tensor], settings: Settings) -> ModelConfig:
     layers = {int(n) for key in state for n in re.findall(r"^layers\.(\d{1,6})\.", key)}
     if layers != set(range(len(layers))):
-        raise ValueError(f"this is no adaptive-span model: its layers have the numbers {sorted(layers)}")
+        raise ValueError(f"this is not an adaptive-span model: its layers have the numbers {sorted(layers)}")
     (dim,) = _shape(state, "layers.0.norm1.weight", 1)
     _, head_dim, span = _shape(state, "key_pe", 3)
     if dim % head_dim:
-        raise ValueError(f"this is no adaptive-span model: its heads have size {head_dim}, which does not divide {dim}")
+        raise ValueError(
+            f"this is not an adaptive-span model: its head size is {head_dim}, which does not divide {dim}"
+        )
     persistent = 0
     feedforward = FeedForwardConfig(kind="none")
     if _any(state, PERSISTENT):
@@ -166,7 +168,7 @@ def _configure(state: dict[str, Tensor], settings: Settings) -> ModelConfig:
 
 
 def _embedding(state: dict[str, Tensor], dim: int) -> tuple[int, EmbeddingConfig]:
-    """The vocabulary's size, and how it is embedded."""
+    """The vocabulary's size, and the configuration of its embedding."""
     clusters = sum(key.startswith("in_emb.emb_layers.") for key in state)
     if not clusters:
         return _shape(state, "in_emb.weight", 2)[0], EmbeddingConfig(bias=True)
@@ -176,7 +178,7 @@ def _embedding(state: dict[str, Tensor], dim: int) -> tuple[int, EmbeddingConfig
     divisor = next(fitting, None) if clusters > 1 else None
     if divisor is None:
         raise ValueError(
-            f"this is no adaptive-span model: the vectors of its clusters have the sizes {sizes}, "
+            f"this is not an adaptive-span model: the vectors of its clusters have the sizes {sizes}, "
             f"expected {dim} divided by the same number once more for each"
         )
     *cutoffs, vocab = accumulate(words for words, _ in shapes)
@@ -193,7 +195,7 @@ def _embedding(state: dict[str, Tensor], dim: int) -> tuple[int, EmbeddingConfig
 
 
 def _places(config: ModelConfig) -> dict[str, _Place]:
-    """Every tensor of their model, by their name."""
+    """The destination of every tensor of their model, by their name."""
     head_dim, span = config.head_dim, config.attention.max_span
     # key_pe[0, :, S − 1 − d] is for the token d before the previous one
     places = {"key_pe": _Place("position.weight", (1, head_dim, span), lambda t: t[0].flip(1).T)}
@@ -261,10 +263,10 @@ def _check_values(key: str, tensor: Tensor, twin: Tensor) -> None:
 
 def _shape(state: dict[str, Tensor], key: str, dims: int) -> list[int]:
     if key not in state:
-        raise ValueError(f"this is no adaptive-span model: it has no {key}")
+        raise ValueError(f"this is not an adaptive-span model: it has no {key}")
     shape = list(state[key].shape)
     if len(shape) != dims or 0 in shape:
-        raise ValueError(f"this is no adaptive-span model: its {key} has shape {shape}, expected {dims} dimensions")
+        raise ValueError(f"this is not an adaptive-span model: its {key} has shape {shape}, expected {dims} dimensions")
     return shape
 
 

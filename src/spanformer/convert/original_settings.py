@@ -1,6 +1,6 @@
-"""What a checkpoint of the adaptive-span paper's code does not hold.
+"""Settings that a checkpoint of the adaptive-span paper's code does not hold.
 
-No torch here: the command line reads these fields for its help.
+No torch import here: the command line reads these fields for its help.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Settings:
-    """Options of the paper's code that change a model and that its checkpoints do not hold."""
+    """Options of the paper's code that affect the model but are not in its checkpoints."""
 
     ramp: float = 32.0
-    """tokens of a span's soft edge: --adapt-span-ramp of that code, 32 in every published model"""
+    """length of a span's ramp in tokens: --adapt-span-ramp of the paper's code, 32 in every published model"""
     penalty: float = 2e-6
-    """loss per token of a layer's average span, for further training: --adapt-span-loss of that code"""
+    """loss per token of a layer's average span, for further training: --adapt-span-loss of the paper's code"""
     dropout: float = 0.0
-    """of attention weights and inner activations, for further training: --dropout of that code"""
+    """dropout of attention weights and inner activations, for further training: --dropout of the paper's code"""
     embedding_dropout: float = 0.0
-    """of embedded tokens and the last hidden states, for further training: --emb-dropout of that code"""
+    """dropout of embedded tokens and last hidden states, for further training: --emb-dropout of the paper's code"""
 
     def __post_init__(self) -> None:
         if not 0 < self.ramp < math.inf:

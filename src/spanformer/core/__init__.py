@@ -1,1 +1,1 @@
-"""What every room needs: atomic files, process memory, the processor, progress. It imports nothing of ours."""
+"""Shared by all rooms: atomic files, process memory, the processor, progress. Imports no other room."""

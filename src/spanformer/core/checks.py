@@ -6,7 +6,7 @@ import math
 
 
 def whole_number(name: str, value: object, least: int = 0, most: int | None = None) -> int:
-    """The value, if it is an int in least … most; a bool is none."""
+    """The value, if it is an int in least … most. A bool is refused."""
     if type(value) is not int or value < least or (most is not None and value > most):
         limits = f"from {least} on" if most is None else f"from {least} to {most}"
         raise ValueError(f"{name} is {value!r}; expected a whole number {limits}")

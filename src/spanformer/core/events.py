@@ -1,8 +1,7 @@
 """The rows of a run's events.jsonl, one class for each kind of event: training writes them, reports read them.
 
 A row is one JSON object. `event` is the kind, `time` is in seconds since 1970, and the other keys are the fields below.
-A number that is not finite is null in the file and NaN in Python. Readers ignore further keys of a row, and kinds that
-they do not know.
+A number that is not finite is null in the file and NaN in Python. Readers ignore unknown keys and unknown kinds.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from spanformer.core.shape import Shape
 FILE = "events.jsonl"
 FORMAT = 1
 UNIT_NAMES = {"byte": "byte", "char": "character", "word": "word"}
-"""the units that bits are counted in, as files and as people write them"""
+"""units of bits: name in files, name in text"""
 ASKED = {"encoder": "masked", "seq2seq": "target"}
-"""objectives that ask for some tokens only, and what such a token is called"""
+"""objectives that predict only some tokens, and the adjective for such a token"""
 
 
 @dataclass(frozen=True)
 class Event:
-    """What every event has."""
+    """Base class: the fields of every event."""
 
     kind: ClassVar[str]
     step: int
-    """optimiser steps taken until then"""
+    """optimiser steps taken so far"""
     time: float = field(default=math.nan, kw_only=True)
     """seconds since 1970; the log fills it in"""
 
@@ -45,9 +44,9 @@ class StartEvent(Event):
     config: dict
     parameters: int
     unit: str
-    """what the text is counted in: byte, char or word"""
+    """unit of the text: byte, char or word"""
     tokens: dict[str, int]
-    """of each split"""
+    """tokens of each split"""
     units: dict[str, int]
     """bytes, characters or words of each split"""
     shape: Shape
@@ -59,7 +58,7 @@ class StartEvent(Event):
 
     @property
     def bits_unit(self) -> str:
-        """What bits are counted for: byte, character, word, masked byte, target token, …"""
+        """Unit of reported bits: byte, character, word, masked byte, target token, …"""
         unit = UNIT_NAMES[self.unit]
         if self.objective not in ASKED:
             return unit
@@ -68,25 +67,25 @@ class StartEvent(Event):
 
 @dataclass(frozen=True)
 class ResumeEvent(Event):
-    """The run goes on from a checkpoint. Rows above it with a later step are void: these steps happen again."""
+    """The run continues from a checkpoint. Earlier rows with a later step are void: those steps are repeated."""
 
     kind = "resume"
     path: str = ""
-    """of the checkpoint"""
+    """path of the checkpoint"""
     unit: str = "byte"
     seconds: float = math.nan
-    """of training steps until then"""
+    """seconds of training steps so far"""
 
 
 @dataclass(frozen=True)
 class StepEvent(Event):
-    """Some optimiser steps were taken; losses are means since the row before."""
+    """Optimiser steps since the previous row; losses are means over them."""
 
     kind = "step"
     seconds: float
-    """of training steps since the run began"""
+    """seconds of training steps since the start of the run"""
     tokens: int
-    """since the run began"""
+    """tokens since the start of the run"""
     loss: float
     """nats per token"""
     penalty: float
@@ -94,13 +93,13 @@ class StepEvent(Event):
     grad_norm: float
     tokens_per_second: float
     spans: np.ndarray
-    """[layers, heads] tokens, without the ramp; NaN where a head learns none"""
+    """[layers, heads] learned spans in tokens, without the ramp; NaN for a head that learns none"""
     reach: np.ndarray
-    """[layers, heads] distances looked at"""
+    """[layers, heads] number of distances that a head attends to"""
     memory: list[int]
     """[layers] hidden states that segments remember, or keys that a KV cache holds"""
     resident_bytes: int = 0
-    """of the process, at most"""
+    """peak memory of the process"""
     bits: float = math.nan
     """per unit"""
     span_average: float = math.nan
@@ -122,13 +121,13 @@ class EvalEvent(Event):
     """per unit"""
     tokens: int
     exact: float = math.nan
-    """share that was exactly right: targets of pairs, or masked tokens; NaN where that is not asked"""
+    """share predicted exactly, of the targets of pairs or of masked tokens; NaN for other objectives"""
 
 
 @dataclass(frozen=True)
 class CostEvent(Event):
-    """The measured cost of a step on one batch. Each dict holds "learned" (the model's attention) and "full" (full
-    attention in its place), or neither. Times are those of a whole step and of parts of it."""
+    """The measured cost of a step on one batch. Each dict has the keys "learned" (the model's attention) and "full"
+    (full attention in its place), or is empty. Times are of a whole step and of its parts."""
 
     kind = "cost"
     flops: dict[str, float] = field(default_factory=dict)
@@ -136,11 +135,11 @@ class CostEvent(Event):
     step_seconds: dict[str, float] = field(default_factory=dict)
     attention_seconds: dict[str, float] = field(default_factory=dict)
     products_seconds: dict[str, float] = field(default_factory=dict)
-    """of matrices outside attention"""
+    """seconds of matrix products outside attention"""
     optimizer_seconds: dict[str, float] = field(default_factory=dict)
     peak_bytes: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
-    """of the batch; 0: as many as a step has by its shape"""
+    """tokens of the batch; 0: batch · block of the shape"""
 
 
 @dataclass(frozen=True)
@@ -150,9 +149,9 @@ class DynamicEvent(Event):
     kind = "dynamic"
     text: str
     spans: np.ndarray
-    """[names, characters] tokens"""
+    """[names, characters] spans in tokens"""
     names: list[str]
-    """of the heads"""
+    """names of the heads"""
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ class StopEvent(Event):
     kind = "stop"
     reason: str
     seconds: float
-    """of training steps since the run began"""
+    """seconds of training steps since the start of the run"""
 
 
 EVENTS = (
@@ -211,14 +210,14 @@ class StepsEvent:
 
     step: int
     seconds: float
-    """of training steps since the run began"""
+    """seconds of training steps since the start of the run"""
 
 
 Watch = Callable[[Event | ProgressEvent | StepsEvent], None]
 
 
 def as_record(event: Event) -> dict[str, Any]:
-    """A row's JSON object, without its time. Optional numbers that are NaN are left out."""
+    """The JSON object of a row, without its time. Optional numbers that are NaN are omitted."""
     assert type(event) in EVENTS, f"{type(event).__name__} has no place in a file"
     found: dict[str, Any] = {"event": event.kind}
     for each in fields(event):
@@ -230,7 +229,7 @@ def as_record(event: Event) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """In what JSON has: lists for arrays, None for numbers that are not finite."""
+    """The value in JSON types: lists for arrays, None for numbers that are not finite."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     elif is_dataclass(value) and not isinstance(value, type):

@@ -1,8 +1,8 @@
 """Config dataclasses from plain dicts, as TOML and JSON hold them, and back.
 
-A dataclass that is the type of a field is a section. Keys are the fields' names, or the one that an annotation's
-metadata gives (`Annotated[str, tyro.conf.arg(name="from")]`), so a file and the command line spell a field alike.
-What a dict may not hold fails with one sentence that names the key, dotted through its sections.
+A field whose type is a dataclass is a section. A key is the field's name, or the name in the annotation's metadata
+(`Annotated[str, tyro.conf.arg(name="from")]`), so files and the command line use the same names.
+A wrong value raises ValueError with one sentence that names the dotted key.
 """
 
 from __future__ import annotations
@@ -27,48 +27,48 @@ WORDS: dict[Any, tuple[str, str]] = {
     str: ("a string", "strings"),
     Path: ("a path", "paths"),
 }
-"""what one value of a type is called, and several"""
+"""singular and plural name of a type's values, for errors"""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One field, as a file and the command line see it."""
+    """One field of a config dataclass."""
 
     name: str
-    """of the attribute, which the key may differ from"""
+    """name of the attribute, which may differ from the key"""
     hint: Any
-    """its type, without annotations"""
+    """type without annotations"""
     notes: tuple[Any, ...]
     """its annotations"""
     required: bool
 
     @property
     def section(self) -> Any:
-        """The dataclass it holds, if that is what it holds, else None."""
+        """The dataclass, if the field is a section; else None."""
         return next((member for member in members(self.hint) if is_dataclass(member)), None)
 
 
 def build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
-    """An instance of a dataclass; keys that are left out keep their defaults.
+    """An instance of a dataclass; missing keys take their defaults.
 
-    where: the file the values come from, for the sentences.
+    where: the file of the values, for errors.
     """
     return _build(cls, values, "", where, [key for key, _ in walk(cls)])
 
 
 def as_dict(instance: Any) -> dict[str, Any]:
-    """What build reads back, in values that JSON holds."""
+    """The instance as JSON values, from which `build` makes an equal one."""
     return {key: _plain(getattr(instance, entry.name)) for key, entry in entries(type(instance)).items()}
 
 
 def entries(cls: Any) -> dict[str, Entry]:
-    """The fields by their keys, in order."""
+    """The fields by key, in order of definition."""
     annotated, bare = typing.get_type_hints(cls, include_extras=True), typing.get_type_hints(cls)
     found = {}
     for field in dataclasses.fields(cls):
         if field.init:
             notes = getattr(annotated[field.name], "__metadata__", ())
-            # tyro's `arg` is known by its `name`, so that files are read without tyro
+            # recognise tyro's `arg` by its attribute `name`, so that files are read without importing tyro
             given = (name for note in notes if isinstance(name := getattr(note, "name", None), str))
             required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
             found[next(given, field.name)] = Entry(field.name, bare[field.name], notes, required)
@@ -76,7 +76,7 @@ def entries(cls: Any) -> dict[str, Entry]:
 
 
 def walk(cls: Any, prefix: str = "") -> Iterator[tuple[str, Entry]]:
-    """(dotted key, entry) of every field, and after a section those in it."""
+    """(dotted key, entry) of every field; the fields of a section follow it."""
     for key, entry in entries(cls).items():
         yield prefix + key, entry
         if entry.section is not None:
@@ -84,7 +84,7 @@ def walk(cls: Any, prefix: str = "") -> Iterator[tuple[str, Entry]]:
 
 
 def members(hint: Any) -> tuple[Any, ...]:
-    """The types of a union; of anything else, itself."""
+    """The types of a union; for any other type, only itself."""
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
@@ -94,7 +94,7 @@ def element(hint: Any) -> Any:
 
 
 def readable(hint: Any) -> bool:
-    """Whether this is a type of those that build reads."""
+    """Whether `build` can read this type."""
     for member in members(hint):
         origin, inside = typing.get_origin(member), typing.get_args(member)
         if origin is list or (origin is tuple and inside[1:] == (...,)):
@@ -106,7 +106,7 @@ def readable(hint: Any) -> bool:
 
 
 def expected(hint: Any, many: bool = False) -> str:
-    """What to call a value of this type in a sentence that asks for one, or for many."""
+    """The name of this type's values in an error, singular or plural."""
     said = []
     for member in members(hint):
         if typing.get_origin(member) is typing.Literal:
@@ -122,8 +122,8 @@ def expected(hint: Any, many: bool = False) -> str:
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str | None:
-    """The dotted key that was most likely meant: the same name in another section, else a like name in the same one,
-    else a like name anywhere. A name and its initials are alike: learning_rate and lr."""
+    """The dotted key that was most likely meant: the same name in another section, else a similar name in the same
+    section, else a similar name anywhere. A name and its initials count as similar: learning_rate and lr."""
     known = list(known)
     section, _, name = wrong.rpartition(".")
     elsewhere = [key for key in known if key.rpartition(".")[2] == name]
@@ -135,7 +135,7 @@ def nearest(wrong: str, known: Iterable[str]) -> str | None:
 
 
 def _build(cls: type[T], values: Mapping[str, Any], prefix: str, where: str, keys: list[str]) -> T:
-    """keys: all dotted ones of the whole, where the nearest to a wrong one is looked for."""
+    """keys: all dotted keys, to suggest one for an unknown key."""
     known, place = entries(cls), f" in {where}" if where else ""
     for key in values:
         if key not in known:
@@ -158,13 +158,13 @@ def _build(cls: type[T], values: Mapping[str, Any], prefix: str, where: str, key
                 raise ValueError(f"{prefix}{key}{place} is {values[key]!r}; expected {wanted}") from None
     try:
         return cls(**given)
-    except ValueError as error:  # the dataclass's own check, which knows neither its section nor its file
+    except ValueError as error:  # from the dataclass's own check, which does not know its section and file
         at = (prefix.rstrip(".") + place).strip()
         raise ValueError(f"{error} ({at})" if at else str(error)) from error
 
 
 def _read(hint: Any, value: Any) -> Any:
-    """The value as its type wants it, or a TypeError: no bool is an int here, but an int is a float."""
+    """The value converted to its type, or TypeError. A float may be given as an int; an int may not be a bool."""
     origin = typing.get_origin(hint)
     if len(members(hint)) > 1:
         for member in members(hint):

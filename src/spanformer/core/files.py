@@ -1,9 +1,10 @@
-"""Files and folders that are written whole or not at all: write beside, flush to disk, rename into place.
+"""Atomic writes of files and folders: write to a hidden folder beside the target, flush to disk, rename into place.
 
-    .NAME.1a2b3c4d.new    a folder to write in, beside NAME; its writer holds a lock on it
-    .NAME.1a2b3c4d.old    a folder that was at NAME, while a new one takes its place
+    .NAME.1a2b3c4d.new    the folder being written, beside NAME; its writer holds a lock on it
+    .NAME.1a2b3c4d.old    the previous NAME, while the new one replaces it
 
-Locks end with their process, however it ends. What a killed writer left is removed by the next one, or put back.
+A lock ends with its process, also after SIGKILL. The next writer removes the leftovers of a killed one, or restores the
+previous folder.
 """
 
 from __future__ import annotations
@@ -24,18 +25,17 @@ _NAME = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}\.(?P<state>new|old)")
 
 @contextlib.contextmanager
 def replace_file(path: Path) -> Iterator[Path]:
-    """Yields a path to write to, in a hidden folder beside `path`. When the block ends well, that file takes the place
-    of `path`; when it fails, `path` stays as it was and nothing is left beside it. A pipe or a device is written to as
-    it is."""
+    """Yields a path to write to, in a hidden folder beside `path`. If the block succeeds, that file replaces `path`. If
+    it raises, `path` is unchanged and the hidden folder is removed. Pipes and devices are written directly."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         yield path
         return
     with hidden_folder(path) as folder:
-        new = folder / path.name  # the name stays: matplotlib and others choose a format by its suffix
+        new = folder / path.name  # keep the name: matplotlib and others choose the format by the suffix
         new.touch()
         mode = new.stat().st_mode & 0o777
         yield new
-        new.chmod(mode)  # some writers, safetensors among them, make files for the owner alone
+        new.chmod(mode)  # some writers, such as safetensors, create files that only the owner can read
         put_file(new, path)
 
 
@@ -46,7 +46,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def put_file(new: Path, path: Path) -> None:
-    """Flush a file that is complete and rename it to `path`, in the place of what is there."""
+    """Flush a complete file to disk and rename it to `path`, replacing any file there."""
     sync(new)
     new.replace(path)
     sync(path.parent)
@@ -54,10 +54,10 @@ def put_file(new: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def hidden_folder(path: Path) -> Iterator[Path]:
-    """A new folder beside `path`: fill it and call `put_folder`, or rename files out of it. What is left of it when the
-    block ends is removed.
+    """A new folder beside `path`: fill it and call `put_folder`, or rename files out of it. Whatever is left is removed
+    when the block ends.
 
-    A lock on the folder holds whatever a library does with the files in it; safetensors replaces them.
+    The folder is locked rather than its files, because libraries may replace files (safetensors does).
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     sweep(path.parent, re.escape(path.name))
@@ -71,8 +71,8 @@ def hidden_folder(path: Path) -> Iterator[Path]:
 
 
 def put_folder(new: Path, path: Path, *, replace: bool = False) -> None:
-    """Rename a hidden folder, whose files are on the disk already, to `path`. With `replace`, a folder already there
-    is removed after the rename; without, there must be none with files in it."""
+    """Rename a hidden folder, whose files are already flushed, to `path`. With `replace`, an existing folder is removed
+    after the rename; without, an existing folder must be empty."""
     sync(new)
     if not (replace and path.exists()):
         new.rename(path)
@@ -83,7 +83,7 @@ def put_folder(new: Path, path: Path, *, replace: bool = False) -> None:
         descriptor = _open(path)
         if descriptor is not None:
             held.callback(os.close, descriptor)
-            take_lock(descriptor)  # no sweep touches it between the two renames
+            take_lock(descriptor)  # so that no sweep removes it between the two renames
         path.rename(old)
         try:
             new.rename(path)
@@ -95,22 +95,22 @@ def put_folder(new: Path, path: Path, *, replace: bool = False) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Rename a folder out of the way, then delete it: nobody sees half of it."""
+    """Rename a folder, then delete it, so that no reader sees it half deleted."""
     away = _hidden_path(path, "new")
     path.rename(away)
     shutil.rmtree(away, ignore_errors=True)
 
 
 def sweep(parent: Path, names: str = ".+") -> None:
-    """Undo what killed writers left in `parent`, for paths whose names match a regular expression."""
+    """Clean up after killed writers in `parent`, for paths whose names match a regular expression."""
     for left in list(parent.iterdir()):
         found = _NAME.fullmatch(left.name)
         if found is None or not re.fullmatch(names, found["name"]) or not left.is_dir() or left.is_symlink():
             continue
-        with contextlib.suppress(OSError):  # another process was quicker, or it is not ours to remove
+        with contextlib.suppress(OSError):  # another process removed it first, or permission is denied
             descriptor = os.open(left, os.O_RDONLY)
             try:
-                if not take_lock(descriptor):  # its writer lives, or nobody can tell
+                if not take_lock(descriptor):  # its writer is alive, or there are no locks
                     continue
                 if found["state"] == "old" and not (parent / found["name"]).exists():
                     left.rename(parent / found["name"])  # killed between the two renames of put_folder
@@ -151,7 +151,7 @@ def _make(path: Path) -> tuple[Path, int | None]:
         try:
             descriptor = _open(new)
         except FileNotFoundError:
-            continue  # another process swept it in the moment before it was locked
+            continue  # another process swept it before it was locked
         if descriptor is None:
             return new, None
         if take_lock(descriptor) is not False and new.is_dir():

@@ -1,8 +1,8 @@
-"""Locks that end with the process that holds them, however it ends: the kernel gives them back, also after SIGKILL.
+"""File locks that the kernel releases when their process ends, also after SIGKILL.
 
-flock(2) locks an open file. Network file systems differ: NFS passes locks on to its server (Linux 2.6.12 or newer),
-so they hold between machines, unless it is mounted with `nolock` or `local_lock`; then they hold on one machine. Where
-a file system refuses them, or Python has none (Windows), nothing is locked, and `take_lock` says so.
+flock(2) locks an open file. NFS passes locks on to its server (Linux 2.6.12 or newer), so they work between machines;
+mounted with `nolock` or `local_lock`, they work on one machine only. If the file system or Python (Windows) has no
+locks, nothing is locked, and `take_lock` returns None.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class FolderInUse(ValueError):
 
 
 def take_lock(descriptor: int, *, wait: bool = False) -> bool | None:
-    """Lock an open file or folder, until it is closed. False: another process holds the lock (with `wait`, never).
-    None: there are no locks here."""
+    """Lock an open file or folder until it is closed. Returns False if another process holds the lock (never with
+    `wait`), None if locks are not available."""
     try:
         import fcntl
     except ImportError:
@@ -39,15 +39,15 @@ def take_lock(descriptor: int, *, wait: bool = False) -> bool | None:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[bool]:
-    """Hold a folder, so that one process at a time writes into it; FolderInUse names the one that does. Yields whether
-    it is locked: False where there are no locks.
+    """Lock a folder, so that only one process writes into it; FolderInUse names the process that holds the lock. Yields
+    whether the folder is locked: False if locks are not available.
 
-    The file .lock in it says who holds it. Somebody may remove the file (this function does, at its end) between our
-    opening and locking it; a lock counts only if the file is still the one at that path.
+    The file .lock in the folder names the holder. Another process may remove it (this function does so at its end)
+    between our opening and locking it, so a lock is valid only if the file is still at that path.
     """
     path = folder / LOCK_FILE
     while True:
-        # a folder may be from elsewhere: a link in it must not have another file truncated
+        # the folder may be untrusted: do not follow a link in it, which would truncate another file
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
         try:
             taken = take_lock(descriptor)
@@ -60,7 +60,7 @@ def lock_folder(folder: Path) -> Iterator[bool]:
                 yield taken is True
             finally:
                 with contextlib.suppress(OSError):
-                    path.unlink()  # while we hold it, so it is ours
+                    path.unlink()  # remove it while we still hold the lock
             return
         finally:
             os.close(descriptor)
@@ -74,7 +74,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _sign(descriptor: int) -> None:
-    """Write who holds the lock, for people and for `_holder`."""
+    """Write the holder of the lock into the file, for users and for `_holder`."""
     now = datetime.now().astimezone().isoformat(" ", "seconds")
     text = json.dumps({"process": os.getpid(), "host": platform.node(), "since": now}) + "\n"
     os.ftruncate(descriptor, 0)
@@ -85,5 +85,5 @@ def _holder(descriptor: int) -> str:
     try:
         found = json.loads(os.read(descriptor, 4096))
         return f"process {int(found['process'])} on {found['host']}, since {found['since']}"
-    except (OSError, ValueError, TypeError, KeyError):  # it has not signed yet
+    except (OSError, ValueError, TypeError, KeyError):  # the holder has not written its name yet
         return "another process"

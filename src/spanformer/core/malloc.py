@@ -7,7 +7,7 @@ import ctypes
 
 
 def keep_freed_memory(keep: bool) -> bool:
-    """Have the C library keep what is freed, as jemalloc and tcmalloc do, or give it back; say whether it keeps it."""
+    """Let the C library keep freed memory, as jemalloc and tcmalloc do, or return it. Returns whether it is kept."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):

@@ -1,4 +1,4 @@
-"""How much memory this machine has for a process."""
+"""The memory available to a process on this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_b
 
 
 def machine_bytes() -> int:
-    """Bytes that a process here can hold at most: memory and swap, or less if a container or a limit allows less."""
+    """Upper limit of a process's memory in bytes: RAM and swap, or the limit of the container or process if lower."""
     known = [_physical(), *_cgroup_limits(), _process_limit()]
     return min(n for n in known if n)
 

@@ -21,14 +21,14 @@ def unsupported() -> str | None:
         resident_bytes()
         _status("VmHWM")
     except (OSError, StopIteration) as error:
-        return f"this system does not tell peak memory: {error}"
+        return f"this system does not report peak memory: {error}"
     return None
 
 
 def peak_of(function: Callable[[], object]) -> tuple[float, float]:
-    """Bytes of peak resident memory above what was resident before, and seconds, of one call in this process.
+    """(bytes, seconds) of one call in this process: its peak resident memory above that before the call.
 
-    Freed memory is given back from then on, also what `keep_freed_memory` kept.
+    Switches `keep_freed_memory` off: freed memory is returned to the system.
     """
     keep_freed_memory(False)
     gc.collect()
@@ -48,7 +48,7 @@ def resident_bytes() -> int:
 
 
 def _give_back() -> None:
-    """Freed memory that the C library keeps would hide what the next call takes."""
+    """Return freed memory to the system: memory that the C library keeps would hide what the next call allocates."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)

@@ -1,8 +1,8 @@
-"""Which dtype a device multiplies well. The one place that decides it: Muon, `fit-spans` and the benchmarks ask here.
+"""The fastest dtype for matrix products on a device. Muon, `fit-spans` and the benchmarks use it.
 
-A processor without units for bfloat16 (AVX512_BF16 or AMX; on ARM the bf16 extension) multiplies it one number at a
-time: fifteen products of 192 × 192 matrices took 53 ms instead of 1.6 ms on two cores of a Zen 3. On a processor with
-the units, ONEDNN_MAX_CPU_ISA=AVX2 or ATEN_CPU_CAPABILITY=avx2 in the environment has it treated as one without.
+A processor without bfloat16 instructions (AVX512_BF16 or AMX; on ARM the bf16 extension) multiplies it one number at a
+time: fifteen products of 192 × 192 matrices took 53 ms instead of 1.6 ms on two cores of a Zen 3. The environment
+variables ONEDNN_MAX_CPU_ISA=AVX2 and ATEN_CPU_CAPABILITY=avx2 switch the instructions off.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     import torch
 
 WITHOUT_UNITS = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
-"""limits of oneDNN's instruction set (ONEDNN_MAX_CPU_ISA) below its first with bfloat16 products, AVX512_CORE_BF16"""
+"""values of ONEDNN_MAX_CPU_ISA below AVX512_CORE_BF16, the first instruction set with bfloat16 products"""
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether PyTorch's bfloat16 products run on units for them here."""
+    """Whether PyTorch computes bfloat16 products with bfloat16 instructions on this CPU."""
     import torch
 
     if platform.machine().lower() in ("aarch64", "arm64"):
@@ -34,26 +34,26 @@ def multiplies_bfloat16() -> bool:
 
 
 def best_dtype(device: torch.device | str = "cpu") -> torch.dtype:
-    """bfloat16 where the device has units for its products, else float32."""
+    """bfloat16 if the device has instructions for its products, else float32."""
     import torch
 
     kind = torch.device(device).type
     if kind == "cpu":
         units = multiplies_bfloat16()
-    else:  # of other accelerators PyTorch does not tell; those it supports have them
+    else:  # PyTorch does not report it for other accelerators; those it supports have it
         units = kind != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if units else torch.float32
 
 
 def computing_dtype(stored: torch.dtype, device: torch.device | str = "cpu") -> torch.dtype:
-    """What to compute in with weights that a file stores in this dtype: float32 for halves that have no units."""
+    """The dtype to compute in, for weights stored in this dtype: float32 if a half-precision dtype is slow here."""
     import torch
 
     return torch.float32 if stored.itemsize == 2 and best_dtype(device) is torch.float32 else stored
 
 
 def named_dtype(name: str, device: torch.device | str = "cpu") -> torch.dtype:
-    """The dtype of an option: "auto" is the best of the device, any other name is taken as the user gives it."""
+    """The dtype of an option; "auto" is the best of the device."""
     import torch
 
     return best_dtype(device) if name == "auto" else getattr(torch, name)

@@ -1,12 +1,12 @@
-"""Whether a part of a model is running a second time, in the backward pass.
+"""Tells a module whether its forward pass is a recomputation in the backward pass.
 
-Checkpointing, the reversible stack and chunked parts keep few activations and run parts of a model again for the
-others. A mechanism with state that training updates, such as centroids or running means, must not update it again:
+Checkpointing, the reversible stack and chunked parts store few activations and recompute the others. A mechanism with
+state that training updates, such as centroids or running means, must not update it a second time:
 
     if self.training and not recomputing():
         self.centroids.lerp_(…)
 
-The first pass of a reversible stack runs without a graph, as evaluation does; `to_be_recomputed` tells the two apart.
+The first pass of a reversible stack runs without a graph, like evaluation; `to_be_recomputed` distinguishes the two.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from collections.abc import Iterator
 
 
 class _Thread(threading.local):
-    """PyTorch runs the backward pass of a GPU in a thread of its own."""
+    """One per thread: PyTorch runs the backward pass of a GPU in a separate thread."""
 
     depth = 0
-    ahead = 0
+    to_recompute = 0
 
 
 _thread = _Thread()
 
 
 def recomputing() -> bool:
-    """Whether this forward pass repeats an earlier one, for its activations alone."""
+    """Whether this forward pass recomputes the activations of an earlier one."""
     return _thread.depth > 0
 
 
 @contextlib.contextmanager
 def recompute() -> Iterator[None]:
-    """Around a forward pass that repeats an earlier one."""
+    """Wrap a forward pass that recomputes an earlier one."""
     _thread.depth += 1
     try:
         yield
@@ -42,15 +42,15 @@ def recompute() -> Iterator[None]:
 
 
 def to_be_recomputed() -> bool:
-    """Whether this forward pass runs without a graph because the backward pass is going to repeat it."""
-    return _thread.ahead > 0
+    """Whether this forward pass runs without a graph because the backward pass will recompute it."""
+    return _thread.to_recompute > 0
 
 
 @contextlib.contextmanager
 def before_recompute() -> Iterator[None]:
-    """Around a forward pass without a graph that the backward pass is going to repeat."""
-    _thread.ahead += 1
+    """Wrap a forward pass without a graph that the backward pass will recompute."""
+    _thread.to_recompute += 1
     try:
         yield
     finally:
-        _thread.ahead -= 1
+        _thread.to_recompute -= 1

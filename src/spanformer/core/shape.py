@@ -1,4 +1,4 @@
-"""The sizes of a model and its batches that costs are computed from."""
+"""The sizes of a model and its batches, from which costs are computed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that decide what a training step costs."""
+    """The sizes that determine the cost of a training step."""
 
     layers: int
     dim: int
@@ -16,15 +16,15 @@ class Shape:
     kv_heads: int
     head_dim: int
     feedforward: int
-    """matrix weights of one layer's feed-forward that a token meets"""
+    """feed-forward weights per layer that each token is multiplied with"""
     persistent: int
-    """vectors each head keeps beside the tokens"""
+    """persistent vectors per head"""
     vocab: int
     block: int
-    """T, tokens of one sequence in a step"""
+    """T, tokens per sequence and step"""
     batch: int
     max_span: int
-    """distances a head of full attention looks at"""
+    """number of distances that a head of full attention sees"""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -36,5 +36,5 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of one step, B·T."""
+        """Tokens per step, B·T."""
         return self.batch * self.block

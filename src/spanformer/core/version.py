@@ -1,3 +1,3 @@
-"""The version, in one place. setuptools reads the literal without importing anything."""
+"""The version. setuptools reads this literal without importing the package."""
 
 VERSION = "0.3.0"

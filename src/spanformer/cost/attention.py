@@ -1,12 +1,12 @@
 """The minimum cost of attention: pairs, floating-point operations, bytes.
 
-A head of reach r sees the distances d = 0 … r − 1, so a query at position i sees min(i + 1, r) keys. One pair of
-query and key costs, with head size D (multiply and add counted as two):
+A head of reach r sees the distances d = 0 … r − 1, so a query at position i sees min(i + 1, r) keys. One query–key
+pair costs, with head size D (a multiply and an add are two operations):
 
     forward   q·k and p·v                             2 products   4·D
     backward  q·k again, do·v, and into dq, dk, dv    5 products  10·D
 
-The softmax is not counted: like every other overhead, it is time beyond this minimum.
+The softmax is not counted: it is overhead beyond this minimum.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PER_PAIR = {"forward": FORWARD, "backward": BACKWARD, "forward+backward": FORWAR
 
 
 def head_pairs(reach: int, queries: int, keys: int) -> int:
-    """Pairs that one causal head of this reach sees; its queries are at the last of the keys' positions."""
+    """Number of pairs that one causal head of this reach sees; its queries are the last tokens of the keys."""
     if reach < 0 or queries < 0 or keys < queries:
         raise ValueError(f"reach {reach}, queries {queries}, keys {keys}; expected 0 ≤ queries ≤ keys and a reach ≥ 0")
     first = keys - queries  # the position of the first query
@@ -27,7 +27,7 @@ def head_pairs(reach: int, queries: int, keys: int) -> int:
 
 
 def pairs(reaches: Sequence[int], queries: int, keys: int | None = None) -> int:
-    """Pairs all heads see together; keys = queries unless given."""
+    """Number of pairs that all heads see; keys: default is queries."""
     return sum(head_pairs(reach, queries, queries if keys is None else keys) for reach in reaches)
 
 
@@ -47,12 +47,12 @@ def qkv_bytes(
 
 
 def cache_bytes(reaches: Sequence[int], length: int, *, dim: int, item: int, batch: int = 1) -> int:
-    """Bytes of keys and values kept for decoding after `length` tokens, each key/value head as far as it reaches."""
+    """Bytes of a KV cache after `length` tokens, if each KV head keeps as many tokens as it reaches."""
     return 2 * item * dim * batch * sum(min(reach, length) for reach in reaches)
 
 
 def limit_seconds(operations: float, rate: float) -> float:
-    """The least time the operations can take at this rate (operations per second)."""
+    """The minimum time of the operations at this rate (operations per second)."""
     if rate <= 0:
         raise ValueError(f"rate is {rate}; expected operations per second, more than 0")
     return operations / rate

@@ -1,20 +1,20 @@
 """The cost of each attention mechanism.
 
-n tokens, H heads and G key/value heads of size D, B texts, P pairs of query and key that one head sees
-(`spanformer.cost.pairs`), b bytes a number. A multiply and its add are two operations.
+n tokens, H heads and G key/value heads of size D, B texts, P query–key pairs that one head sees
+(`spanformer.cost.pairs`), b bytes per number. A multiply and an add are two operations.
 
-    FLOPs         forward 4·D·P a head (q·k and p·v); a backward pass 10·D·P (q·k again, and into p, q, k, v). Products
-                  that a mechanism has beside (mapped queries, gates, projections of its own) are added, and twice as
-                  many in a backward pass. This is the minimum, without the overhang of blocks
+    FLOPs         forward 4·D·P per head (q·k and p·v), backward 10·D·P (q·k again, and the gradients of p, q, k, v).
+                  Further products of a mechanism (mapped queries, gates, its own projections) are added, and twice as
+                  many for the backward pass. This is the minimum: partly visible blocks are not rounded up
     dense         b·B·H·n²: the weights of an implementation that computes every pair and masks
-    weights       b·B·H·P: of one that stores a weight for each pair its pattern sees
-    ours          4·B·H·n: one number a query, the log of the softmax's sum; weights are computed again when needed
-    activations   what a training step keeps of the operation until its backward pass, q, k, v and the output:
-                  b·B·n·D·(2·H + 2·G), and ours; one output more where two parts are joined under one softmax, and what
-                  else the functions of `activations` say. Hidden states that gates and projections read are the layer's
-    cache         2·b·B·G·D times the keys that ours holds on to, up to the farthest that a later query can see
+    weights       b·B·H·P: the weights of one that stores only the visible pairs
+    ours          4·B·H·n: one number per query, the log-sum-exp; weights are recomputed when needed
+    activations   what a training step stores until the backward pass: q, k, v and the output, b·B·n·D·(2·H + 2·G), and
+                  `ours`; one more output if two parts are merged under one softmax, and what the functions of
+                  `activations` add. Hidden states that gates and projections read are counted with the layer
+    cache         2·b·B·G·D times the keys that spanformer's KV cache holds, up to the farthest that a later query sees
 
-Mechanisms that are no masked softmax over pairs define their own operations and numbers. Each kind's spec
+Mechanisms other than a masked softmax over pairs define their own operations and numbers. Each kind's spec
 (spanformer.kinds) holds its `Cost`; `pairs` has a function for each pattern.
 """
 
@@ -32,47 +32,46 @@ Params = SimpleNamespace
 Pairs = Callable[[int, bool, Params], float]
 
 BACKWARD = 2.5
-"""products of a backward pass for each of the forward pass: 5 for 2"""
+"""backward products per forward product of pairs: 5 for 2"""
 BESIDE = 2
-"""the same of products that are not of pairs, as those of any matrix"""
+"""the same for all other matrix products"""
 STATE = 4
-"""bytes of a number of a recurrent state, at least"""
+"""minimum bytes per number of a recurrent state"""
 NOTE = 8
-"""bytes of a number that a cache notes of a key: it is kept in float64"""
+"""bytes per number that a KV cache stores about a key, in float64"""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a mechanism costs. Functions take the mechanism's parameters as attributes of `p`, by their names."""
+    """The cost of a mechanism. Functions receive the mechanism's parameters as attributes of `p`."""
 
     keys: str
-    """formula of the keys that a query sees far from the edges, or of what else is counted"""
+    """formula of the number of keys that a query sees far from the edges, or of what is counted instead"""
     pairs: Pairs | None
-    """(n, causal, p): pairs of one head, on average where heads differ; None: it has none"""
+    """(n, causal, p): pairs of one head, averaged if heads differ; None: no pairs"""
     cached: Callable[[int, Params], float] | None
-    """(n, p): keys that a KV cache holds, on average where heads differ; None: it reads a text whole and decodes
-    nothing"""
+    """(n, p): keys in a KV cache, averaged if heads differ; None: it needs the whole text and cannot decode"""
     _: KW_ONLY
     assumed: Mapping[str, int] = field(default_factory=dict)
     """quantities that training determines, such as the mean of learned spans, with their assumed defaults"""
     per_pair: int = 4
-    """operations forward for each pair and number of a head"""
+    """forward operations per pair and number of a head"""
     extra: Callable[[Sizes, Params], int] | None = None
-    """operations forward beside those of pairs, of one text in one layer"""
+    """forward operations in addition to those of pairs, for one text in one layer"""
     forward: Callable[[Sizes, Params], int] | None = None
-    """the same of operations that have no gradient, such as hashing"""
+    """the same for operations without a gradient, such as hashing"""
     stored: Callable[[int, int, Params], int] | None = None
-    """(n, D, p): numbers one head holds in the place of weights, where they are not one a pair"""
+    """(n, D, p): numbers that one head stores instead of one weight per pair"""
     state: Callable[[int, Params], int] | None = None
-    """(D, p): numbers one query head keeps for decoding in the place of keys and values"""
+    """(D, p): numbers that one query head keeps for decoding instead of keys and values"""
     recurrent: Callable[[int, Params], int] | None = None
     """(D, p): numbers of one KV head's recurrent state, in float32 or wider"""
     noted: bool = False
     """the KV cache also stores one number per key and query head"""
     kept: Callable[[Sizes, Params], activations.Kept] | None = lambda s, p: activations.softmax(s)
-    """what is kept for the backward pass; None: not predicted"""
+    """activations stored for the backward pass; None: not predicted"""
     source: bool = False
-    """its keys are another text's"""
+    """whether its keys come from another text"""
     alone: Callable[[Params], bool] = lambda p: False
     """whether it computes its output itself and cannot share a layer with other kinds"""
 
@@ -88,7 +87,7 @@ def query_maps(s: Sizes, p: Params) -> int:
 
 
 def every(n: int, p: Params) -> int:
-    """Keys in a KV cache that drops none."""
+    """Keys in a KV cache that keeps all of them."""
     return n
 
 
@@ -98,33 +97,33 @@ def up_to_max_span(n: int, p: Params) -> int:
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """Of one layer and all its heads, for a whole batch."""
+    """The cost of one layer with all its heads, for a whole batch."""
 
     kind: str
     about: str
     pairs: float | None
-    """of one head and one text"""
+    """pairs of one head and one text"""
     keys: float | None
-    """a query sees on average"""
+    """mean number of keys that a query sees"""
     flops: int
     """forward"""
     flops_backward: int
     weight_bytes: int
-    """weights, if one is stored for each pair seen; a state, if there is one in their place"""
+    """bytes of the weights if one is stored per visible pair, or of the state that replaces them"""
     activation_bytes: int | None
-    """what the operation keeps for its backward pass, as ours does: q, k, v, the output, one number a query, and what
-    the mechanism needs beside; None: not predicted (of patterns, and of what ours does not have)"""
+    """bytes that spanformer stores for the backward pass: q, k, v, the output, one number per query, and what the
+    mechanism adds; None: not predicted (patterns, and mechanisms that spanformer does not implement)"""
     dense_activation_bytes: int
-    """the same with every pair's weight in the place of the output and that number"""
+    """the same with the weights of all pairs instead of the output and that number"""
     cache_bytes: int | None
-    """keys and values that decoding goes on with, or the state; None: it does not decode"""
+    """bytes of the KV cache or the recurrent state; None: cannot decode"""
 
     def row(self) -> dict:
         return asdict(self)
 
 
 def together(kind: str, parts: Sequence[tuple[int, AttentionCost]]) -> AttentionCost:
-    """What heads of several kinds cost in one layer: (how many, what these cost)."""
+    """The cost of heads of several kinds in one layer, from (number of heads, their cost)."""
     heads, costs = sum(count for count, _ in parts), [cost for _, cost in parts]
 
     def total(name: str) -> int | None:
@@ -142,9 +141,9 @@ def together(kind: str, parts: Sequence[tuple[int, AttentionCost]]) -> Attention
 
 
 def attention_cost(name: str, about: str, cost: Cost, params: Mapping[str, float | str], sizes: Sizes) -> AttentionCost:
-    """What a mechanism with these parameters costs at these sizes; `name` and `about` describe it in tables.
+    """The cost of a mechanism with these parameters at these sizes; `name` and `about` describe it in tables.
 
-    One that cannot be causal is counted as it is, in both directions.
+    A mechanism that cannot be causal is counted in both directions.
     """
     p, n, d = SimpleNamespace(**params), sizes.length, sizes.head_dim
     seen = None if cost.pairs is None else cost.pairs(n, sizes.causal and cost.cached is not None, p)

@@ -1,27 +1,27 @@
 """The minimum cost of a training step of a language model: operations and bytes.
 
-B sequences of T tokens in a step, L layers of width E, H query heads and G key/value heads of size D, N persistent
-vectors a head, V symbols. A multiply and its add are two operations. M is what a layer keeps of the past: the hidden
-states of the tokens before the block, cached without gradient.
+B sequences of T tokens per step, L layers of width E, H query heads and G key/value heads of size D, N persistent
+vectors per head, a vocabulary of V. A multiply and an add are two operations. M is the length of a layer's segment
+memory: hidden states of the tokens before the segment, without gradient.
 
-    a matrix of n weights used by each of the step's B·T tokens costs 2·n·B·T forward, and as much again for the
-    gradient of its input and as much for that of its weights: 6·n·B·T in all
+    a matrix of n weights that multiplies each of the step's B·T tokens costs 2·n·B·T forward, the same for the gradient
+    of its input, and the same for the gradient of its weights: 6·n·B·T in all
 
     projections   n = E·D·(H + G + G + H)   queries, keys, values, output; in each of L layers
     feedforward   n = Shape.feedforward     in each of L layers
-    output        n = E·V                   once; looking up an embedding multiplies nothing
+    output        n = E·V                   once; an embedding lookup costs no operations
 
-    attention     a head of reach r has pairs(r) pairs of query and key (cost/attention.py), each 4·D forward and
-                  10·D backward: B·14·D·Σ_heads pairs(r). Once the memory is full every query sees r keys: T·r pairs
-    persistent    every query of every head also sees N keys that are no tokens: B·14·D·T·H·N in each layer
+    attention     a head of reach r has pairs(r) query–key pairs (cost/attention.py), each 4·D forward and 10·D
+                  backward: B·14·D·Σ_heads pairs(r). Once the memory is full every query sees r keys: T·r pairs
+    persistent    every query of every head also sees N persistent keys: B·14·D·T·H·N in each layer
 
-    reprojection  cached states become keys and values again in each step. A key/value head needs them only as far
-                  back as the first token of the block looks through any of its query heads: C = min(r − 1, M) states,
-                  r the longest reach of the group. Keys and values are 2 products of 2·E·D·C forward; backward has
-                  only the gradient of the weights, for the states need none, again as much: B·8·E·D·ΣC over G heads
+    reprojection  each step projects the remembered states to keys and values again. A key/value head needs only the
+                  C = min(r − 1, M) states that the first token of the segment sees, r being the longest reach among
+                  its query heads. Keys and values are 2 products of 2·E·D·C forward; backward has only the gradient
+                  of the weights, which costs the same: B·8·E·D·ΣC over G heads
 
-Norms, softmax, biases and distance tables are left out: they do not grow with a product of two sizes, or are what an
-implementation spends beyond the least. All numbers are stored in 4 bytes:
+Norms, softmax, biases and distance tables are not counted: they do not grow with a product of two sizes, or are
+overhead of an implementation. Every number takes 4 bytes:
 
     state_bytes       4·B·E·ΣM over layers
     key_value_bytes   4·B·2·D·Σ(T + C) over layers and key/value heads
@@ -42,7 +42,7 @@ ITEM = 4  # bytes of a float32
 
 @dataclass(frozen=True)
 class StepCost:
-    """Operations of one training step, forward and backward, by what they are spent on; and bytes held meanwhile."""
+    """Operations of one training step, forward and backward, by purpose; and the bytes of its memory."""
 
     attention: int
     reprojection: int
@@ -60,7 +60,7 @@ class StepCost:
 
     @property
     def by_span(self) -> int:
-        """The operations that the spans decide: pairs in reach, and the memory projected again for them."""
+        """The operations that depend on the spans: pairs in reach, and the reprojection of the memory."""
         return self.attention + self.reprojection
 
     def parts(self) -> dict[str, int]:
@@ -69,15 +69,15 @@ class StepCost:
 
 
 def full(shape: Shape) -> list[list[int]]:
-    """[layers][heads] the reach of full attention: max_span everywhere."""
+    """[layers][heads] reaches of full attention: max_span everywhere."""
     return [[shape.max_span] * shape.heads for _ in range(shape.layers)]
 
 
 def step_cost(shape: Shape, reach: Sequence[Sequence[int]], memory: Sequence[int] | None = None) -> StepCost:
-    """The least cost of a training step whose heads have these reaches.
+    """The minimum cost of a training step with these reaches.
 
-    reach: [layers][heads] distances a head looks at, its own token the first. memory: [layers] states cached before
-    the block; when not given, as many as the layer's longest head needs, which is how a long run spends its time.
+    reach: [layers][heads] number of distances that a head sees, its own token included. memory: [layers] remembered
+    states before the segment; default: as many as the layer's longest head needs, the steady state of a run.
     """
     _check(shape, reach, memory)
     if memory is None:

@@ -1,8 +1,8 @@
-"""How many pairs of query and key one head sees, for each pattern: whole numbers, edges included.
+"""The number of query–key pairs that one head sees, for each pattern: exact, edges included.
 
-A head reads n tokens at positions 0 … n − 1; i is a query, j a key, d = i − j. `causal` leaves the keys with d ≥ 0;
-otherwise a pattern over distances counts |d|. Every function takes (n, causal) and then its own numbers, and costs at
-most a loop over blocks, never over pairs.
+A head reads n tokens at positions 0 … n − 1; i is a query, j a key, d = i − j. `causal` allows only keys with d ≥ 0;
+otherwise a pattern over distances applies to |d|. Every function takes (n, causal) and then the pattern's parameters,
+and loops over blocks at most, never over pairs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def dilated(n: int, causal: bool, w: int, s: int) -> int:
 
 
 def strided(n: int, causal: bool, stride: int) -> int:
-    """|d| < ℓ or ℓ divides d: Sparse Transformer's strided pattern, its two parts in one head"""
+    """|d| < ℓ or ℓ divides d: Sparse Transformer's strided pattern, both parts in one head"""
     return window(n, causal, stride) + _distances(n, causal, range(stride, n, stride))
 
 
@@ -51,19 +51,19 @@ def strided_heads(n: int, causal: bool, stride: int) -> float:
 def fixed_heads(n: int, causal: bool, block: int, c: int) -> float:
     """the query's own block in half of the heads, and the last c positions of every block in the other half"""
     own, c, ends = image_1d(n, causal, block, 0), min(c, block), 0
-    for start, size in _blocks(n, block):  # the j-th of the last is seen by those no earlier than it, or by all
+    for start, size in _blocks(n, block):  # key j is seen by the queries from j on, or by all
         last = range(start + block - c, min(start + block, start + size))
         ends += sum(n - j if causal else n for j in last)
     return (own + ends) / 2
 
 
-def sinks(n: int, causal: bool, w: int, kept: int) -> int:
-    """|d| < w, and the first `kept` tokens"""
-    return window(n, causal, w) + _front(n, causal, w, 1, kept)
+def sinks(n: int, causal: bool, w: int, sink_tokens: int) -> int:
+    """|d| < w, and the first `sink_tokens` tokens"""
+    return window(n, causal, w) + _front(n, causal, w, 1, sink_tokens)
 
 
 def longformer(n: int, causal: bool, w: int, g: int, s: int) -> int:
-    """w tokens back, or w/2 to either side, s apart; and g global tokens at the front, which see everything and are
+    """w tokens back, or w/2 to either side, s apart; and g global tokens at the start, which see all tokens and are
     seen by all"""
     side, g = (w if causal else w // 2 + 1), min(g, n)
     front = _front(n, causal, side, s, g)
@@ -74,17 +74,17 @@ def longformer(n: int, causal: bool, w: int, g: int, s: int) -> int:
 
 
 def etc(n: int, causal: bool, radius: int, segment: int, clip: int, hard: int) -> int:
-    """a global token for every s of the n: global to global, long to global, global to long (hard: to those of its own
-    segment), and long to long where |d| ≤ r; however many labels there are"""
+    """one global token per s tokens: global to global, long to global, global to long (hard: within its own segment),
+    and long to long where |d| ≤ r; the number of labels does not matter"""
     if causal:
-        raise ValueError("etc reads a text whole, in both directions; ask for --no-causal")
+        raise ValueError("etc needs the whole text in both directions; use --no-causal")
     g = -(-n // segment)
     return g * g + g * n + (n if hard else g * n) + window(n, False, radius + 1)
 
 
 def big_bird(n: int, causal: bool, block: int, near: int, g: int, drawn: int) -> int:
-    """blocks of b: `near` around the query's own (of which causality leaves those behind), the first g, and `drawn`
-    others at random; the first g see everything"""
+    """blocks of b: `near` around the query's own block (causal: only earlier ones), the first g, and `drawn` random
+    others; the first g blocks see all tokens"""
     sizes = [size for _, size in _blocks(n, block)]
     side, total = near // 2, 0
     for row, size in enumerate(sizes):
@@ -94,14 +94,14 @@ def big_bird(n: int, causal: bool, block: int, near: int, g: int, drawn: int) ->
         else:
             seen = {c for c in range(row - side, row + (0 if causal else side) + 1) if 0 <= c <= last}
             seen |= set(range(min(g, last + 1)))
-            ragged = sizes[last] < block and last not in seen  # those drawn are whole
+            ragged = sizes[last] < block and last not in seen  # random blocks are complete
             total += size * block * min(drawn, last + 1 - len(seen) - ragged)
         total += sum(full(size, True) if causal and c == row else size * sizes[c] for c in seen)
     return total
 
 
 def blockwise(n: int, causal: bool, blocks: int, size: int, shift: int) -> int:
-    """blocks of l, this many of them together: queries of one see the one `shift` before it, counted around the end"""
+    """groups of `blocks` blocks of l: queries of a block see the block `shift` before it, cyclically"""
     sizes = [tokens for _, tokens in _blocks(n, size)]
     total = 0
     for row, queries in enumerate(sizes):
@@ -114,7 +114,7 @@ def blockwise(n: int, causal: bool, blocks: int, size: int, shift: int) -> int:
 
 
 def image_1d(n: int, causal: bool, block: int, memory: int) -> int:
-    """blocks of l: a query sees its own block, and m tokens before it (and, in both directions, after it)"""
+    """blocks of l: a query sees its own block and m tokens before it (in both directions: also after it)"""
     total = 0
     for start, size in _blocks(n, block):
         after = 0 if causal else min(memory, n - start - size)
@@ -123,8 +123,8 @@ def image_1d(n: int, causal: bool, block: int, memory: int) -> int:
 
 
 def image_2d(n: int, causal: bool, width: int, high: int, wide: int, above: int, beside: int) -> int:
-    """an image of this many pixels a line, read in blocks of h × w: a query sees its own block, lines above it and
-    columns beside it; the future is what comes in a later block, or later in its own"""
+    """an image of `width` pixels per line, read in blocks of h × w: a query sees its own block, lines above and columns
+    beside it; the future is all later blocks, and later pixels of its own block"""
     if width % wide:
         raise ValueError(f"width is {width}; expected a multiple of wide, {wide}")
     area, total = high * wide, 0
@@ -140,8 +140,8 @@ def image_2d(n: int, causal: bool, width: int, high: int, wide: int, above: int,
 
 
 def buckets(n: int, count: int, w: int, *, itself: bool) -> int:
-    """the last w tokens of the query's bucket, n tokens dealt to `count` buckets in turn; w counts the token itself if
-    it sees itself"""
+    """the last w tokens of the query's bucket, if n tokens are dealt to `count` buckets in turn; w includes the token
+    itself if it sees itself"""
     small, larger = divmod(n, count)
     each = [(small + 1, larger), (small, count - larger)]
     return sum(times * head_pairs(w, size if itself else max(size - 1, 0), size if itself else max(size - 1, 0))
@@ -149,31 +149,31 @@ def buckets(n: int, count: int, w: int, *, itself: bool) -> int:
 
 
 def even_factors(count: int) -> tuple[int, int]:
-    """two even numbers, as alike as possible, whose product is `count`"""
+    """two even numbers, as close as possible, whose product is `count`"""
     first = next(a for a in range(math.isqrt(count) // 2 * 2, 1, -2) if count % a == 0 and count // a % 2 == 0)
     return first, count // first
 
 
 def ring_numbers(d: int, count: int, w: int, rounds: int) -> int:
-    """what a ring of w tokens for each of `count` buckets and rounds holds, in numbers of 4 bytes: keys, values and
-    marks of 8 bytes; and the tokens of each bucket"""
+    """size of the rings of w tokens for each of `count` buckets and rounds, in numbers of 4 bytes: keys, values and
+    positions of 8 bytes; and the token count of each bucket"""
     slot = 2 * d + 2 * (rounds + 1)
     return rounds * ((count * w + 1) * slot + 2 * count)
 
 
 def random(n: int, causal: bool, r: int) -> int:
-    """r keys drawn for each query, from all it may see"""
+    """r random keys per query, among those it may see"""
     return head_pairs(r, n, n) if causal else n * min(r, n)
 
 
 def _distances(n: int, causal: bool, distances: range) -> int:
-    """Pairs at these distances, of which 0 may be the first."""
+    """Pairs at these distances; the first may be 0."""
     total = sum(n - d for d in distances if d < n)
     return total if causal else 2 * total - (n if len(distances) and distances[0] == 0 else 0)
 
 
 def _front(n: int, causal: bool, w: int, s: int, g: int) -> int:
-    """Pairs of the first g keys that no window of w, s apart, sees."""
+    """Pairs with the first g keys that are outside a window of w tokens, s apart."""
     keys = range(min(g, n))
     behind = sum(n - j - min(w, (n - 1 - j) // s + 1) for j in keys)
     return behind if causal else behind + sum(j - min(w - 1, j // s) for j in keys)
@@ -185,7 +185,7 @@ def _blocks(n: int, size: int) -> list[tuple[int, int]]:
 
 
 def _pixels(n: int, width: int, high: int, wide: int, top: int, bottom: int, left: int, right: int) -> int:
-    """Pixels of a rectangle that are among the first n tokens, read block by block."""
+    """Number of pixels of a rectangle that are among the first n tokens, read block by block."""
     across, found = width // wide, 0
     for row in range(top // high, -(-bottom // high)):
         for column in range(left // wide, -(-right // wide)):

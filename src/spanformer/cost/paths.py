@@ -1,10 +1,10 @@
-"""How far information travels through a pattern: after how many layers every token has reached every other.
+"""Longest path of a pattern: the number of layers after which every token has received information from every other.
 
 In one layer a query receives information from the keys it sees and keeps its own (the residual stream):
 
-    R_L = (A_L ∪ identity) ∘ R_{L−1}        longest path: the least L for which R_L is all that may be
+    R_L = (A_L ∪ identity) ∘ R_{L−1}        longest path: the smallest L for which R_L holds every allowed pair
 
-Rows are sets of keys as the bits of a whole number, so a product of two matrices is a few hundred "or"s.
+A row is a set of keys, stored as the bits of an int, so a product of two matrices is a few hundred bitwise ors.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import NamedTuple
 
 class Paths(NamedTuple):
     layers: int
-    """after which nothing more is reached"""
+    """number of layers after which R no longer changes"""
     reached: int
-    """pairs of query and key with a path between them, each token with itself among them"""
+    """query–key pairs with a path between them, including each token with itself"""
     allowed: int
-    """pairs that could have one: all, or those with a key no later than the query"""
+    """allowed pairs: all, or if causal those with a key no later than the query"""
 
     @property
     def whole(self) -> bool:
-        """Whether every token is reached that may be."""
+        """Whether every allowed pair has a path."""
         return self.reached == self.allowed
 
 
 def longest_path(layers: Sequence[Sequence[Sequence[bool]]], *, causal: bool) -> Paths:
-    """layers: of each, [n][n] whether query i sees key j, in any of its heads; they take turns, or one is all."""
+    """layers: for each layer, [n][n] whether query i sees key j in any head; the stack repeats them in turn."""
     n = len(layers[0])
     sets = [
         [sum(1 << j for j, sees in enumerate(row) if sees) | 1 << i for i, row in enumerate(seen)] for seen in layers
     ]
     reach, passed, last = [1 << i for i in range(n)], 0, 0
-    while passed - last < len(layers):  # a turn of all in which nothing is new is the end
+    while passed - last < len(layers):  # stop when a round of all layers adds nothing
         further = [_through(row, reach) for row in sets[passed % len(layers)]]
         passed += 1
         if further != reach:
@@ -44,7 +44,7 @@ def longest_path(layers: Sequence[Sequence[Sequence[bool]]], *, causal: bool) ->
 
 
 def _through(row: int, reach: list[int]) -> int:
-    """All that the keys of a row have reached before."""
+    """The union of what the keys of a row have reached."""
     found = 0
     while row:
         lowest = row & -row

@@ -1,8 +1,8 @@
-"""Published figures compared with ours: a textbook chapter's tables of attention variants, and their errors.
+"""A textbook chapter's tables of attention variants, compared with our figures; differences are explained.
 
 The chapter "Attention Variants and Mechanisms" (deeplearning.hofkensvermeulen.be) gives, for d = 768, 12 heads of 64
-and float32, the memory of attention matrices at four lengths, and the operations of one layer at 8,192 tokens. Its
-attention looks in both directions. Ours is counted by `spanformer.cost.mechanisms` and the sizes named here.
+and float32, the memory of attention matrices at four lengths, and the operations of one layer at 8,192 tokens, for
+attention in both directions. Our figures come from `spanformer.cost.mechanisms` at the same sizes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Figure:
     ours: float
     unit: str
     reason: str
-    """why they differ, or what both count"""
+    """why the figures differ, or what both count"""
 
     @property
     def agrees(self) -> bool:
@@ -41,8 +41,8 @@ def memory_figures() -> list[Figure]:
     """Megabytes (10⁶) of attention matrices of all heads, at each length."""
     return [
         Figure(what, n, theirs, HEADS * ITEM * numbers(n) / MB, "MB", reason)
-        for what, (told, numbers, reason) in _MEMORY.items()
-        for n, theirs in zip(LENGTHS, told, strict=True)
+        for what, (figures, numbers, reason) in _MEMORY.items()
+        for n, theirs in zip(LENGTHS, figures, strict=True)
     ]
 
 

@@ -1,11 +1,11 @@
-"""The sizes of an attention layer, and the numbers that are counted in them."""
+"""The sizes of an attention layer, and counts derived from them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
 LSE = 4
-"""bytes of the log of a softmax's sum: it is kept in float32"""
+"""bytes of a log-sum-exp, which is stored in float32"""
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,12 @@ class Sizes:
     """0: as many as heads"""
     batch: int = 1
     layers: int = 1
-    """this many alike, counted together"""
+    """number of equal layers, counted together"""
     item: int = 4
-    """bytes of a number"""
+    """bytes per number"""
     causal: bool = True
     width: int = 0
-    """of hidden states; 0: heads times their size, as these are all heads of a layer"""
+    """size of hidden states; 0: heads · head size, for all heads of a layer"""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -40,35 +40,35 @@ class Sizes:
 
     @property
     def dim(self) -> int:
-        """of hidden states"""
+        """Size of hidden states."""
         return self.width or self.heads * self.head_dim
 
     @property
     def times(self) -> int:
-        """that one text passes one layer"""
+        """Number of (text, layer) combinations."""
         return self.batch * self.layers
 
     @property
     def rows(self) -> int:
-        """Queries of all heads, in one text and layer."""
+        """Number of queries of all heads, for one text and layer."""
         return self.heads * self.length
 
     @property
     def queried(self) -> int:
-        """Numbers of q, and of the output."""
+        """Number of elements of q, and of the output."""
         return self.rows * self.head_dim
 
     @property
     def keyed(self) -> int:
-        """Numbers of k and v together."""
+        """Number of elements of k and v together."""
         return 2 * self.groups * self.length * self.head_dim
 
     @property
     def dense_bytes(self) -> int:
-        """Weights of every pair."""
+        """Bytes of the weights of all pairs."""
         return self.item * self.times * self.rows * self.length
 
     @property
     def kept_bytes(self) -> int:
-        """What our kernel keeps in their place."""
+        """Bytes that the kernel stores instead."""
         return LSE * self.times * self.rows

@@ -83,11 +83,11 @@ def decode(model: LM, cache: Cache, logits: Tensor, chooser: Chooser, max_tokens
     Guessed tokens (single row) are still sampled, with the same random numbers: a correct guess is already in the
     cache, and tokens after the first wrong guess are cropped from it.
     """
-    ahead = logits[:, None]  # [B, n, V]: logits after the last token and after each guess
+    following = logits[:, None]  # [B, n, V]: logits after the last token and after each guess
     guessed: list[int] = []
     made = right = 0
     while True:
-        tokens = chooser.draw(ahead[:, right])
+        tokens = chooser.draw(following[:, right])
         made += 1
         ids = tokens.tolist()
         for row, token in zip(chooser.rows, ids, strict=True):
@@ -107,4 +107,4 @@ def decode(model: LM, cache: Cache, logits: Tensor, chooser: Chooser, max_tokens
         x = torch.cat([tokens[going, None], tokens.new_tensor([guessed] * len(going))], 1)
         found = model.decode(x, cache)
         assert found is not None
-        ahead = found[..., : logits.shape[1]]
+        following = found[..., : logits.shape[1]]

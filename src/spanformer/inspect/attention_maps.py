@@ -2,9 +2,9 @@
 
     attention is linear in the values, out_i = Σ_j a_ij·v_j, so one-hot values v_j = e_j give out_i = a_i
 
-A forward hook runs each mechanism again with one-hot values, on the dense reference, so this works for any mechanism.
-Linear attention says itself how much each pair counts: numbers that may be negative. Spans, biases and patterns take
-part as they do in the model. Shapes: H heads, Hkv key/value heads, T tokens, S of a source, M remembered ones.
+A forward hook runs each mechanism again with one-hot values on the dense reference, so this works for any mechanism.
+Linear attention returns its own weights, which may be negative. Spans, biases and patterns apply as in the model.
+Shapes: H heads, Hkv key/value heads, T tokens, S tokens of a source, M remembered tokens.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from spanformer.model.seq2seq import Seq2Seq
 from spanformer.ops import Attended
 
 LONGEST = 1024
-"""tokens: the matrices of all layers and heads are held at once"""
+"""maximum tokens: the matrices of all layers and heads are in memory at once"""
 
 
 def attention_maps(lm: LM | Encoder, ids: Tensor) -> list[Tensor]:
-    """[layers] of [H, T, T]: how much of its attention query i gives to key j, for the text ids [T]. An encoder's
-    tokens see the future, too; ETC's global tokens come before those of the text.
+    """[layers] of [H, T, T]: the attention weight of query i for key j, for the text ids [T]. Tokens of an encoder see
+    the future too; ETC's global tokens come before the text.
 
-    A row sums to 1, or to less where something else takes part: sinks, persistent vectors, or the zeros before the
-    text that the paper's code attends to.
+    A row sums to 1, or to less if sink logits, persistent vectors, or the zeros that the paper's code attends to before
+    the text also receive weight.
     """
     (maps,) = _maps(lm, [[block.attention for block in lm.layers()]], ids=ids)
     return maps
 
 
 def seen_pairs(lm: LM | Encoder, length: int) -> Tensor:
-    """[H, n, n] bool: which pairs the heads of a model's first layer give weight to, on a text of random tokens. What
-    it learns is moved by random numbers: spans and gates start alike, where training would tell them apart."""
+    """[H, n, n] bool: the pairs with non-zero weight in a model's first layer, on a text of random tokens. Random
+    numbers are added to learned parameters, because untrained heads have equal spans and gates."""
     with torch.no_grad():
         for p in lm.mechanisms()[0].parameters():
             p.add_(torch.randn_like(p), alpha=0.3)
@@ -52,19 +52,19 @@ def seen_pairs(lm: LM | Encoder, length: int) -> Tensor:
 
 
 class PairMaps(NamedTuple):
-    """Those of an encoder–decoder, [layers] each."""
+    """Attention maps of an encoder–decoder, [layers] each."""
 
     encoder: list[Tensor]
     """[H, S, S] over the source"""
     decoder: list[Tensor]
     """[H, T, T] over the answer"""
     cross: list[Tensor]
-    """[H, T, S]: of the answer's tokens to the source's"""
+    """[H, T, S]: cross-attention from the answer to the source"""
 
 
 def pair_maps(model: Seq2Seq, source: Tensor, x: Tensor) -> PairMaps:
-    """source [S] and x [T] are what `model` is given: an end behind the source, `begin` before the answer. Row t is
-    where heads look from x_t on, as they write the token after it."""
+    """source [S] and x [T] are the inputs of `model`: the source ends with `end`, x begins with `begin`. Row t holds
+    the weights of query x_t, which predicts the next token."""
     decoder = [block for block in model.layers() if block.cross is not None]
     reading, writing = ([block.attention for block in half] for half in (model.encoder.layers(), decoder))
     crossing = [block.cross for block in decoder if block.cross is not None]
@@ -75,7 +75,7 @@ def pair_maps(model: Seq2Seq, source: Tensor, x: Tensor) -> PairMaps:
 def _maps(
     model: LM | Encoder | Seq2Seq, parts: Sequence[Sequence[SelfAttention | CrossAttention]], **texts: Tensor
 ) -> list[list[Tensor]]:
-    """What the attentions of each part do while the model reads the texts."""
+    """The attention maps of each part of the model, while it processes the texts."""
     for name, ids in texts.items():
         if ids.ndim != 1 or ids.is_floating_point() or not 1 <= len(ids) <= LONGEST:
             raise ValueError(
@@ -84,7 +84,7 @@ def _maps(
     watched = [[_watch_heads(attention) for attention in part] for part in parts]
     watches = [watch for part in watched for layer in part for watch in layer]
     training = model.training
-    model.eval()  # dropped weights would be missing from the picture
+    model.eval()  # dropout would zero some weights
     try:
         for watch in watches:
             watch.begin()
@@ -98,7 +98,7 @@ def _maps(
 
 
 def _watch_heads(attention: SelfAttention | CrossAttention) -> list[_Watch]:
-    """One for each part of a layer whose heads have different memories."""
+    """One watch per part of a layer, if its heads have different memories."""
     whole, first, found = attention.mechanism, 0, []
     for mechanism in whole.each() if isinstance(whole, MixedMemory) else [whole]:
         found.append(
@@ -109,8 +109,8 @@ def _watch_heads(attention: SelfAttention | CrossAttention) -> list[_Watch]:
 
 
 def _one_hot_hook(kv_heads: int, keys: int, first: int):
-    """A forward hook that replaces the output of a mechanism's own projection of values: by the token's place among
-    `keys`, for each key/value head. A mechanism may project some tokens only, from `first` on."""
+    """A forward hook that replaces the output of a mechanism's own value projection by one-hot vectors over `keys`, for
+    each KV head. first: index of the first token that the mechanism projects."""
 
     def hook(_projection: nn.Module, arguments: tuple[Tensor], _values: Tensor) -> Tensor:
         (x,) = arguments
@@ -121,8 +121,8 @@ def _one_hot_hook(kv_heads: int, keys: int, first: int):
 
 
 def _own_values(mechanism: Attention, above: int) -> list[tuple[nn.Module, int]]:
-    """Projections of values that a mechanism has itself, as Longformer for its global tokens, each with the place of
-    the first token it receives. above: how many global tokens come before the text."""
+    """The mechanism's own value projections, such as Longformer's for global tokens, each with the index of the first
+    token that it projects. above: number of global tokens before the text."""
     found: list[tuple[nn.Module, int]] = [
         (value, 0) for part in mechanism.modules() if isinstance(value := getattr(part, "value", None), nn.Linear)
     ]
@@ -133,17 +133,17 @@ def _own_values(mechanism: Attention, above: int) -> list[tuple[nn.Module, int]]
 
 
 class _Watch:
-    """Keeps what a layer's mechanism gives when it is asked for one-hot values beside the real ones."""
+    """Records the output of a layer's mechanism for one-hot values in addition to the real ones."""
 
     def __init__(self, attention: SelfAttention | CrossAttention, mechanism: Attention, first: int) -> None:
-        """first: the number of the mechanism's first head in the layer."""
+        """first: index of the mechanism's first head in the layer."""
         self.attention, self.mechanism, self.first = attention, mechanism, first
         self.persistent = attention.persistent if isinstance(attention, SelfAttention) else None
         self.found: list[tuple[Attended, float]] = []
         self.beside: Tensor | None = None
         """[1, H, T] lse of persistent vectors"""
         self.past = self.keys = 0
-        """remembered tokens, and those of the text that is looked at"""
+        """number of remembered tokens, and of tokens of the text"""
         self.hooks: list[RemovableHandle] = []
         self.backends = [(part, part.backend) for part in self.mechanism.modules() if isinstance(part, Attention)]
 
@@ -158,13 +158,13 @@ class _Watch:
         q, k, v, rule, view = arguments
         one_hot = torch.eye(k.shape[2], dtype=v.dtype, device=v.device).expand(*k.shape[:3], -1)
         plain, relative = rule, getattr(rule, "distance_value", None)
-        if relative is not None:  # values of distances come on top of the weights; they are none of the keys'
+        if relative is not None:  # values per distance are added to the output and belong to no key
             plain = replace(rule, distance_value=None)
         above = 0 if view.segments is None else k.shape[2] - view.segments.shape[1]
         own = _own_values(mechanism, above)
         hooks = [part.register_forward_hook(_one_hot_hook(k.shape[1], k.shape[2], first)) for part, first in own]
         try:
-            weights = mechanism.forward(q, k, one_hot, plain, view)  # not by a call, which would run this hook again
+            weights = mechanism.forward(q, k, one_hot, plain, view)  # a call would run this hook again
         finally:
             for hook in hooks:
                 hook.remove()
@@ -194,7 +194,7 @@ class _Watch:
             )
         weights = torch.cat([found.out[0, :, :, -self.keys :] for found, _ in self.found])
         lse = torch.cat([found.lse[0] for found, _ in self.found])
-        if len(self.found) > 1 and isinstance(self.attention, SelfAttention):  # served in groups, the longest first
+        if len(self.found) > 1 and isinstance(self.attention, SelfAttention):  # groups of heads, longest first
             shared = self.attention.heads // self.attention.kv_heads
             context = self.mechanism.context_length()
             each = [max(context[h : h + shared]) for h in range(0, len(context), shared)]
@@ -208,7 +208,7 @@ class _Watch:
 
 
 class _WatchState(_Watch):
-    """The same of heads with a recurrent state: their memory calls `run`, and no `forward` that a hook observes."""
+    """The same for heads with a recurrent state: their memory calls `run`, not `forward`, so hooks do not apply."""
 
     def begin(self) -> None:
         mechanism = self.mechanism

@@ -1,4 +1,4 @@
-"""Clocks for the parts of a forward and backward pass, hung into a model while it is measured and only then."""
+"""Clocks for the parts of a forward and backward pass, attached to a model while it is measured."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from spanformer.model.stack import TransformerStack
 from spanformer.ops import Attended
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "linear", "mkldnn_linear", "_linear_pointwise"}
-"""operators that multiply matrices, PyTorch's and oneDNN's"""
+"""matrix product operators of PyTorch and oneDNN"""
 
 
 class AttentionClock:
-    """Times every mechanism's forward pass, and its backward pass from the gradient of its result to that of its
-    queries, keys and values, by hooks. Heads with a recurrent state have no such pass, and their `run` is timed."""
+    """Times by hooks every mechanism's forward pass, and its backward pass from the gradient of its output to those of
+    queries, keys and values. For heads with a recurrent state, `run` is timed."""
 
     def __init__(self, model: TransformerStack) -> None:
         cross = [block.cross.mechanism for block in model.layers() if block.cross is not None]
         layers = (m.each() if isinstance(m, MixedMemory) else [m] for m in model.mechanisms())
         self.mechanisms, self.seconds = [*(part for layer in layers for part in layer), *cross], 0.0
         self.running = 0
-        """calls under way, forward or backward"""
+        """number of active calls, forward or backward"""
         self.hooks: list[RemovableHandle] = []
         self.calls: list[tuple[float, tuple[Tensor, ...]]] = []
-        """forward calls under way: when each began, and its queries, keys and values"""
+        """active forward calls: start time, and queries, keys and values"""
 
     def __enter__(self) -> AttentionClock:
         for mechanism in self.mechanisms:
@@ -58,7 +58,7 @@ class AttentionClock:
         return run
 
     def _before(self, mechanism: nn.Module, arguments: tuple) -> tuple:
-        # views of their own, so that the hooks see this call's gradients only
+        # new views, so that the hooks see the gradients of this call only
         qkv = tuple(t.view_as(t) for t in arguments[:3])
         self.calls.append((self._start(), qkv))
         return *qkv, *arguments[3:]
@@ -90,8 +90,7 @@ class AttentionClock:
 
 
 class ProductClock(TorchDispatchMode):
-    """Times the products outside attention. It slows down every operator, products too small to matter among them, so a
-    pass with this clock tells nothing but how long its products take."""
+    """Times the matrix products outside attention. It slows down every operator: time nothing else in such a pass."""
 
     def __init__(self, attention: AttentionClock) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The spans that dynamic heads choose along a text, token by token."""
+"""The dynamic spans of every head along a text, token by token."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from spanformer.model.lm import LM
 
 @torch.no_grad()
 def token_spans(model: LM, ids: Tensor) -> dict[str, Tensor]:
-    """[H, T] in tokens by "layer 1", …, for the text ids [T]; layers without dynamic spans are left out.
+    """{"layer 1": [H, T] spans in tokens, …} for the text ids [T]; layers without dynamic spans are omitted.
 
-    A forward pre-hook of each layer's attention sees the hidden states that the spans are read off.
+    A forward pre-hook of each layer's attention receives the hidden states from which the spans are computed.
     """
     found: dict[str, Tensor] = {}
 

@@ -40,7 +40,7 @@ class Part(Mapping[str, Tensor]):
     def __init__(self, files: list[Path]) -> None:
         self._held: dict[str, list[Rows]] = {}
         for file in files:
-            for name, rows in _look(file):
+            for name, rows in _row_ranges(file):
                 self._held.setdefault(name, []).append(rows)
         for name, held in self._held.items():
             held.sort(key=lambda rows: (rows.start, rows.stop))
@@ -73,7 +73,7 @@ def header(starts: Mapping[str, tuple[int, int]]) -> dict[str, str]:
     return {HEADER: json.dumps(said)}
 
 
-def _look(file: Path) -> Iterator[tuple[str, Rows]]:
+def _row_ranges(file: Path) -> Iterator[tuple[str, Rows]]:
     """The tensors in a file, with their rows."""
     try:
         with safe_open(file, "pt") as opened:

@@ -54,7 +54,7 @@ def bits_picture(named: dict[str, Run]) -> Picture:
     bits_axis(by_step, unit, np.concatenate([curve.bits for curve in curves.values()]))
     unseen = [name for name, run in named.items() if not any(row.split == "valid" for row in run.evals)]
     below = "Validation bits; the number is the last value."
-    below += f" Smoothed training bits, for want of others: {', '.join(plain(name) for name in unseen)}." * bool(unseen)
+    below += f" Smoothed training bits (no validation): {', '.join(plain(name) for name in unseen)}." * bool(unseen)
     frame(figure, f"Bits per {unit}, run by run", below, beside=2.2)
     ends = [
         (float(curve.bits[-1]), f"{plain(name, 26)} {curve.bits[-1]:.3f}", colour)

@@ -62,8 +62,8 @@ def cost_picture(run: Run) -> Picture | None:
         _timed(lines.pop(), times, name)
     if costs is not None:
         _predicted(lines.pop(), *costs, name)
-        told = "Predicted: operations of one training step with its memory filled, a multiply and its add as two."
-        notes.insert(0, told)
+        caption = "Predicted: operations of one training step with its memory filled, a multiply and its add as two."
+        notes.insert(0, caption)
     title = f"What {'the learned spans cost' if learns else 'its attention costs'} beside full attention"
     frame(figure, f"{title}, after step {run.steps[-1].step:,}", f"{' '.join(notes)}\n{small_print(run)}")
     return Picture("cost", "Cost beside full attention", _sentence(costs, times, measured), figure)

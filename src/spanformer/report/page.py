@@ -148,11 +148,11 @@ def _heads(run: Run) -> str:
 
 def _notes(run: Run) -> str:
     """Notes of training, in the order of steps."""
-    told = [(note.step, note.text) for note in run.notes]
-    told += [(skip.step, f"Skipped: {skip.reason}") for skip in run.skips]
-    told += [(resume.step, "Resumed from here.") for resume in run.resumes]
-    told += [(run.stop.step, f"Stopped: {run.stop.reason}")] if run.stop else []
-    rows = [[f"{step:,}", text] for step, text in sorted(told, key=lambda each: each[0])]
+    notes = [(note.step, note.text) for note in run.notes]
+    notes += [(skip.step, f"Skipped: {skip.reason}") for skip in run.skips]
+    notes += [(resume.step, "Resumed from here.") for resume in run.resumes]
+    notes += [(run.stop.step, f"Stopped: {run.stop.reason}")] if run.stop else []
+    rows = [[f"{step:,}", text] for step, text in sorted(notes, key=lambda each: each[0])]
     end = "" if run.stop else html.paragraph("No stop was recorded: the run still goes on, or was killed.")
     return (html.table(["step", "note"], rows, "long") if rows else "") + end
 

@@ -31,5 +31,5 @@ def depth_picture(found: dict[str, list[dict]]) -> Picture:
     for axis in axes[-1]:
         axis.set_xlabel("depth: 0 the beginning, 1 just before the question")
     axes[0, 0].legend(fontsize=8, frameon=False)
-    frame(figure, "What is found far back", "Geometric mean over the answer's tokens; tasks are the same for all.")
-    return Picture("probe", "What is found far back", "How surely a fact is fetched, by where it stands.", figure)
+    frame(figure, "Recall by depth", "Geometric mean over the answer's tokens; tasks are the same for all.")
+    return Picture("probe", "Recall by depth", "Probability of the answer, by the depth of the fact.", figure)

@@ -93,9 +93,9 @@ def summary(run: Run) -> str:
     if len(valid) > 1:
         said.append(f"Validation went from {valid[0].bits:.3f} to {valid[-1].bits:.3f} bits per {unit}.")
     elif valid:
-        said.append(f"Validation stands at {valid[0].bits:.3f} bits per {unit}.")
+        said.append(f"Validation is at {valid[0].bits:.3f} bits per {unit}.")
     elif math.isfinite(last.loss):
-        said.append(f"Training stands at {bits_per_unit(run, last.loss):.3f} bits per {unit}; it was never validated.")
+        said.append(f"Training is at {bits_per_unit(run, last.loss):.3f} bits per {unit}; it was never validated.")
     else:
         said.append("Its last loss is not a number.")
     if (right := exact(run)) is not None:
