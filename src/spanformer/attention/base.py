@@ -44,6 +44,8 @@ class View:
     segments: Tensor | None = None
     """[B, n] integers, for a text after m global tokens (ETC): the global token of each of the last n keys; −1:
     none. Tk is m + n."""
+    active: Tensor | None = None
+    """[N] the tokens that the layer computes, as indices into B · Tq; None: all. It projects keys and values of all."""
     encode: Callable[[Tensor, Tensor, View], tuple[Tensor, Tensor]] | None = None
     """The layer's encoding of q and k, for a mechanism that has its own projections."""
 

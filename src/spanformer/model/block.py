@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from spanformer.attention import View
+from spanformer.depth.base import replace_rows
 from spanformer.memory import LayerMemory, Source
 from spanformer.model.cross_attention import CrossAttention
 from spanformer.model.feedforward import FeedForward
-from spanformer.model.layer import SelfAttention
+from spanformer.model.layer import SelfAttention, active_rows
 from spanformer.model.reversible import Halves, Streams
 from spanformer.position import Position
 
@@ -53,18 +54,24 @@ class Block(nn.Module):
         encoder_states: EncoderStates | Source | None = None,
     ) -> tuple[Tensor | Streams, Tensor, Tensor | None]:
         """x [B, T, dim] → new x, the states that a memory may keep [B, T, dim], a term of the loss. encoder_states: for
-        a decoder's layer, the encoder's states or their keys and values."""
+        a decoder's layer, the encoder's states or their keys and values. Tokens that are not active keep their x."""
         if isinstance(x, Streams):
             return self._halves(memory, view, position, encoder_states).run(x)
         found, h, penalty = self.attend(x, memory, view, position)
-        y = x + found if self.pre else self.norm1(x + found)
-        y, auxiliary = self.feed(self.cross_attend(y, encoder_states))
-        return y, h, _plus(penalty, auxiliary)
+        y = active_rows(x, view.active) + found
+        y = y if self.pre else self.norm1(y)
+        if self.cross is not None and view.active is not None:
+            y = active_rows(self.cross_attend(replace_rows(x, view.active, y), encoder_states), view.active)
+        else:
+            y = self.cross_attend(y, encoder_states)
+        y, auxiliary = self.feed(y)
+        return y if view.active is None else replace_rows(x, view.active, y), h, _plus(penalty, auxiliary)
 
     def attend(
         self, x: Tensor, memory: LayerMemory, view: View, position: Position
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What attention adds to x [B, T, dim], the states that a memory may keep, a term of the loss."""
+        """What attention adds to x [B, T, dim], of active tokens only; the states that a memory may keep; a term of the
+        loss."""
         h = self.norm1(x) if self.pre else x
         found, penalty = self.attention(h, memory, view, position)
         return found, h, penalty

@@ -7,6 +7,7 @@ import math
 from torch import nn
 
 from spanformer.attention import Attention, MixedMemory, Patterned, RecurrentAttention, mix
+from spanformer.depth import ACT
 from spanformer.kinds import KINDS, POSITIONS, HeadSpec, PositionSpec
 from spanformer.kinds.notation import PATTERN
 from spanformer.memory import Persistent
@@ -98,6 +99,16 @@ def make_position(config: ModelConfig, layer: int = 0) -> Position:
         clip=p.clip, scaling=p.scaling, factor=p.factor,
     )  # fmt: skip
     return POSITIONS[p.kind].make()(spec)
+
+
+def make_depth(config: ModelConfig) -> ACT | None:
+    """What decides how many layers each token runs through."""
+    d = config.depth
+    if d.kind == "fixed":
+        return None
+    return ACT(
+        config.dim, config.layers, epsilon=d.epsilon, bias=d.bias, cost=d.cost, warmup=d.warmup, form=d.form
+    )  # fmt: skip
 
 
 def make_feedforward(config: ModelConfig) -> nn.Module | None:

@@ -5,138 +5,25 @@ No torch here: the command line takes its help from these fields.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
-from spanformer.kinds import KINDS, POSITIONS, HeadSpec, Section
-from spanformer.kinds.notation import LARGEST as MOST
+from spanformer.kinds import KINDS, HeadSpec, Section
 from spanformer.kinds.notation import PATTERN, parse_layer
+from spanformer.model.config_sections import (
+    MOST_PARTS,
+    AttentionConfig,
+    DepthConfig,
+    EmbeddingConfig,
+    FeedForwardConfig,
+    PositionConfig,
+    size,
+    within,
+)
 
 SPECIAL = {"lm": 0, "seq2seq": 2, "encoder": 1}
 """kinds of models, with the number of special tokens of each, the last ids of its vocabulary: seq2seq has begin and
 end, encoder has mask"""
-
-MOST_PARTS = 4096
-"""limit for layers, heads and experts, which are built one by one"""
-
-
-@dataclass(frozen=True)
-class AttentionConfig(Section):
-    kind: str = "adaptive_span"
-    """kind of attention: a name such as adaptive_span, window(128) or big_bird(block=16, random=2) (`spanformer cost`
-    lists them), a mixture by head such as "6 window(64) + 2 adaptive_span", or a pattern such as
-    "Window(64) | Global([0])"; see docs/patterns.md"""
-    stack: tuple[str, ...] = ()
-    """kind of each layer, instead of `kind` for all: a list that repeats until every layer has one"""
-    dropout: float = 0.0
-    """dropout of attention weights"""
-    backend: str = "auto"
-    """backend of attention: auto, native, flex, banded or reference"""
-
-    def __post_init__(self) -> None:
-        for name in ("max_span", "window"):
-            _size(f"attention.{name}", getattr(self, name), 1)
-        _within(
-            "attention.ramp", self.ramp, 0 < self.ramp <= MOST, f"a positive, finite number of tokens, at most {MOST:,}"
-        )
-        _within("attention.init", self.init, 0 <= self.init <= 1, "a share of max_span, 0 … 1")
-        _within("attention.penalty", self.penalty, 0 <= self.penalty < math.inf, "0 or more")
-        _dropout("attention", self.dropout)
-        known = ("auto", "native", "flex", "banded", "reference")
-        _within("attention.backend", repr(self.backend), self.backend in known, f"one of {', '.join(known)}")
-
-
-@dataclass(frozen=True)
-class PositionConfig:
-    kind: str = "rotary"
-    """none; absolute: sinusoidal and learned, either also with _per_layer; a vector for each distance: table (the
-    adaptive-span paper's), shaw (clipped, for keys and values), transformer_xl; rotated queries and keys: rotary; a
-    number for each head and distance: alibi, t5 (by buckets), distance_bias (learned), da_transformer (multiplied);
-    see docs/positions.md"""
-    base: float = 10000.0
-    """base of rotary and sinusoidal: the longest wavelength is about 6 times this many tokens"""
-    length: int = 0
-    """for learned and learned_per_layer: the most tokens a text may have; for rotary with scaling yarn: the length that
-    the model was trained on"""
-    clip: int = 16
-    """for shaw: larger distances share the vectors of this one"""
-    scaling: Literal["none", "linear", "ntk", "yarn"] = "none"
-    """for rotary: how to scale its angles for longer texts"""
-    factor: float = 1.0
-    """for rotary with scaling: length of texts divided by the trained length"""
-
-    def __post_init__(self) -> None:
-        _within("position.base", self.base, 0 < self.base < math.inf, "a positive, finite number")
-        _size("position.length", self.length, 0)
-        _size("position.clip", self.clip, 1)
-        _within("position.kind", repr(self.kind), self.kind in POSITIONS, f"one of {', '.join(POSITIONS)}")
-        known = POSITIONS[self.kind]
-        if (known.needs_length or self.scaling == "yarn") and not self.length:
-            what = "the length that the model was trained on" if self.scaling == "yarn" else "a number of tokens"
-            raise ValueError(f"model.position.length is 0; {self.kind} needs {what}")
-        if self.scaling != "none" and "scaling" not in known.options:
-            raise ValueError(
-                f"model.position.scaling is {self.scaling!r}, which is for rotary positions; position.kind is "
-                f"{self.kind!r}, so set scaling to 'none'"
-            )
-        _within("position.factor", self.factor, 1 <= self.factor < math.inf, "at least 1")
-        if self.factor != 1 and self.scaling == "none":
-            raise ValueError(
-                f"model.position.factor is {self.factor} without a scaling; set position.scaling, or leave factor at 1"
-            )
-
-    @property
-    def per_layer(self) -> bool:
-        """Whether each layer has its own encoding."""
-        return POSITIONS[self.kind].per_layer
-
-
-@dataclass(frozen=True)
-class FeedForwardConfig:
-    kind: Literal["relu", "gelu", "swiglu", "none"] = "swiglu"
-    """none: attention only, as with persistent memory vectors"""
-    dim: int = 0
-    """inner size; 0: 4 times the model's (8/3 times for swiglu, the same number of weights)"""
-    bias: bool = False
-    """biases in its two (or three) products"""
-    dropout: float = 0.0
-    """dropout of the inner activations"""
-    experts: int = 0
-    """number of expert feed-forwards, of which each token uses some; 0: one feed-forward for all"""
-    per_token: int = 2
-    """how many experts each token uses"""
-    balance: float = 0.01
-    """weight of the load-balancing loss"""
-    chunk: int = 0
-    """tokens per batch that it takes at a time, and again in the backward pass, to keep no inner activations; 0: all"""
-
-    def __post_init__(self) -> None:
-        for name in ("dim", "chunk"):
-            _size(f"feedforward.{name}", getattr(self, name), 0)
-        _size("feedforward.experts", self.experts, 0, MOST_PARTS)
-        _dropout("feedforward", self.dropout)
-        _within("feedforward.balance", self.balance, 0 <= self.balance < math.inf, "0 or more")
-
-
-@dataclass(frozen=True)
-class EmbeddingConfig:
-    tied: bool = False
-    """the output uses the input's vectors"""
-    cutoffs: tuple[int, ...] = ()
-    """adaptive embeddings for large vocabularies: ids beyond each cutoff get smaller vectors; empty: plain"""
-    divisor: int = 4
-    """by how much the vectors shrink from one cutoff to the next"""
-    dropout: float = 0.0
-    """dropout of the embedded tokens, and of the last hidden states"""
-    bias: bool = False
-    """a bias for each token of the output"""
-    loss_chunk: int = 0
-    """tokens per batch whose logits the loss takes at a time, and again in the backward pass, to keep none; 0: all"""
-
-    def __post_init__(self) -> None:
-        _size("embedding.loss_chunk", self.loss_chunk, 0)
-        _dropout("embedding", self.dropout)
 
 
 @dataclass(frozen=True)
@@ -149,7 +36,7 @@ class EncoderConfig:
     position: PositionConfig = field(default_factory=PositionConfig)
 
     def __post_init__(self) -> None:
-        _size("encoder.layers", self.layers, 0, MOST_PARTS)
+        size("encoder.layers", self.layers, 0, MOST_PARTS)
 
 
 @dataclass(frozen=True)
@@ -172,8 +59,10 @@ class ModelConfig:
     """layer: LayerNorm; rms: RMSNorm, without mean and bias"""
     order: Literal["pre", "post"] = "pre"
     """norm before each part, or after its sum (as in the paper)"""
-    stack: Literal["residual", "reversible"] = "residual"
-    """reversible: two streams, whose layers keep no activations and run again in the backward pass"""
+    stack: Literal["residual", "reversible", "universal"] = "residual"
+    """reversible: two streams, whose layers keep no activations and run again in the backward pass; universal: all
+    layers are one block, which is told the number of the step"""
+    depth: DepthConfig = field(default_factory=DepthConfig)
     persistent: int = 0
     """learned key/value vectors that each head sees beside the text ("all-attention" with feedforward.kind none)"""
     paper_compat: bool = False
@@ -187,11 +76,11 @@ class ModelConfig:
     dot, general, bilinear or additive"""
 
     def __post_init__(self) -> None:
-        _within("kind", repr(self.kind), self.kind in SPECIAL, f"one of {', '.join(SPECIAL)}")
+        within("kind", repr(self.kind), self.kind in SPECIAL, f"one of {', '.join(SPECIAL)}")
         if self.kind != "seq2seq" and self.encoder != EncoderConfig():
             raise ValueError(f"model.encoder is set, and model.kind is {self.kind!r}; expected kind 'seq2seq'")
         scorings = cross_scorings()
-        _within("cross", repr(self.cross), self.cross in scorings, f"one of {', '.join(scorings)}")
+        within("cross", repr(self.cross), self.cross in scorings, f"one of {', '.join(scorings)}")
         if self.kind != "seq2seq" and self.cross != "scaled":
             raise ValueError(f"model.cross is set, and model.kind is {self.kind!r}; expected kind 'seq2seq'")
         if self.kind != "lm" and self.paper_compat:
@@ -199,14 +88,21 @@ class ModelConfig:
                 f"model.paper_compat is set, and model.kind is {self.kind!r}; the paper's code has language models "
                 "only, so unset it"
             )
+        if self.stack == "universal" and len(set(self.attention.stack)) > 1:
+            raise ValueError("model.stack is 'universal', one block for all layers; expected no model.attention.stack")
+        if self.depth.kind != "fixed" and (self.stack == "reversible" or self.paper_compat):
+            raise ValueError(
+                f"model.depth.kind is {self.depth.kind!r}; expected 'fixed' with a reversible stack or paper_compat, "
+                "whose tokens all run through every layer"
+            )
         if self.stack == "reversible" and self.order == "post":
             raise ValueError("model.stack is 'reversible', and a norm of a sum cannot be undone; expected order 'pre'")
-        _size("dim", self.dim, 1)
+        size("dim", self.dim, 1)
         for name in ("layers", "heads"):
-            _size(name, getattr(self, name), 1, MOST_PARTS)
-        _size("kv_heads", self.kv_heads, 0, MOST_PARTS)
+            size(name, getattr(self, name), 1, MOST_PARTS)
+        size("kv_heads", self.kv_heads, 0, MOST_PARTS)
         for name in ("vocab", "persistent"):
-            _size(name, getattr(self, name), 0)
+            size(name, getattr(self, name), 0)
         if self.dim % self.heads:
             raise ValueError(f"model.dim is {self.dim}; expected a multiple of model.heads, {self.heads}")
         if self.heads % self.groups:
@@ -246,6 +142,11 @@ class ModelConfig:
         return self.dim // self.heads
 
     @property
+    def own_blocks(self) -> int:
+        """The number of blocks with weights of their own."""
+        return 1 if self.stack == "universal" else self.layers
+
+    @property
     def groups(self) -> int:
         """The number of key/value heads, never 0."""
         return self.kv_heads or self.heads
@@ -282,19 +183,3 @@ class ModelConfig:
 def cross_scorings() -> list[str]:
     """The score functions of cross-attention."""
     return ["scaled", *(name for name, kind in KINDS.items() if kind.scoring)]
-
-
-def _size(name: str, value: int, least: int, most: int = MOST) -> None:
-    if value < least:
-        raise ValueError(f"model.{name} is {value}; expected at least {least}")
-    if value > most:
-        raise ValueError(f"model.{name} is {value}; expected at most {most:,}")
-
-
-def _within(name: str, value: object, fits: bool, expected: str) -> None:
-    if not fits:
-        raise ValueError(f"model.{name} is {value}; expected {expected}")
-
-
-def _dropout(section: str, value: float) -> None:
-    _within(f"{section}.dropout", value, 0 <= value < 1, "a share, 0 … 1 without 1")

@@ -59,7 +59,7 @@ class DecodingRules:
     a prepared decoder can be used for many tokens."""
 
     def __init__(self, lm: Decoder) -> None:
-        self.blocks = [block for block in lm.blocks if isinstance(block, Block)]
+        self.blocks = lm.ordered_blocks()
         self.parts = ring_parts(self.blocks)
         self.watched = [
             (module, name)

@@ -29,8 +29,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, memory: LayerMemory, view: View, position: Position) -> tuple[Tensor, Tensor | None]:
         """x [B, T, dim]; view: documents and padding of remembered and new tokens; position: the encoding, which layers
-        may share. Returns [B, T, dim], and the mechanism's term of the loss."""
-        q = self.mechanism.map_queries(split_heads(self.query(x), self.heads))
+        may share. Returns [B, T, dim], or [N, dim] of the view's active tokens, and the mechanism's term of the
+        loss."""
+        q = self.mechanism.map_queries(split_heads(self._queries(x, view.active), self.heads))
         k, v = self.project(x)
         call = LayerCall(self.mechanism, position, replace(view, x=x), q, k, v, self.project)
         found, penalty = memory.attend(call)
@@ -38,7 +39,14 @@ class SelfAttention(nn.Module):
             dropout = self.mechanism.dropout if self.training else 0.0
             beside = self.persistent(q, backend=self.mechanism.backend, dropout=dropout)
             found = merge([found, beside])
-        return self.out(found.out.transpose(1, 2).reshape(x.shape)), penalty
+        return self.out(active_rows(found.out.transpose(1, 2).reshape(x.shape), view.active)), penalty
+
+    def _queries(self, x: Tensor, active: Tensor | None) -> Tensor:
+        """[B, T, dim], 0 for tokens that are not active."""
+        if active is None:
+            return self.query(x)
+        rows = self.query(active_rows(x, active))
+        return rows.new_zeros(x.shape[0] * x.shape[1], rows.shape[1]).index_copy(0, active, rows).view(x.shape)
 
     def project(self, states: Tensor, kv_heads: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values [B, heads, T, D] of hidden states [B, T, dim], of some key/value heads or all."""
@@ -49,6 +57,11 @@ class SelfAttention(nn.Module):
             return split_heads(linear(states), self.kv_heads)
         weight = linear.weight.view(self.kv_heads, self.head_dim, -1)[kv_heads].flatten(0, 1)
         return split_heads(product(states, weight), len(kv_heads))
+
+
+def active_rows(x: Tensor, active: Tensor | None) -> Tensor:
+    """x [B, T, dim], or its active tokens [N, dim]."""
+    return x if active is None else x.flatten(0, 1).index_select(0, active)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

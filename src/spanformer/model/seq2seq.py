@@ -47,7 +47,7 @@ class Seq2Seq(Decoder):
         return self.config.vocab - 1
 
     def layers(self) -> list[Block]:
-        return [*self.encoder.layers(), *super().layers()]
+        return [*self.encoder.layers(), *self.ordered_blocks()]
 
     def forward(
         self,
@@ -93,7 +93,7 @@ class Seq2Seq(Decoder):
     ) -> Cache:
         """Encode source [B, S], without gradients and dropout, into a KV cache with each layer's keys and values, for
         texts that `decode` continues, starting with `begin`. slack, bits: see `LM.cache`."""
-        training, blocks = self.training, super().layers()
+        training, blocks = self.training, self.ordered_blocks()
         self.eval()
         try:
             with torch.inference_mode():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from spanformer.attention import AdaptiveSpan, Attention, DynamicSpan, View, new_memory, read_spans, remembers_itself
+from spanformer.depth import ACT
 from spanformer.memory import HiddenStates, LayerMemory, MemoryShape, Source
 from spanformer.model.block import Block, EncoderStates
-from spanformer.model.build import make_block, make_embedding, make_position
+from spanformer.model.build import make_block, make_depth, make_embedding, make_position
 from spanformer.model.config import ModelConfig
 from spanformer.model.embedding import AdaptiveEmbedding, AdaptiveHead, Embedding, Head
 from spanformer.model.feedforward import FeedForward
@@ -20,6 +22,7 @@ from spanformer.model.norm import make_norm
 from spanformer.model.recompute import recomputed
 from spanformer.model.reversible import Streams
 from spanformer.position import Position
+from spanformer.position.absolute import sinusoids
 
 M = TypeVar("M", bound=LayerMemory)
 UNLIMITED = 1 << 48
@@ -55,7 +58,10 @@ class TransformerStack(nn.Module):
         one_each = range(config.layers if config.position.per_layer else 0)
         made = [make_position(config, n) for n in one_each]
         self.position = nn.ModuleList(made) if made else make_position(config)
-        self.blocks = nn.ModuleList(make_block(config, parts) for parts in config.layer_specs())
+        specs = config.layer_specs()
+        self.blocks = nn.ModuleList(make_block(config, parts) for parts in specs[: config.own_blocks])
+        self.depth = make_depth(config)
+        """what decides how many layers each token runs through; None: all"""
         self.norm = make_norm(config.norm, config.dim) if config.order == "pre" else nn.Identity()
         self.dropout = nn.Dropout(config.embedding.dropout)
         self.checkpointing = False
@@ -63,7 +69,13 @@ class TransformerStack(nn.Module):
 
     def layers(self) -> list[Block]:
         """Every layer, in the order of the forward pass."""
-        return [block for block in self.blocks if isinstance(block, Block)]
+        return self.ordered_blocks()
+
+    def ordered_blocks(self) -> list[Block]:
+        """The layers of `blocks`, in the order of the forward pass: a universal stack runs one block again and
+        again."""
+        blocks = [block for block in self.blocks if isinstance(block, Block)]
+        return blocks * (self.config.layers // len(blocks))
 
     def positions(self) -> list[Position]:
         """The position encoding of each layer: the same for all, or one for each."""
@@ -74,8 +86,8 @@ class TransformerStack(nn.Module):
     def empty_memories(self, h: Tensor) -> list[LayerMemory]:
         """Each layer's memory before a text h [B, T, dim] that is read whole."""
         shape = MemoryShape(len(h), self.config.groups, self.config.head_dim, dtype=h.dtype, device=h.device)
-        blocks = [block for block in self.blocks if isinstance(block, Block)]
-        return [new_memory(b.attention.mechanism, shape, lambda *_: HiddenStates(h[:, :0])) for b in blocks]
+        mechanisms = [block.attention.mechanism for block in self.ordered_blocks()]
+        return [new_memory(mechanism, shape, lambda *_: HiddenStates(h[:, :0])) for mechanism in mechanisms]
 
     def run_blocks(
         self, h: Tensor, memories: list[M], view: View, add_positions: AddPositions,
@@ -88,16 +100,30 @@ class TransformerStack(nn.Module):
         """
         penalty = h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
         x: Tensor | Streams = h
-        for n, (block, position) in enumerate(zip(self.blocks, self.positions(), strict=True)):
-            if not n or self.config.position.per_layer:
-                x = _with_positions(x, partial(add_positions, position))
-            x = x if n else self._start(x)
+        depth = None if self.depth is None else self.depth.start(h, view.padding)
+        for n, (block, position) in enumerate(zip(self.ordered_blocks(), self.positions(), strict=True)):
+            before, x = x, self._enter(n, x, partial(add_positions, position))
+            view = view if depth is None else replace(view, active=depth.active())
             x, states, added = self._run_block(
                 block, x, memories[n], view, position, encoder_states[n] if encoder_states else None
             )
             memories[n] = memories[n].keep(states)
             penalty = penalty if added is None else penalty + added
-        return x.mean() if isinstance(x, Streams) else x, penalty
+            if depth is not None and isinstance(x, Tensor) and isinstance(before, Tensor):
+                x = depth.after(n, before, x)
+        if depth is None or isinstance(x, Streams):
+            return x.mean() if isinstance(x, Streams) else x, penalty
+        x, added = depth.finish(x)
+        return x, penalty if added is None else penalty + added
+
+    def _enter(self, n: int, x: Tensor | Streams, add_positions: Callable[[Tensor], Tensor]) -> Tensor | Streams:
+        """The input of layer n, counted from 0: x with positions, or in a universal stack with the step's number."""
+        if not n or self.config.position.per_layer:
+            x = _with_positions(x, add_positions)
+        elif self.config.stack == "universal":
+            at = sinusoids(torch.full((), n + 1), self.config.dim)
+            x = _with_positions(x, lambda h: h + at.to(h))
+        return x if n else self._start(x)
 
     def _start(self, h: Tensor | Streams) -> Tensor | Streams:
         """What the first block gets, of embedded tokens [B, T, dim] with their positions."""
@@ -120,7 +146,8 @@ class TransformerStack(nn.Module):
 
     def spans_modules(self) -> list[AdaptiveSpan]:
         """Every part of a layer that learns static spans."""
-        return [m for block in self.layers() for m in block.modules() if isinstance(m, AdaptiveSpan)]
+        found = (m for block in self.layers() for m in block.modules() if isinstance(m, AdaptiveSpan))
+        return list(dict.fromkeys(found))
 
     def dynamic_parts(self) -> dict[str, DynamicSpan]:
         """Every part of a layer with dynamic spans, by the layer's name."""
@@ -129,8 +156,11 @@ class TransformerStack(nn.Module):
 
     def after_step(self) -> None:
         """Clamp spans to their range. Call it after every optimiser step."""
-        for mechanism in self.mechanisms():
+        for mechanism in dict.fromkeys(self.mechanisms()):
             mechanism.after_step()
+        for part in self.modules():
+            if isinstance(part, ACT):
+                part.after_step()
 
     def advice(self) -> dict[str, str]:
         """What users should know about how mechanisms train, by layer."""
@@ -141,7 +171,7 @@ class TransformerStack(nn.Module):
         """torch.compile norm, feed-forward and sum of every block. Attention is not compiled: its shapes follow the
         spans, so it would be recompiled often. Nor are experts, whose shapes follow the tokens, and chunked
         feed-forwards, which the backward pass runs again."""
-        for block in self.layers():
+        for block in dict.fromkeys(self.layers()):
             if isinstance(block.feedforward, FeedForward) and not block.feedforward.chunk:
                 block.feed = torch.compile(block.feed, dynamic=True)
                 block.fed = torch.compile(block.fed, dynamic=True)  # a reversible block's
@@ -155,7 +185,7 @@ class TransformerStack(nn.Module):
     def context_length(self) -> list[list[int]]:
         """[layers][heads] how many earlier tokens each head of `blocks` can see now."""
         read_spans(self.spans_modules())
-        return [block.attention.mechanism.context_length() for block in self.blocks if isinstance(block, Block)]
+        return [block.attention.mechanism.context_length() for block in self.ordered_blocks()]
 
     def receptive_field(self) -> int:
         """How many of a text's last tokens can affect the next one; where a layer has a recurrent state, all."""

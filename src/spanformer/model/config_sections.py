@@ -1,0 +1,175 @@
+"""The sections of [model] in a run file, as plain data. No torch here: the command line takes its help from these
+fields."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from spanformer.kinds import POSITIONS, Section
+from spanformer.kinds.notation import LARGEST as MOST
+
+MOST_PARTS = 4096
+"""limit for layers, heads and experts, which are built one by one"""
+
+
+@dataclass(frozen=True)
+class AttentionConfig(Section):
+    kind: str = "adaptive_span"
+    """kind of attention: a name such as adaptive_span, window(128) or big_bird(block=16, random=2) (`spanformer cost`
+    lists them), a mixture by head such as "6 window(64) + 2 adaptive_span", or a pattern such as
+    "Window(64) | Global([0])"; see docs/patterns.md"""
+    stack: tuple[str, ...] = ()
+    """kind of each layer, instead of `kind` for all: a list that repeats until every layer has one"""
+    dropout: float = 0.0
+    """dropout of attention weights"""
+    backend: str = "auto"
+    """backend of attention: auto, native, flex, banded or reference"""
+
+    def __post_init__(self) -> None:
+        for name in ("max_span", "window"):
+            size(f"attention.{name}", getattr(self, name), 1)
+        within(
+            "attention.ramp", self.ramp, 0 < self.ramp <= MOST, f"a positive, finite number of tokens, at most {MOST:,}"
+        )
+        within("attention.init", self.init, 0 <= self.init <= 1, "a share of max_span, 0 … 1")
+        within("attention.penalty", self.penalty, 0 <= self.penalty < math.inf, "0 or more")
+        dropout("attention", self.dropout)
+        known = ("auto", "native", "flex", "banded", "reference")
+        within("attention.backend", repr(self.backend), self.backend in known, f"one of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class PositionConfig:
+    kind: str = "rotary"
+    """none; absolute: sinusoidal and learned, either also with _per_layer; a vector for each distance: table (the
+    adaptive-span paper's), shaw (clipped, for keys and values), transformer_xl; rotated queries and keys: rotary; a
+    number for each head and distance: alibi, t5 (by buckets), distance_bias (learned), da_transformer (multiplied);
+    see docs/positions.md"""
+    base: float = 10000.0
+    """base of rotary and sinusoidal: the longest wavelength is about 6 times this many tokens"""
+    length: int = 0
+    """for learned and learned_per_layer: the most tokens a text may have; for rotary with scaling yarn: the length that
+    the model was trained on"""
+    clip: int = 16
+    """for shaw: larger distances share the vectors of this one"""
+    scaling: Literal["none", "linear", "ntk", "yarn"] = "none"
+    """for rotary: how to scale its angles for longer texts"""
+    factor: float = 1.0
+    """for rotary with scaling: length of texts divided by the trained length"""
+
+    def __post_init__(self) -> None:
+        within("position.base", self.base, 0 < self.base < math.inf, "a positive, finite number")
+        size("position.length", self.length, 0)
+        size("position.clip", self.clip, 1)
+        within("position.kind", repr(self.kind), self.kind in POSITIONS, f"one of {', '.join(POSITIONS)}")
+        known = POSITIONS[self.kind]
+        if (known.needs_length or self.scaling == "yarn") and not self.length:
+            what = "the length that the model was trained on" if self.scaling == "yarn" else "a number of tokens"
+            raise ValueError(f"model.position.length is 0; {self.kind} needs {what}")
+        if self.scaling != "none" and "scaling" not in known.options:
+            raise ValueError(
+                f"model.position.scaling is {self.scaling!r}, which is for rotary positions; position.kind is "
+                f"{self.kind!r}, so set scaling to 'none'"
+            )
+        within("position.factor", self.factor, 1 <= self.factor < math.inf, "at least 1")
+        if self.factor != 1 and self.scaling == "none":
+            raise ValueError(
+                f"model.position.factor is {self.factor} without a scaling; set position.scaling, or leave factor at 1"
+            )
+
+    @property
+    def per_layer(self) -> bool:
+        """Whether each layer has its own encoding."""
+        return POSITIONS[self.kind].per_layer
+
+
+@dataclass(frozen=True)
+class FeedForwardConfig:
+    kind: Literal["relu", "gelu", "swiglu", "none"] = "swiglu"
+    """none: attention only, as with persistent memory vectors"""
+    dim: int = 0
+    """inner size; 0: 4 times the model's (8/3 times for swiglu, the same number of weights)"""
+    bias: bool = False
+    """biases in its two (or three) products"""
+    dropout: float = 0.0
+    """dropout of the inner activations"""
+    experts: int = 0
+    """number of expert feed-forwards, of which each token uses some; 0: one feed-forward for all"""
+    per_token: int = 2
+    """how many experts each token uses"""
+    balance: float = 0.01
+    """weight of the load-balancing loss"""
+    chunk: int = 0
+    """tokens per batch that it takes at a time, and again in the backward pass, to keep no inner activations; 0: all"""
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "chunk"):
+            size(f"feedforward.{name}", getattr(self, name), 0)
+        size("feedforward.experts", self.experts, 0, MOST_PARTS)
+        dropout("feedforward", self.dropout)
+        within("feedforward.balance", self.balance, 0 <= self.balance < math.inf, "0 or more")
+
+
+@dataclass(frozen=True)
+class EmbeddingConfig:
+    tied: bool = False
+    """the output uses the input's vectors"""
+    cutoffs: tuple[int, ...] = ()
+    """adaptive embeddings for large vocabularies: ids beyond each cutoff get smaller vectors; empty: plain"""
+    divisor: int = 4
+    """by how much the vectors shrink from one cutoff to the next"""
+    dropout: float = 0.0
+    """dropout of the embedded tokens, and of the last hidden states"""
+    bias: bool = False
+    """a bias for each token of the output"""
+    loss_chunk: int = 0
+    """tokens per batch whose logits the loss takes at a time, and again in the backward pass, to keep none; 0: all"""
+
+    def __post_init__(self) -> None:
+        size("embedding.loss_chunk", self.loss_chunk, 0)
+        dropout("embedding", self.dropout)
+
+
+@dataclass(frozen=True)
+class DepthConfig:
+    """How many layers each token runs through."""
+
+    kind: Literal["fixed", "act"] = "fixed"
+    """fixed: all layers for every token; act: adaptive computation time, each token halts when its halting
+    probabilities sum to 1 (most often with model.stack universal)"""
+    epsilon: float = 0.01
+    """for act: a token halts when its probabilities sum to 1 − epsilon"""
+    bias: float = -3.0
+    """for act: the initial bias of the halting probability; −3 starts deep (0.05 a step), 1 is tensor2tensor's"""
+    cost: float = 0.01
+    """for act: weight of the ponder time, steps and remainder, in the loss"""
+    warmup: int = 0
+    """for act: updates over which the cost grows from 0"""
+    form: Literal["sum", "blend"] = "sum"
+    """for act: the output is the weighted sum of a token's states (Graves), or their running blend (tensor2tensor)"""
+
+    def __post_init__(self) -> None:
+        within("depth.kind", repr(self.kind), self.kind in ("fixed", "act"), "'fixed' or 'act'")
+        within("depth.form", repr(self.form), self.form in ("sum", "blend"), "'sum' or 'blend'")
+        within("depth.epsilon", self.epsilon, 0 < self.epsilon < 1, "a number between 0 and 1")
+        within("depth.bias", self.bias, math.isfinite(self.bias), "a finite number")
+        within("depth.cost", self.cost, 0 <= self.cost < math.inf, "0 or more")
+        within("depth.warmup", self.warmup, self.warmup >= 0, "0 or more updates")
+
+
+def size(name: str, value: int, least: int, most: int = MOST) -> None:
+    if value < least:
+        raise ValueError(f"model.{name} is {value}; expected at least {least}")
+    if value > most:
+        raise ValueError(f"model.{name} is {value}; expected at most {most:,}")
+
+
+def within(name: str, value: object, fits: bool, expected: str) -> None:
+    if not fits:
+        raise ValueError(f"model.{name} is {value}; expected {expected}")
+
+
+def dropout(section: str, value: float) -> None:
+    within(f"{section}.dropout", value, 0 <= value < 1, "a share, 0 … 1 without 1")
