@@ -2,5 +2,7 @@
 
 from spanformer.depth.act import ACT, Pondering
 from spanformer.depth.base import DepthRun
+from spanformer.depth.confidence import Confidence
+from spanformer.depth.exits import Exits, Targets
 
-__all__ = ["ACT", "DepthRun", "Pondering"]
+__all__ = ["ACT", "Confidence", "DepthRun", "Exits", "Pondering", "Targets"]

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from spanformer.depth.base import all_tokens, replace_rows
+from spanformer.depth.confidence import Predict
 
 Form = Literal["sum", "blend"]
 
@@ -46,8 +47,8 @@ class ACT(nn.Module):
         self.latest: Tensor | None = None
         """[B, T] int64, the number of steps; 0 for padding"""
 
-    def start(self, x: Tensor, padding: Tensor | None = None) -> Pondering:
-        """A pass of the tokens x [B, T, dim]. padding [B, ≥ T] bool, aligned at the end."""
+    def start(self, x: Tensor, padding: Tensor | None = None, predict: Predict | None = None) -> Pondering:
+        """A pass of the tokens x [B, T, dim]. padding [B, ≥ T] bool, aligned at the end. predict: not used."""
         return Pondering(self, x, padding)
 
     def probability(self, states: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import math
 from torch import nn
 
 from spanformer.attention import Attention, MixedMemory, Patterned, RecurrentAttention, mix
-from spanformer.depth import ACT
+from spanformer.depth import ACT, Exits
 from spanformer.kinds import KINDS, POSITIONS, HeadSpec, PositionSpec
 from spanformer.kinds.notation import PATTERN
 from spanformer.memory import Persistent
@@ -101,14 +101,18 @@ def make_position(config: ModelConfig, layer: int = 0) -> Position:
     return POSITIONS[p.kind].make()(spec)
 
 
-def make_depth(config: ModelConfig) -> ACT | None:
+def make_depth(config: ModelConfig) -> ACT | Exits | None:
     """What decides how many layers each token runs through."""
     d = config.depth
     if d.kind == "fixed":
         return None
-    return ACT(
-        config.dim, config.layers, epsilon=d.epsilon, bias=d.bias, cost=d.cost, warmup=d.warmup, form=d.form
-    )  # fmt: skip
+    if d.kind == "exits":
+        return Exits(
+            config.dim, config.layers, training=d.training, rising=d.rising,
+            classifier=None if d.classifier == "none" else d.classifier, oracle=d.oracle, price=d.price,
+            smoothing=d.smoothing, weight=d.weight,
+        )  # fmt: skip
+    return ACT(config.dim, config.layers, epsilon=d.epsilon, bias=d.bias, cost=d.cost, warmup=d.warmup, form=d.form)
 
 
 def make_feedforward(config: ModelConfig) -> nn.Module | None:

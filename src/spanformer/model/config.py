@@ -95,6 +95,11 @@ class ModelConfig:
                 f"model.depth.kind is {self.depth.kind!r}; expected 'fixed' with a reversible stack or paper_compat, "
                 "whose tokens all run through every layer"
             )
+        if self.depth.kind == "exits" and (self.kind != "lm" or self.order == "post" or self.layers < 2):
+            raise ValueError(
+                f"model.depth.kind is 'exits' with model.kind {self.kind!r}, order {self.order!r} and {self.layers} "
+                "layers; expected a language model with pre-norm and at least 2 layers"
+            )
         if self.stack == "reversible" and self.order == "post":
             raise ValueError("model.stack is 'reversible', and a norm of a sum cannot be undone; expected order 'pre'")
         size("dim", self.dim, 1)

@@ -132,13 +132,23 @@ class EmbeddingConfig:
         dropout("embedding", self.dropout)
 
 
+CHOICES = {
+    "kind": ("fixed", "act", "exits"),
+    "form": ("sum", "blend"),
+    "training": ("aligned", "mixed"),
+    "classifier": ("none", "sequence", "multinomial", "geometric", "calm"),
+    "oracle": ("likelihood", "correctness"),
+}
+
+
 @dataclass(frozen=True)
 class DepthConfig:
     """How many layers each token runs through."""
 
-    kind: Literal["fixed", "act"] = "fixed"
+    kind: Literal["fixed", "act", "exits"] = "fixed"
     """fixed: all layers for every token; act: adaptive computation time, each token halts when its halting
-    probabilities sum to 1 (most often with model.stack universal)"""
+    probabilities sum to 1 (most often with model.stack universal); exits: a language model whose tokens may leave after
+    any layer"""
     epsilon: float = 0.01
     """for act: a token halts when its probabilities sum to 1 − epsilon"""
     bias: float = -3.0
@@ -149,14 +159,32 @@ class DepthConfig:
     """for act: updates over which the cost grows from 0"""
     form: Literal["sum", "blend"] = "sum"
     """for act: the output is the weighted sum of a token's states (Graves), or their running blend (tensor2tensor)"""
+    training: Literal["aligned", "mixed"] = "aligned"
+    """for exits: aligned trains every layer's prediction in one pass; mixed lets each token leave at a random layer"""
+    rising: bool = False
+    """for exits: weigh layer n's loss by n instead of 1"""
+    classifier: Literal["none", "sequence", "multinomial", "geometric", "calm"] = "none"
+    """for exits: what learns when to leave: one exit per text, one decided after the first layer, a decision after each
+    layer, or (calm) whether a layer agrees with the last, without a gradient into the layers"""
+    oracle: Literal["likelihood", "correctness"] = "correctness"
+    """for exits: what a classifier other than calm imitates: the best layer by likelihood, or the first correct one"""
+    price: float = 0.05
+    """for exits: what a layer costs the oracle, in nats or correct tokens"""
+    smoothing: float = 0.0
+    """for exits: how far the oracle averages over neighbouring tokens, σ of exp(−distance² / σ); 0: not at all"""
+    weight: float = 1.0
+    """for exits: weight of the classifier's loss"""
 
     def __post_init__(self) -> None:
-        within("depth.kind", repr(self.kind), self.kind in ("fixed", "act"), "'fixed' or 'act'")
-        within("depth.form", repr(self.form), self.form in ("sum", "blend"), "'sum' or 'blend'")
+        for name, known in CHOICES.items():
+            value = getattr(self, name)
+            within(f"depth.{name}", repr(value), value in known, f"one of {', '.join(known)}")
         within("depth.epsilon", self.epsilon, 0 < self.epsilon < 1, "a number between 0 and 1")
         within("depth.bias", self.bias, math.isfinite(self.bias), "a finite number")
         within("depth.cost", self.cost, 0 <= self.cost < math.inf, "0 or more")
         within("depth.warmup", self.warmup, self.warmup >= 0, "0 or more updates")
+        for name in ("price", "smoothing", "weight"):
+            within(f"depth.{name}", getattr(self, name), 0 <= getattr(self, name) < math.inf, "0 or more")
 
 
 def size(name: str, value: int, least: int, most: int = MOST) -> None:

@@ -6,6 +6,7 @@ Shapes: B batch, T tokens of a segment, M remembered tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spanformer.attention import Attention, View, new_memory
+from spanformer.depth import Exits, Targets
 from spanformer.memory import ByHead, Cache, HiddenStates, LayerMemory, MemoryShape, State
 from spanformer.memory.segment import memory_length
 from spanformer.model.config import ModelConfig
@@ -69,7 +71,14 @@ class LM(Decoder):
         state = State(tuple(memories), seen + x.shape[1], _last(documents, longest), _last(padding, longest))
         if targets is None:
             return LMOutput(self.head.logits(h), None, state, penalty)
-        return LMOutput(None, self.head.nll(h, targets), state, penalty)
+        nll = self.head.nll(h, targets)
+        if isinstance(self.depth, Exits):
+            penalty = penalty + self.depth.loss(nll, Targets(partial(self._nll, targets), self.predict, targets))
+        return LMOutput(None, nll, state, penalty)
+
+    def _nll(self, targets: Tensor, states: Tensor) -> Tensor:
+        """[B, T] of an exit's states [B, T, dim]."""
+        return self.head.nll(self.dropout(self.norm(states)), targets)
 
     def cache(self, batch: int, *, slack: int = 0, bits: Literal[0, 8] = 0) -> Cache:
         """An empty KV cache for `batch` texts that `decode` continues: each key/value head stores as many keys and

@@ -100,7 +100,7 @@ class TransformerStack(nn.Module):
         """
         penalty = h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
         x: Tensor | Streams = h
-        depth = None if self.depth is None else self.depth.start(h, view.padding)
+        depth = None if self.depth is None else self.depth.start(h, view.padding, self.predict)
         for n, (block, position) in enumerate(zip(self.ordered_blocks(), self.positions(), strict=True)):
             before, x = x, self._enter(n, x, partial(add_positions, position))
             view = view if depth is None else replace(view, active=depth.active())
@@ -139,6 +139,10 @@ class TransformerStack(nn.Module):
         if self.checkpointing and isinstance(x, Tensor):
             return recomputed(block, x, memory, view, position, encoder_states)
         return block(x, memory, view, position, encoder_states)
+
+    def predict(self, states: Tensor) -> Tensor:
+        """The logits [N, V] of states [N, dim] after any layer."""
+        return self.head.logits(self.norm(states[None]))[0]
 
     def mechanisms(self) -> list[Attention]:
         """The attention mechanism of each layer."""
