@@ -132,7 +132,7 @@ def small(**more) -> LM:
     torch.manual_seed(1)
     lm = LM(config(**more)).double().eval()
     with torch.no_grad():  # tokens halt at different steps
-        if lm.depth is not None:
+        if isinstance(lm.depth, ACT):
             lm.depth.score.weight.normal_(std=0.3)
     return lm
 

@@ -155,6 +155,18 @@ class DynamicEvent(Event):
 
 
 @dataclass(frozen=True)
+class DepthEvent(Event):
+    """How many layers, or steps of a universal stack, each character of a text took."""
+
+    kind = "depth"
+    text: str
+    layers: list[int]
+    """of each character"""
+    most: int
+    """all layers"""
+
+
+@dataclass(frozen=True)
 class NoteEvent(Event):
     """A sentence for the reader of the report."""
 
@@ -189,8 +201,8 @@ class StopEvent(Event):
 
 
 EVENTS = (
-    StartEvent, ResumeEvent, StepEvent, EvalEvent, CostEvent, DynamicEvent, NoteEvent, SkipEvent, CheckpointEvent,
-    StopEvent,
+    StartEvent, ResumeEvent, StepEvent, EvalEvent, CostEvent, DynamicEvent, DepthEvent, NoteEvent, SkipEvent,
+    CheckpointEvent, StopEvent,
 )  # fmt: skip
 
 

@@ -180,4 +180,4 @@ class ExitRun:
 
 def _best(predict: Predict, x: Tensor) -> Tensor:
     """[B, T, dim] → the likeliest token [B, T]"""
-    return predict(x.flatten(0, 1)).argmax(-1).view(x.shape[:2])
+    return predict(x.detach().flatten(0, 1)).argmax(-1).view(x.shape[:2])

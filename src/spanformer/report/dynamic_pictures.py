@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -32,15 +33,7 @@ def dynamic_picture(run: Run) -> Picture | None:
                 axis.plot(line, color=GREY, alpha=0.35, linewidth=0.9)
         for at, colour in zip(varied, CYCLE, strict=False):
             axis.plot(some[at], color=colour, linewidth=1.8, marker="o", markersize=2.5)
-        axis.set_xticks(
-            range(len(piece)), [plain(SHOWN.get(c, c), family=FONT) for c in piece], family=FONT, fontsize=9
-        )
-        for at, char in enumerate(piece):
-            if char.isspace():
-                axis.axvline(at, color="#eeeeee", linewidth=3.0, zorder=0)
-        axis.tick_params(axis="x", length=0)
-        axis.spines["bottom"].set_bounds(-0.7, len(piece) - 0.3)
-        axis.set_xlim(-0.7, min(WIDE, max(30, len(text))) - 0.3)
+        write_below(axis, piece, min(WIDE, max(30, len(text))))
         axis.set_ylabel("span (tokens)")
         axis.set_ylim(bottom=0)
     cut = "" if len(text) == len(row.text) else f" The first {len(text):,} of {len(row.text):,} characters."
@@ -51,6 +44,17 @@ def dynamic_picture(run: Run) -> Picture | None:
                             textcoords="offset points", va="top", fontsize=8, color=colour, fontweight="bold",
                             annotation_clip=False)  # fmt: skip
     return Picture("dynamic-spans", "Dynamic spans along a text", _sentence(text, spans, row.names, varied[0]), figure)
+
+
+def write_below(axis: Any, piece: str, width: int) -> None:
+    """One character at each place of the horizontal axis, `width` places in all; spaces are shaded."""
+    axis.set_xticks(range(len(piece)), [plain(SHOWN.get(c, c), family=FONT) for c in piece], family=FONT, fontsize=9)
+    for at, char in enumerate(piece):
+        if char.isspace():
+            axis.axvline(at, color="#eeeeee", linewidth=3.0, zorder=0)
+    axis.tick_params(axis="x", length=0)
+    axis.spines["bottom"].set_bounds(-0.7, len(piece) - 0.3)
+    axis.set_xlim(-0.7, width - 0.3)
 
 
 def _sentence(text: str, spans: np.ndarray, names: list[str], at: int) -> str:

@@ -17,6 +17,7 @@ from spanformer.core.events import (
     FILE,
     CheckpointEvent,
     CostEvent,
+    DepthEvent,
     DynamicEvent,
     EvalEvent,
     Event,
@@ -49,6 +50,7 @@ class Run:
     skips: list[SkipEvent]
     checkpoints: list[CheckpointEvent]
     dynamics: list[DynamicEvent]
+    depths: list[DepthEvent]
     resumes: list[ResumeEvent]
     stop: StopEvent | None
 
@@ -76,7 +78,8 @@ def read_run(path: Path) -> Run:
     return Run(
         path=file, name=printable(begun.run), start=begun, steps=_of(StepEvent, kept), evals=_of(EvalEvent, kept),
         costs=_of(CostEvent, kept), notes=_of(NoteEvent, kept), skips=_of(SkipEvent, kept),
-        checkpoints=_of(CheckpointEvent, kept), dynamics=_of(DynamicEvent, kept), resumes=_of(ResumeEvent, kept),
+        checkpoints=_of(CheckpointEvent, kept), dynamics=_of(DynamicEvent, kept),
+        depths=_of(DepthEvent, kept), resumes=_of(ResumeEvent, kept),
         stop=next(iter(_of(StopEvent, kept)), None),
     )  # fmt: skip
 

@@ -18,6 +18,7 @@ from spanformer.core.events import (
     UNIT_NAMES,
     CheckpointEvent,
     CostEvent,
+    DepthEvent,
     DynamicEvent,
     EvalEvent,
     Event,
@@ -176,11 +177,19 @@ def _dynamic(line: Line, shape: Shape) -> DynamicEvent:
     return DynamicEvent(line.whole("step"), text, line.grid("spans", len(names), len(text), gaps=True), names)
 
 
+def _depth(line: Line, shape: Shape) -> DepthEvent:
+    text, layers, most = line.text("text"), line.wholes("layers"), line.whole("most")
+    if len(layers) != len(text) or max(layers, default=0) > most:
+        raise line.refuse("layers", f"a number of layers, at most {most}, for each of {len(text)} characters")
+    return DepthEvent(line.whole("step"), text, layers, most)
+
+
 READERS: dict[str, Callable[[Line, Shape], Event]] = {
     StepEvent.kind: _step,
     EvalEvent.kind: _eval,
     CostEvent.kind: _cost,
     DynamicEvent.kind: _dynamic,
+    DepthEvent.kind: _depth,
     NoteEvent.kind: lambda line, shape: NoteEvent(line.whole("step"), line.text("text")),
     SkipEvent.kind: lambda line, shape: SkipEvent(line.whole("step"), line.text("reason")),
     CheckpointEvent.kind: lambda line, shape: CheckpointEvent(line.whole("step"), line.text("path")),

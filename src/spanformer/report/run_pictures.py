@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from spanformer.report.cost_pictures import cost_picture
+from spanformer.report.depth_pictures import depth_picture
 from spanformer.report.drawing import (
     BLUE,
     GREEN,
@@ -27,7 +28,15 @@ from spanformer.report.span_pictures import heads_picture, history_picture, tren
 
 def run_pictures(run: Run) -> list[Picture]:
     """Every picture this run's rows allow."""
-    drawers = (loss_picture, heads_picture, history_picture, trend_picture, cost_picture, dynamic_picture)
+    drawers = (
+        loss_picture,
+        heads_picture,
+        history_picture,
+        trend_picture,
+        cost_picture,
+        dynamic_picture,
+        depth_picture,
+    )
     return [picture for draw in drawers if (picture := draw(run)) is not None]
 
 

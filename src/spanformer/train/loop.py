@@ -33,7 +33,7 @@ from spanformer.train.checkpoint import Checkpoints
 from spanformer.train.config import RunConfig
 from spanformer.train.diagnose import Diagnosis
 from spanformer.train.distributed import World, wrap
-from spanformer.train.dynamic_event import dynamic_event
+from spanformer.train.dynamic_event import depth_event, dynamic_event
 from spanformer.train.event_log import EventLog
 from spanformer.train.guard import Guard, TooManySkips
 from spanformer.train.measure import cost_event
@@ -272,13 +272,14 @@ class TrainingLoop:
         return Result(self.out, reason, p.step, p.latest, number)
 
     def _measure(self) -> None:
-        """Measure the cost of a step and, for a language model, its dynamic spans along a text."""
+        """Measure the cost of a step and, for a language model, its dynamic spans and layers along a text."""
         t, objective = self.config.train, self.objective
         if t.measure and self.world.device.type == "cpu":
             self.report("measuring the cost of a step", 0, 0)
             self.log_event(cost_event(self.model, objective.draw(), self.config, self.progress.step))
         if not isinstance(self.model, LM) or not isinstance(objective, NextToken):
             return
-        found = dynamic_event(self.model, objective.valid_ids[: 4 * t.block], self.data.vocab, self.progress.step)
-        if found is not None:
-            self.log_event(found)
+        for along in (dynamic_event, depth_event):
+            found = along(self.model, objective.valid_ids[: 4 * t.block], self.data.vocab, self.progress.step)
+            if found is not None:
+                self.log_event(found)
