@@ -31,7 +31,7 @@ DOORS: dict[str, set[str]] = {
     "convert": {"model"},
     "data": set(),
     "train": {"model", "data", "cost", "inspect"},
-    "infer": {"model", "memory", "ops"},
+    "infer": {"model", "memory", "ops", "depth"},
     "hf": {"model", "infer", "ops", "attention", "memory"},
     "report": {"cost"},
 }

@@ -64,6 +64,9 @@ class GenerateOptions:
     lookup: int = 0
     """prompt-lookup decoding: propose up to this many tokens from a repeated passage and verify them in one step;
     same text, faster"""
+    exits: str = ""
+    """leave layers early, for a model with exits: "calibrated" (by calibrate-exits; greedy decoding only), or a measure
+    and a threshold, such as softmax:0.3"""
     chunk: int = 512
     """prompt tokens per forward pass"""
     cache_bits: Literal[0, 8] = 0
@@ -75,10 +78,12 @@ class GenerateOptions:
 
 
 def run(options: GenerateOptions) -> None:
+    from spanformer.cli.generate_exits import use_exits
     from spanformer.cli.progress import Progress
     from spanformer.cli.text_input import TextFile, model_vocabulary, prompt_ids
     from spanformer.infer import generate_batch
     from spanformer.infer.counts import check_counts
+    from spanformer.infer.exits import by_exits
     from spanformer.memory.cache import Cache
     from spanformer.model.lm import LM
     from spanformer.model.load import load_any, load_meta
@@ -101,6 +106,7 @@ def run(options: GenerateOptions) -> None:
     else:
         cache = lm.cache(len(prompts), slack=options.lookup, bits=options.cache_bits)
     count = _Count(int(cache.seen.sum()), options.beams, [0] * len(prompts))
+    exits = use_exits(lm, meta, options) if options.exits else None
     with Progress(transient=True) as report:
 
         def watched(row: int) -> Iterator[np.ndarray]:
@@ -114,6 +120,8 @@ def run(options: GenerateOptions) -> None:
             count.matter = total
             count.note(cache)
             report("prefilling the prompt", done, total)
+            if done == total and exits is not None:
+                exits.count_from_here()
             if done == total and options.save_cache:
                 cache.save(options.save_cache)
             if done == total:
@@ -124,6 +132,7 @@ def run(options: GenerateOptions) -> None:
             stop=options.stop, seed=options.seed, beams=options.beams,
             lookup=options.lookup, chunk=options.chunk, cache=cache, on_read=on_read,
         )  # fmt: skip
+        pieces = pieces if exits is None else by_exits(exits, pieces)
         first = next(pieces)
     count.read = time.perf_counter()
     try:
@@ -131,6 +140,9 @@ def run(options: GenerateOptions) -> None:
     finally:
         count.note(cache)
         print(count.summary(cache), file=sys.stderr)
+        if exits is not None and exits.run_tokens:
+            mean = int(exits.run_layers) / exits.run_tokens
+            print(f"layers: {mean:.2f} of {exits.layers} per token", file=sys.stderr)
 
 
 def _answers(model: Seq2Seq, prompts: list[str], vocab: Vocab, options: GenerateOptions) -> None:

@@ -31,6 +31,11 @@ COMMANDS = {
     "eval": Route("spanformer.cli.eval", "EVAL", "measure bits per character or perplexity on a text"),
     "generate": Route("spanformer.cli.generate", "GENERATE", "generate text from a prompt"),
     "score": Route("spanformer.cli.score", "SCORE", "compute the bits per character of any file, token by token"),
+    "calibrate-exits": Route(
+        "spanformer.cli.calibrate_exits",
+        "CALIBRATE_EXITS",
+        "choose when tokens leave the layers, with a guarantee",
+    ),
     "spans": Route("spanformer.cli.spans", "SPANS", "print the learned span of every head, as a table and bars"),
     "heatmap": Route("spanformer.cli.heatmap", "HEATMAP", "draw the attention weights of every head over a text"),
     "report": Route("spanformer.cli.report", "RUNS", "write a page with pictures of one or several runs"),

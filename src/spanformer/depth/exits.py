@@ -67,6 +67,12 @@ class Exits(nn.Module):
         """the number of generated tokens, for a threshold that decays"""
         self.latest: Tensor | None = None
         self.states: list[Tensor] = []
+        self.count_from_here()
+
+    def count_from_here(self) -> None:
+        """Count the layers and tokens of evaluation from 0."""
+        self.run_layers: Tensor | int = 0
+        self.run_tokens = 0
 
     def start(self, x: Tensor, padding: Tensor | None = None, predict: Predict | None = None) -> ExitRun:
         """A pass of the tokens x [B, T, dim]. predict: the model's logits of states, for `softmax`."""
@@ -175,6 +181,9 @@ class ExitRun:
 
     def finish(self, x: Tensor) -> tuple[Tensor, None]:
         self.exits.latest = self.taken.view(self.shape)
+        if not self.exits.training:
+            self.exits.run_layers = self.exits.run_layers + self.taken.sum()
+            self.exits.run_tokens += self.count
         return x, None
 
 

@@ -40,7 +40,7 @@ def load(path: str | Path, kind: type[Model] = LM, *, device: str | torch.device
 
 def load_any(path: str | Path, *, device: str | torch.device = "cpu") -> LM | Seq2Seq | Encoder:
     """The model of a folder as in `load`, of any kind."""
-    folder = _folder(Path(path))
+    folder = model_folder(path)
     if found := faults(folder):
         raise ValueError(f"{folder} is damaged or incomplete: {'; '.join(found)}; choose another one")
     config = build(ModelConfig, _read(folder)["model"], where=str(folder / META))
@@ -65,7 +65,7 @@ def _misfit(config: ModelConfig, weights: Part) -> str | None:
 
 def load_meta(path: str | Path) -> dict:
     """The meta.json of the model that `load` would take, with its configuration under "model"."""
-    return _read(_folder(Path(path)))
+    return _read(model_folder(path))
 
 
 def _read(folder: Path) -> dict:
@@ -75,8 +75,9 @@ def _read(folder: Path) -> dict:
     return meta
 
 
-def _folder(path: Path) -> Path:
+def model_folder(path: str | Path) -> Path:
     """The folder of one model: the path itself, or a checkpoint if the path is a run."""
+    path = Path(path)
     if not path.exists():
         raise ValueError(f"{path} does not exist; expected the folder of a model, a checkpoint or a run")
     if not path.is_dir():

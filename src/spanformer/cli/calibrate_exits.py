@@ -1,0 +1,101 @@
+"""`spanformer calibrate-exits CHECKPOINT --delta 0.1`: choose the threshold at which tokens leave a model's layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from spanformer.cli.command import Command
+
+
+@dataclass(frozen=True)
+class CalibrateExitsOptions:
+    """Choose the lowest exit threshold whose text stays within a tolerance, with a guarantee (Learn then Test).
+
+    For example:  spanformer calibrate-exits out/exits --delta 0.25
+    Then:         spanformer generate out/exits --prompt "def " --temperature 0 --exits calibrated
+    """
+
+    checkpoint: tyro.conf.Positional[str]
+    """a run's folder (its best checkpoint), or a checkpoint, of a model with exits"""
+    delta: float = 0.1
+    """tolerated mean loss, 0 … 1"""
+    epsilon: float = 0.05
+    """probability that the loss exceeds delta after all"""
+    consistency: Literal["textual", "risk"] = "textual"
+    """textual: loss = 1 − ROUGE-L of the text with and without exits; risk: how much farther from the true continuation
+    the text with exits is"""
+    measure: Literal["softmax", "saturation", "classifier"] = "softmax"
+    """confidence of a token after a layer; see docs/depth.md"""
+    decay: float = 0.0
+    """τ of a threshold that decays along the text, 0.9 λ + 0.1 exp(−τ t / max_tokens); 0: it stays"""
+    prompts: int = 200
+    """number of prompts, taken at equal distances from the text"""
+    prompt_tokens: int = 64
+    """tokens of each prompt"""
+    max_tokens: int = 48
+    """generated tokens of each prompt"""
+    data: str = ""
+    """a file, folder or named corpus that did not train the model; empty: the model's own corpus"""
+    copy: Annotated[str, tyro.conf.arg(name="from")] = ""
+    """a copy of the named corpus that is already on disk"""
+    split: Literal["train", "valid", "test"] = "test"
+    """split of the corpus"""
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "prompt_tokens", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected 1 or more")
+        for name in ("delta", "epsilon"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a number between 0 and 1")
+        if self.split == "train" and not self.data:
+            raise ValueError("split is 'train', whose text trained the exits; expected 'valid' or 'test'")
+
+
+def run(options: CalibrateExitsOptions) -> None:
+    from spanformer.cli.eval import EvalOptions, check_vocabulary, data_config, vocabulary
+    from spanformer.cli.progress import Progress
+    from spanformer.data import prepare
+    from spanformer.infer.exits import calibrate, save
+    from spanformer.model.load import load, load_meta, model_folder
+
+    with Progress() as report:
+        report(f"loading {options.checkpoint}", 0, 0)
+        meta, lm = load_meta(options.checkpoint), load(options.checkpoint)
+        asked = EvalOptions(options.checkpoint, data=options.data, copy=options.copy, split=options.split)
+        data = prepare(data_config(asked, meta), on_progress=report, vocab=vocabulary(asked, meta))
+        check_vocabulary(meta, data.vocab.to_json(), lm.config.vocab, data.vocab.size)
+        ids, each = data.splits[options.split].ids, options.prompt_tokens + options.max_tokens
+        if len(ids) < options.prompts * each:
+            raise ValueError(
+                f"the {options.split} split has {len(ids):,} tokens; expected {options.prompts * each:,}, "
+                f"{options.prompts} prompts of {each} tokens that do not overlap (fewer --prompts need less)"
+            )
+        starts = [len(ids) * n // options.prompts for n in range(options.prompts)]
+        found = calibrate(
+            lm, [ids[at : at + options.prompt_tokens] for at in starts],
+            [ids[at + options.prompt_tokens : at + each] for at in starts], weights=weights_digest(meta),
+            measure=options.measure, consistency=options.consistency, delta=options.delta, epsilon=options.epsilon,
+            max_tokens=options.max_tokens, decay=options.decay, on_progress=report,
+        )  # fmt: skip
+    print("threshold    loss    p-value    layers")
+    for row in found.tested:
+        print(f"{row['threshold']:9.2f} {row['loss']:7.3f} {row['p']:10.2g} {row['layers']:9.2f}")
+    layers = lm.config.layers
+    if found.threshold is None:
+        print(f"no threshold passes: every token runs through all {layers} layers")
+    else:
+        last = next(row for row in reversed(found.tested) if row["threshold"] == found.threshold)
+        print(f"threshold {found.threshold}: {last['layers']:.2f} of {layers} layers a token")
+    print(f"saved in {save(found, model_folder(options.checkpoint))}")
+
+
+def weights_digest(meta: dict) -> str:
+    """The SHA-256 of a model's weights, as its folder lists them."""
+    return "+".join(f"{file['sha256']}" for name, file in sorted(meta["files"].items()) if name.startswith("model"))
+
+
+CALIBRATE_EXITS = Command(CalibrateExitsOptions, run)
