@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from spanformer.data import Vocab
+    from spanformer.depth import Exits
     from spanformer.infer import Piece, Sampling
     from spanformer.memory.cache import Cache
     from spanformer.model.seq2seq import Seq2Seq
@@ -105,8 +106,8 @@ def run(options: GenerateOptions) -> None:
         cache = Cache.load(options.load_cache, lm)
     else:
         cache = lm.cache(len(prompts), slack=options.lookup, bits=options.cache_bits)
-    count = _Count(int(cache.seen.sum()), options.beams, [0] * len(prompts))
     exits = use_exits(lm, meta, options) if options.exits else None
+    count = _Count(int(cache.seen.sum()), options.beams, [0] * len(prompts), exits)
     with Progress(transient=True) as report:
 
         def watched(row: int) -> Iterator[np.ndarray]:
@@ -120,8 +121,6 @@ def run(options: GenerateOptions) -> None:
             count.matter = total
             count.note(cache)
             report("prefilling the prompt", done, total)
-            if done == total and exits is not None:
-                exits.count_from_here()
             if done == total and options.save_cache:
                 cache.save(options.save_cache)
             if done == total:
@@ -140,9 +139,6 @@ def run(options: GenerateOptions) -> None:
     finally:
         count.note(cache)
         print(count.summary(cache), file=sys.stderr)
-        if exits is not None and exits.run_tokens:
-            mean = int(exits.run_layers) / exits.run_tokens
-            print(f"layers: {mean:.2f} of {exits.layers} per token", file=sys.stderr)
 
 
 def _answers(model: Seq2Seq, prompts: list[str], vocab: Vocab, options: GenerateOptions) -> None:
@@ -216,6 +212,7 @@ class _Count:
     beams: int
     prompts: list[int]
     """tokens of each prompt"""
+    exits: Exits | None
     matter: int = 0
     """tokens of the longest prompt that the model processed"""
     made: int = 0
@@ -237,6 +234,8 @@ class _Count:
         # The first token came with the prompt.
         rate = f", {(self.made - 1) / seconds:,.1f} tokens/s" if self.made > 1 else ""
         lines.append(f"generated: {self.made:,} tokens in {seconds:.2f} s{rate}")
+        if self.exits is not None and self.exits.run_tokens:
+            lines.append(f"layers: {self.exits.mean_run():.2f} of {self.exits.layers} per token")
         tokens = self.before + prompt + self.made
         full = cache.full_bytes(tokens) // cache.batch * self.beams  # full_bytes counts each row the cache has now
         kept = f"{_size(full)} for these {tokens:,} tokens" + f" and {self.beams} beams" * (self.beams > 1)

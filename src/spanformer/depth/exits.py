@@ -74,6 +74,10 @@ class Exits(nn.Module):
         self.run_layers: Tensor | int = 0
         self.run_tokens = 0
 
+    def mean_run(self) -> float:
+        """The mean number of layers of a token since `count_from_here`."""
+        return float(self.run_layers) / self.run_tokens
+
     def start(self, x: Tensor, padding: Tensor | None = None, predict: Predict | None = None) -> ExitRun:
         """A pass of the tokens x [B, T, dim]. predict: the model's logits of states, for `softmax`."""
         return ExitRun(self, x, padding, predict)

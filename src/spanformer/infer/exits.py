@@ -97,10 +97,7 @@ def continuations(
         for start in range(0, len(prompts), batch):
             some = list(prompts[start : start + batch])
             for piece in by_exits(
-                exits, generate_batch(
-                    model, some, sampling=Sampling(temperature=0), max_tokens=max_tokens, seed=0,
-                    on_read=lambda done, total: exits.count_from_here(),
-                ),
+                exits, generate_batch(model, some, sampling=Sampling(temperature=0), max_tokens=max_tokens, seed=0)
             ):  # fmt: skip
                 texts[start + piece.row].append(piece.id)
             layers, tokens = layers + int(exits.run_layers), tokens + exits.run_tokens
@@ -109,9 +106,11 @@ def continuations(
 
 
 def by_exits(exits: Exits, pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """The pieces; counts the tokens of the first row for a threshold that decays."""
+    """The pieces; counts layers after the prompt, and the tokens of the first row for a threshold that decays."""
     exits.token = 0
-    for piece in pieces:
+    for n, piece in enumerate(pieces):
+        if not n:  # the prompt was read
+            exits.count_from_here()
         exits.token += piece.row == 0
         yield piece
 
