@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from spanformer.depth import Exits
     from spanformer.infer import Piece, Sampling
     from spanformer.memory.cache import Cache
+    from spanformer.model.lm import LM
     from spanformer.model.seq2seq import Seq2Seq
 
 DEFAULT_TEMPERATURE = 0.8
@@ -102,10 +103,7 @@ def run(options: GenerateOptions) -> None:
         return
     if not isinstance(lm, LM):
         raise ValueError(f"{options.checkpoint} holds a model of kind {lm.config.kind!r}, which cannot generate")
-    if options.load_cache:
-        cache = Cache.load(options.load_cache, lm)
-    else:
-        cache = lm.cache(len(prompts), slack=options.lookup, bits=options.cache_bits)
+    cache = Cache.load(options.load_cache, lm) if options.load_cache else _cache(lm, len(prompts), options)
     exits = use_exits(lm, meta, options) if options.exits else None
     count = _Count(int(cache.seen.sum()), options.beams, [0] * len(prompts), exits)
     with Progress(transient=True) as report:
@@ -139,6 +137,10 @@ def run(options: GenerateOptions) -> None:
     finally:
         count.note(cache)
         print(count.summary(cache), file=sys.stderr)
+
+
+def _cache(lm: LM, rows: int, options: GenerateOptions) -> Cache:
+    return lm.cache(rows, slack=options.lookup, bits=options.cache_bits)
 
 
 def _answers(model: Seq2Seq, prompts: list[str], vocab: Vocab, options: GenerateOptions) -> None:
