@@ -11,6 +11,8 @@ import torch
 
 from spanformer.cli.main import main
 from spanformer.depth import Confidence, Exits
+from spanformer.infer import Sampling, generate, generate_batch
+from spanformer.infer.draft import Draft
 from spanformer.infer.exits import GRID, calibrate, continuations, exits_by, rouge_l
 from spanformer.model.config import DepthConfig, ModelConfig
 from spanformer.model.lm import LM
@@ -73,6 +75,40 @@ def test_model_without_exits_is_refused() -> None:
         pass
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("layers", "tokens"), [(1, 1), (2, 3), (3, 8)])
+def test_drafts_do_not_change_the_text(temperature: float, layers: int, tokens: int) -> None:
+    lm, sampling = model().double(), Sampling(temperature)
+    for prompt in PROMPTS[:3]:
+        plain = [piece.id for piece in generate(lm, prompt, sampling=sampling, max_tokens=23, seed=3)]
+        drafted = generate(lm, prompt, sampling=sampling, max_tokens=23, seed=3, draft=Draft(layers, tokens))
+        assert [piece.id for piece in drafted] == plain
+    assert lm.exits().fixed is None
+
+
+def test_right_drafts_save_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = model().double()
+    with torch.no_grad():  # layers above the first change nothing, so every draft is right
+        for block in lm.ordered_blocks()[1:]:
+            block.attention.out.weight.zero_()
+            for part in block.feedforward.parameters():  # type: ignore[union-attr]
+                part.zero_()
+    sizes: list[int] = []
+    whole = lm.decode
+    monkeypatch.setattr(lm, "decode", lambda x, *a, **k: sizes.append(x.shape[1]) or whole(x, *a, **k))
+    pieces = list(generate(lm, PROMPTS[0], sampling=Sampling(0), max_tokens=21, draft=Draft(1, 4)))
+    assert len(pieces) == 21 and sizes.count(5) == 4  # 4 checks of a token and 4 drafts
+
+
+def test_bad_drafts_are_refused() -> None:
+    with pytest.raises(ValueError, match="a draft leaves after layer 4; expected less than 4"):
+        list(generate(model(), PROMPTS[0], draft=Draft(4, 2)))
+    with pytest.raises(ValueError, match="expected 1 or more each"):
+        Draft(0, 2)
+    with pytest.raises(ValueError, match="draft takes one prompt at a time; got 2"):
+        generate_batch(model(), PROMPTS[:2], draft=Draft(1, 2))
+
+
 def test_confidence_is_restored() -> None:
     lm = model()
     assert isinstance(lm.depth, Exits)
@@ -110,6 +146,7 @@ def test_calibrate_then_generate(run_folder: Path, capsys: pytest.CaptureFixture
         (["--exits", "softmax:7"], "threshold is 7.0; expected 0 … 1"),
         (["--exits", "soon"], "--exits is 'soon'; expected calibrated, or a measure"),
         (["--exits", "softmax:0.5", "--lookup", "3"], "--exits decides token by token"),
+        (["--draft", "3"], "--draft is '3'; expected LAYERS:TOKENS"),
     ],
 )
 def test_bad_options_are_one_sentence(

@@ -66,6 +66,9 @@ class GenerateOptions:
     lookup: int = 0
     """prompt-lookup decoding: propose up to this many tokens from a repeated passage and verify them in one step;
     same text, faster"""
+    draft: str = ""
+    """LAYERS:TOKENS, such as 3:4, for a model with exits: draft this many tokens by the first layers and verify them in
+    one step; same text"""
     exits: str = ""
     """leave layers early, for a model with exits: "calibrated" (by calibrate-exits; greedy decoding only), or a measure
     and a threshold, such as softmax:0.3"""
@@ -80,7 +83,7 @@ class GenerateOptions:
 
 
 def run(options: GenerateOptions) -> None:
-    from spanformer.cli.generate_exits import use_exits
+    from spanformer.cli.generate_exits import read_draft, use_exits
     from spanformer.cli.progress import Progress
     from spanformer.cli.text_input import TextFile, model_vocabulary, prompt_ids
     from spanformer.infer import generate_batch
@@ -127,7 +130,7 @@ def run(options: GenerateOptions) -> None:
         pieces = generate_batch(
             lm, list(map(watched, range(len(prompts)))), vocab=vocab, sampling=sampling, max_tokens=options.max_tokens,
             stop=options.stop, seed=options.seed, beams=options.beams,
-            lookup=options.lookup, chunk=options.chunk, cache=cache, on_read=on_read,
+            lookup=options.lookup, draft=read_draft(options.draft), chunk=options.chunk, cache=cache, on_read=on_read,
         )  # fmt: skip
         pieces = pieces if exits is None else by_exits(exits, pieces)
         first = next(pieces)
@@ -140,7 +143,10 @@ def run(options: GenerateOptions) -> None:
 
 
 def _cache(lm: LM, rows: int, options: GenerateOptions) -> Cache:
-    return lm.cache(rows, slack=options.lookup, bits=options.cache_bits)
+    from spanformer.cli.generate_exits import read_draft
+
+    draft = read_draft(options.draft)
+    return lm.cache(rows, slack=options.lookup if draft is None else draft.tokens, bits=options.cache_bits)
 
 
 def _answers(model: Seq2Seq, prompts: list[str], vocab: Vocab, options: GenerateOptions) -> None:

@@ -1,4 +1,4 @@
-"""The exits that `spanformer generate --exits` asks for."""
+"""The exits that `spanformer generate` is asked for, by --exits or --draft."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from spanformer.cli.calibrate_exits import weights_digest
 from spanformer.depth import Confidence, Exits
-from spanformer.infer.exits import exits_of, load
+from spanformer.infer.draft import Draft
+from spanformer.infer.exits import load
 from spanformer.model.lm import LM
 from spanformer.model.load import model_folder
 
@@ -14,11 +15,21 @@ if TYPE_CHECKING:
     from spanformer.cli.generate import GenerateOptions
 
 
+def read_draft(text: str) -> Draft | None:
+    """--draft LAYERS:TOKENS; None without it."""
+    if not text:
+        return None
+    layers, _, tokens = text.partition(":")
+    if not (layers.isdecimal() and tokens.isdecimal()):
+        raise ValueError(f"--draft is {text!r}; expected LAYERS:TOKENS, such as 3:4")
+    return Draft(int(layers), int(tokens))
+
+
 def use_exits(lm: LM, meta: dict, options: GenerateOptions) -> Exits:
     """The model's exits, by which tokens now leave."""
-    exits = exits_of(lm)
-    if options.lookup or options.beams > 1:
-        raise ValueError("--exits decides token by token; expected no --lookup and 1 beam")
+    exits = lm.exits()
+    if options.lookup or options.draft or options.beams > 1:
+        raise ValueError("--exits decides token by token; expected neither --lookup nor --draft, and 1 beam")
     if options.exits == "calibrated":
         if options.temperature != 0:
             raise ValueError(

@@ -5,19 +5,30 @@ Shapes: B rows (texts), n tokens read in a step, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spanformer.infer.lookup import Lookup
 from spanformer.infer.sampling import Repeats, Sampling, choose
 from spanformer.infer.text import Writer
 from spanformer.memory.cache import Cache
 from spanformer.model.lm import LM
+
+
+class Guesser(Protocol):
+    """Guesses the next tokens of a text: `Lookup`, or drafts by early exit."""
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """These tokens follow."""
+        ...
+
+    def guess(self, most: int) -> list[int]:
+        """Up to `most` tokens, possibly none."""
+        ...
 
 
 class Piece(NamedTuple):
@@ -44,10 +55,12 @@ class Row:
 class Chooser:
     """Samples the next token of every row, and keeps the state of earlier tokens that sampling depends on."""
 
-    def __init__(self, rows: list[Row], sampling: Sampling, vocab: int, device: torch.device, guess: int) -> None:
-        """guess: up to this many tokens per step, for a single row."""
+    def __init__(
+        self, rows: list[Row], sampling: Sampling, vocab: int, device: torch.device, guesser: Guesser | None, most: int
+    ) -> None:  # fmt: skip
+        """guesser: guesses up to `most` tokens per step, for a single row."""
         self.rows, self.sampling = rows, sampling
-        self.most, self.lookup, self.repeats = guess, Lookup() if guess else None, None
+        self.most, self.guesser, self.repeats = most, guesser, None
         if sampling.repetition != 1:
             self.repeats = Repeats(len(rows), vocab, sampling.repetition_window, device)
         for n, row in enumerate(rows):
@@ -63,7 +76,7 @@ class Chooser:
 
     def guess(self, most: int) -> list[int]:
         """Guessed next tokens, possibly none."""
-        return [] if self.lookup is None else self.lookup.guess(min(most, self.most))
+        return [] if self.guesser is None else self.guesser.guess(min(most, self.most))
 
     def keep(self, rows: list[int]) -> None:
         self.rows = [self.rows[n] for n in rows]
@@ -73,8 +86,8 @@ class Chooser:
     def _remember(self, row: int, tokens: list[int]) -> None:
         if self.repeats is not None:
             self.repeats.add(row, tokens)
-        if self.lookup is not None:
-            self.lookup.add(tokens)
+        if self.guesser is not None:
+            self.guesser.add(tokens)
 
 
 def decode(model: LM, cache: Cache, logits: Tensor, chooser: Chooser, max_tokens: int) -> Iterator[Piece]:

@@ -57,16 +57,10 @@ class Calibration:
         return Confidence(self.measure, threshold, self.decay, self.max_tokens)
 
 
-def exits_of(model: LM) -> Exits:
-    if not isinstance(model.depth, Exits):
-        raise ValueError("the model has no exits; train one with model.depth.kind 'exits'")
-    return model.depth
-
-
 @contextmanager
 def exits_by(model: LM, confidence: Confidence | None) -> Iterator[Exits]:
     """While it is open, tokens leave the model's layers by this confidence."""
-    exits = exits_of(model)
+    exits = model.exits()
     before, exits.confidence = exits.confidence, confidence
     try:
         yield exits

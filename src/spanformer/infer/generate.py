@@ -14,8 +14,9 @@ from torch import Tensor
 
 from spanformer.infer.beam import beam_search
 from spanformer.infer.counts import check_counts
-from spanformer.infer.decode import Chooser, Piece, Row, decode
-from spanformer.infer.lookup import KEPT
+from spanformer.infer.decode import Chooser, Guesser, Piece, Row, decode
+from spanformer.infer.draft import Draft, EarlyExit
+from spanformer.infer.lookup import KEPT, Lookup
 from spanformer.infer.prompt import OnRead, Prompt, last_tokens, matters, parts_of, read_prompts
 from spanformer.infer.sampling import Sampling
 from spanformer.infer.text import Vocabulary, Writer, check_stop
@@ -36,6 +37,7 @@ def generate(
     seed: int | None = None,
     beams: int = 1,
     lookup: int = 0,
+    draft: Draft | None = None,
     chunk: int = 512,
     cache: Cache | None = None,
     on_read: OnRead | None = None,
@@ -49,13 +51,14 @@ def generate(
     beams: above 1, use beam search instead of sampling.
     lookup: guess up to this many tokens where the text repeats itself and check them in one step; changes the speed,
         not the tokens.
+    draft: guess tokens by leaving the layers early and check them in one step, for a model with exits; as with lookup.
     chunk: tokens of the prompt per forward pass.
-    cache: KV cache of the text to continue, with one row and at least `lookup` tokens of slack; None: a new one.
+    cache: KV cache of the text to continue, with one row and slack for every guess; None: a new one.
     on_read: called with (tokens read so far, all tokens to read) while the prompt is read.
     """
     return generate_batch(
         model, [prompt], vocab=vocab, max_tokens=max_tokens, sampling=sampling, stop=stop, seed=seed, beams=beams,
-        lookup=lookup, chunk=chunk, cache=cache, on_read=on_read,
+        lookup=lookup, draft=draft, chunk=chunk, cache=cache, on_read=on_read,
     )  # fmt: skip
 
 
@@ -70,6 +73,7 @@ def generate_batch(
     seed: int | None = None,
     beams: int = 1,
     lookup: int = 0,
+    draft: Draft | None = None,
     chunk: int = 512,
     cache: Cache | None = None,
     on_read: OnRead | None = None,
@@ -86,13 +90,21 @@ def generate_batch(
         raise ValueError(f"beams is {beams}, and beam search does not sample; omit sampling, or use 1 beam")
     if beams > 1 and lookup:
         raise ValueError(f"beams is {beams} and lookup is {lookup}; expected one of the two")
-    if len(prompts) > 1 and (beams > 1 or lookup):
-        raise ValueError(f"{'beams' if beams > 1 else 'lookup'} takes one prompt at a time; got {len(prompts)}")
+    if draft is not None and (beams > 1 or lookup):
+        raise ValueError(f"draft is {draft} with {beams} beams and a lookup of {lookup}; expected one of the three")
+    if len(prompts) > 1 and (named := "beams" * (beams > 1) + "lookup" * (lookup > 0) + "draft" * (draft is not None)):
+        raise ValueError(f"{named} takes one prompt at a time; got {len(prompts)}")
     check_stop(stop, vocab)
     settings = _Settings(model, vocab, max_tokens, sampling or Sampling(), tuple(stop), seed, chunk, on_read)
     rows = settings.rows(prompts, KEPT if lookup else 0)
-    cache = settings.cache(len(rows), cache, lookup)
-    return _search(settings, rows, cache, beams) if beams > 1 else _decode(settings, rows, cache, lookup)
+    most, name = (lookup, "lookup") if draft is None else (draft.tokens, "draft.tokens")
+    cache = settings.cache(len(rows), cache, most, name)
+    if beams > 1:
+        return _search(settings, rows, cache, beams)
+    guesser = Lookup() if lookup else None
+    if draft is not None:
+        guesser = EarlyExit(model, cache, draft, settings.size)
+    return _decode(settings, rows, cache, guesser, most)
 
 
 @dataclass(frozen=True)
@@ -131,14 +143,15 @@ class _Settings:
             rows.append(Row(index, ids, Writer(decoder, self.stop), random))
         return rows
 
-    def cache(self, rows: int, given: Cache | None, slack: int) -> Cache:
+    def cache(self, rows: int, given: Cache | None, slack: int, name: str) -> Cache:
+        """name: of the argument that needs the slack."""
         if given is None:
             return self.model.cache(rows, slack=slack)
         if given.batch != rows:
             raise ValueError(f"the KV cache has {given.batch} rows; expected one for each prompt, {rows}")
         if given.slack < slack:
             raise ValueError(
-                f"lookup is {slack}, but the KV cache has a slack of {given.slack} tokens; expected a slack of "
+                f"{name} is {slack}, but the KV cache has a slack of {given.slack} tokens; expected a slack of "
                 f"{slack} or more"
             )
         return given
@@ -152,9 +165,11 @@ class _Settings:
         return logits[:, : self.size]
 
 
-def _decode(settings: _Settings, rows: list[Row], cache: Cache, lookup: int) -> Iterator[Piece]:
+def _decode(
+    settings: _Settings, rows: list[Row], cache: Cache, guesser: Guesser | None, most: int
+) -> Iterator[Piece]:  # fmt: skip
     logits = settings.read(rows, cache)
-    chooser = Chooser(rows, settings.sampling, settings.size, logits.device, lookup)
+    chooser = Chooser(rows, settings.sampling, settings.size, logits.device, guesser, most)
     yield from decode(settings.model, cache, logits, chooser, settings.max_tokens)
 
 

@@ -87,6 +87,12 @@ class LM(Decoder):
         model's dtype."""
         return make_cache(self, batch, slack, bits)
 
+    def exits(self) -> Exits:
+        """The exits of a model that has them."""
+        if not isinstance(self.depth, Exits):
+            raise ValueError("the model has no exits; train one with model.depth.kind 'exits'")
+        return self.depth
+
     def start(self, batch: int) -> State:
         """The initial state of a text: empty, or zeros that heads can see, as in the paper's code."""
         weight = next(self.blocks.parameters())
