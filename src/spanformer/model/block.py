@@ -1,12 +1,14 @@
 """One block of a transformer: attention and a feed-forward, each added to its input, with the norm before or after.
 
-pre     x + f(norm(x))            post    norm(x + f(x))            reversible: two streams, see reversible.py
+pre     x + f(norm(x))            post    norm(x + f(x))            gated   g(x, relu(f(norm(x)))), see gates.py
+reversible: two streams, see reversible.py
 
 A decoder has a second attention between the two, over the states of an encoder.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -38,12 +40,18 @@ class Block(nn.Module):
         order: Literal["pre", "post"],
         cross: CrossAttention | None = None,
         norm3: nn.Module | None = None,
+        gate: Callable[[], nn.Module] | None = None,
     ) -> None:
-        """cross, norm3: for a decoder's layer only."""
+        """cross, norm3: for a decoder's layer only. gate: makes a gate for each sum, which it replaces (gates.py)."""
         super().__init__()
         self.attention, self.norm1, self.feedforward, self.norm2 = attention, norm1, feedforward, norm2
         self.cross, self.norm3 = cross, norm3
         self.pre = order == "pre"
+        parts = {"attention": attention, "feedforward": feedforward, "cross": cross}
+        self.gates = nn.ModuleDict(
+            {name: gate() for name, part in parts.items() if gate is not None and part is not None}
+        )
+        """by part; a part without one is added"""
 
     def forward(
         self,
@@ -58,7 +66,7 @@ class Block(nn.Module):
         if isinstance(x, Streams):
             return self._halves(memory, view, position, encoder_states).run(x)
         found, h, penalty = self.attend(x, memory, view, position)
-        y = active_rows(x, view.active) + found
+        y = self._join("attention", active_rows(x, view.active), found)
         y = y if self.pre else self.norm1(y)
         if self.cross is not None and view.active is not None:
             y = active_rows(self.cross_attend(replace_rows(x, view.active, y), encoder_states), view.active)
@@ -81,7 +89,8 @@ class Block(nn.Module):
         found = self._cross(x, encoder_states)
         if found is None or self.norm3 is None:
             return x
-        return x + found if self.pre else self.norm3(x + found)
+        joined = self._join("cross", x, found)
+        return joined if self.pre else self.norm3(joined)
 
     def _cross(self, x: Tensor, encoder_states: EncoderStates | Source | None) -> Tensor | None:
         """What that attention adds to x."""
@@ -97,7 +106,12 @@ class Block(nn.Module):
         if self.norm2 is None:
             return x, None
         added, auxiliary = self.fed(x)
-        return x + added if self.pre else self.norm2(x + added), auxiliary
+        joined = self._join("feedforward", x, added)
+        return joined if self.pre else self.norm2(joined), auxiliary
+
+    def _join(self, part: str, x: Tensor, y: Tensor) -> Tensor:
+        """The stream x with what a part of the block returned, [..., dim] each."""
+        return self.gates[part](x, y.relu()) if part in self.gates else x + y
 
     def fed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the feed-forward adds to x [..., dim], what to add to the loss."""

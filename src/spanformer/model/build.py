@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from torch import nn
 
@@ -17,6 +18,7 @@ from spanformer.model.cross_attention import CrossAttention
 from spanformer.model.embedding import AdaptiveEmbedding, AdaptiveHead, Embedding, Head
 from spanformer.model.experts import Experts
 from spanformer.model.feedforward import FeedForward
+from spanformer.model.gates import make_gate
 from spanformer.model.layer import SelfAttention
 from spanformer.model.norm import make_norm
 from spanformer.position import Position
@@ -36,7 +38,8 @@ def make_block(config: ModelConfig, specs: list[HeadSpec]) -> Block:
             config.dim, config.heads, config.groups, scoring=config.cross, dropout=a.dropout, backend=a.backend
         )
         norm3 = norm()
-    return Block(attention, norm(), feedforward, norm2, config.order, cross, norm3)
+    gate = partial(make_gate, config.gate, config.dim) if config.block == "gated" else None
+    return Block(attention, norm(), feedforward, norm2, config.order, cross, norm3, gate)
 
 
 def make_embedding(config: ModelConfig) -> tuple[Embedding, Head] | tuple[AdaptiveEmbedding, AdaptiveHead]:

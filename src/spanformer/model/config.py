@@ -59,6 +59,10 @@ class ModelConfig:
     """layer: LayerNorm; rms: RMSNorm, without mean and bias"""
     order: Literal["pre", "post"] = "pre"
     """norm before each part, or after its sum (as in the paper)"""
+    block: Literal["plain", "gated"] = "plain"
+    """gated: gates instead of sums, and a ReLU after attention and feed-forward (Gated Transformer-XL)"""
+    gate: Literal["gru", "input", "output", "highway", "sigtanh"] = "gru"
+    """for gated blocks: the kind of gate"""
     stack: Literal["residual", "reversible", "universal"] = "residual"
     """reversible: two streams, whose layers keep no activations and run again in the backward pass; universal: all
     layers are one block, which is told the number of the step"""
@@ -87,6 +91,14 @@ class ModelConfig:
             raise ValueError(
                 f"model.paper_compat is set, and model.kind is {self.kind!r}; the paper's code has language models "
                 "only, so unset it"
+            )
+        gates = ("gru", "input", "output", "highway", "sigtanh")
+        within("block", repr(self.block), self.block in ("plain", "gated"), "'plain' or 'gated'")
+        within("gate", repr(self.gate), self.gate in gates, f"one of {', '.join(gates)}")
+        if self.block == "gated" and (self.order == "post" or self.stack == "reversible"):
+            raise ValueError(
+                f"model.block is 'gated' with order {self.order!r} and a {self.stack} stack; expected order 'pre' and "
+                "a residual or universal stack"
             )
         if self.stack == "universal" and len(set(self.attention.stack)) > 1:
             raise ValueError("model.stack is 'universal', one block for all layers; expected no model.attention.stack")

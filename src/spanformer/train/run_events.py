@@ -77,14 +77,15 @@ def describe_machine(device: str, processes: int) -> dict[str, Any]:
 
 def shape_of(run: TrainingLoop) -> Shape:
     m, t = run.config.model, run.config.train
-    feedforward = run.model.layers()[0].feedforward
+    block = run.model.layers()[0]
+    feedforward, gates = block.feedforward, sum(p.numel() for p in block.gates.parameters() if p.ndim == 2)
     return Shape(
         layers=len(run.model.layers()),
         dim=m.dim,
         heads=m.heads,
         kv_heads=m.groups,
         head_dim=m.head_dim,
-        feedforward=feedforward.weights_per_token if feedforward is not None else 0,  # pyright: ignore
+        feedforward=gates + (feedforward.weights_per_token if feedforward is not None else 0),  # pyright: ignore
         persistent=m.persistent,
         vocab=m.vocab,
         block=t.block,
