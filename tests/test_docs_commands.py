@@ -60,7 +60,7 @@ TRAIN = (
     "--train.threads 1 --train.no-measure --train.tensorboard off"
 )
 REDUCED = {
-    r"train runs/(seq2seq|masked|etc)": TRAIN.replace("--data.limit 20000 ", "").replace("block 32", "block 72"),
+    r"train runs/(seq2seq|hard|masked|etc)": TRAIN.replace("--data.limit 20000 ", "").replace("block 32", "block 72"),
     r"train": TRAIN,
     r"compare .*--kinds": f"{TRAIN} --model.kv-heads 0",
     r"compare runs/compare/etc": f"{TRAIN} --train.block 64 --kinds full 'etc(16, 16)'",

@@ -219,6 +219,48 @@ def test_operations_of_additive_scores(kv_heads):
     assert cost.flops_backward == counted(lambda: found[0].sum().backward()) + 5 * inner
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "kind", ["indexed(9)", "indexed(9, 300)", "indexed(30, index_heads=2, index_dim=5)", "indexed(99)"]
+)
+def test_operations_of_an_index(kind, causal, kv_heads):
+    """Products that are run. Summing the index's heads is none; the backward pass scores chosen keys a third time. A
+    causal text has blocks of queries that overhang the diagonal."""
+    n, h, d = 1024 if causal else 50, 4, 16
+    made, found = make(kind, heads=h, d=d, kv_heads=kv_heads, causal=causal), []
+    given, view = leaves(2, h, kv_heads, n, d), View(x=torch.randn(2, n, h * d))
+    cost, keys = layer_cost(kind, Sizes(n, h, d, kv_heads, batch=2, causal=causal)), min(made.keys, n)
+    scored = pairs.window(n, causal, made.max_span)
+
+    def forward() -> None:
+        out = made(*given, made.rule(view), view).out
+        found.append(out.sum() + made.penalty(made.rule(view), view))
+
+    empty = 2 * n * keys - 2 * cost.pairs  # the first queries of a causal text see fewer, and products run for all
+    a_pair, an_index = 4 * d * h, 2 * made.index_heads * (made.index_dim + 1)
+    run, summed = counted(forward), 2 * 2 * made.index_heads * scored
+    predicted = cost.flops + empty * (a_pair + an_index) - summed
+    assert run == predicted or (causal and predicted < run < 1.4 * predicted)
+    third = 2 * n * keys * 2 * made.index_heads * made.index_dim
+    more = empty * (2.5 * a_pair + 2 * an_index) + third
+    assert counted(lambda: found[0].backward()) == cost.flops_backward + more
+
+
+@pytest.mark.parametrize("kind", ["hard", "hard(90)"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_operations_of_hard_attention(kind, causal):
+    """Chunks of queries overhang the diagonal and the edges of a window."""
+    n, d, made, found = 2048, 16, make(kind, causal=causal), []
+    q, k, v = leaves(1, 2, 2, n, d)
+    cost, rule = layer_cost(kind, Sizes(n, 2, d, causal=causal)), made.rule(View())
+    forward = counted(lambda: found.append(made(q, k, v, rule, View()).out))
+    backward = counted(lambda: found[0].sum().backward())
+    most = 2.0 if kind != "hard" else 1.05 if causal else 1.0
+    assert cost.flops <= forward <= most * cost.flops
+    assert cost.flops_backward <= backward <= most * cost.flops_backward
+
+
 @pytest.mark.parametrize("kind", ["lsh(9, 16, 3)", "lsh(9, 256, 2)", "routing(9, 16)"])
 def test_products_of_hashing_are_counted_forward_alone(kind):
     n, d, made = 50, 16, make(kind)
@@ -291,7 +333,8 @@ KEPT = (
     "big_bird(16, 3, 1, 2)", "longformer(30, 0, 2)", "longformer(30, 8, 1)", "longformer(30, 64, 1)",
     "longformer(30, 8, 2)", "chunked", "chunked(queries=50, keys=90)", "dot", "general", "bilinear", "additive",
     "cross(300)", "etc(32, 16)", "etc(4, 30, 12, true)", "etc_projected(4, 30)",
-    "lsh(30, 8, 1)", "lsh(30, 16, 4)", "routing(30, 16)",
+    "lsh(30, 8, 1)", "lsh(30, 16, 4)", "routing(30, 16)", "hard", "hard(90)", "hard_sampled", "indexed(30)",
+    "indexed(900, 300)", "indexed(30, index_heads=2, index_dim=5)",
     "span_linear(60)", "linear", "performer(32)", "performer(64, relu=true)", "rfa(16)", "gated_rfa(16)", "retention",
     "retention(learned=true)", "gated_linear", "gated_linear(rank=3)", "gated_delta", "gated_delta(conv=0)",
     "linformer(64, 801)",
@@ -402,6 +445,10 @@ CACHED = {
     "Blockwise([3, 0, 1, 2], 16)": "blockwise(4, 16, shift=1)",
     "lsh(9, 16, 3)": "lsh(9, 16, 3)",
     "routing(12, 8)": "routing(12, 8)",
+    "hard": "hard",
+    "hard_sampled": "hard_sampled",
+    "indexed(9)": "indexed(9, 500)",
+    "indexed(9, 500, index_dim=32)": "indexed(9, 500, index_dim=32)",
     "span_linear": "span_linear(500, 16, span=150)",
     "linear": "linear",
     "performer(64)": "performer(64)",
@@ -428,6 +475,8 @@ def test_caches_hold_what_was_predicted(kind):
         name_of(CACHED[kind])
         in (
             "full",
+            "hard",
+            "hard_sampled",
             "forgetting",
             "strided",
             "strided_heads",
@@ -468,7 +517,7 @@ def test_a_cache_never_holds_more_than_there_is():
         if kind != "span_linear" and (KINDS[kind].cost.recurrent is not None or KINDS[kind].cost.state is not None):
             assert few.cache_bytes == many.cache_bytes  # of one size for any text
         elif few.cache_bytes is not None:
-            a_key = 2 * 2 * 4 * 4 + 2 * 8 * KINDS[kind].cost.noted
+            a_key = 2 * 2 * 4 * 4 + 2 * 8 * KINDS[kind].cost.noted + 4 * 16 * (kind == "indexed")
             state = 2 * 4 * 4 * 5 if kind == "span_linear" else 0  # beside keys
             assert few.cache_bytes <= a_key * 10 + state and many.cache_bytes is not None
             assert few.cache_bytes <= many.cache_bytes <= a_key * 100_000 + state

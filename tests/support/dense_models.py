@@ -103,7 +103,7 @@ def attended(layer, kind: str, place, position: str, x: Tensor, padding: Padding
         total = weight.sum(-1, keepdim=True)
         if getattr(m, "sink_logits", None) is not None:
             total = total + m.sink_logits.exp()[:, None, None]
-        a = weight / torch.where(total == 0, 1, total)  # a row that sees nothing is zeros
+        a = picked(scoring, weight / torch.where(total == 0, 1, total))  # a row that sees nothing is zeros
         return a @ v + values(place, position, a, d, causal)
 
     q = mapped(m, scoring, split(x, layer.query, layer.heads))
@@ -122,7 +122,17 @@ def listened(cross, scoring: str, x: Tensor, states: Tensor, hidden: Padding) ->
     s = content_of(m, scoring)(q, k)
     if hidden is not None:
         s = s.masked_fill(hidden[:, None, None], -math.inf)
-    return joined(s.softmax(-1) @ v, cross.out)
+    return joined(picked(scoring, s.softmax(-1)) @ v, cross.out)
+
+
+def picked(scoring: str, a: Tensor) -> Tensor:
+    """Hard attention takes the last key of the largest weight: straight through, or with no gradient to the weights."""
+    if scoring not in ("hard", "hard_sampled"):
+        return a
+    one = torch.zeros_like(a).scatter(-1, a.shape[-1] - 1 - a.flip(-1).argmax(-1, keepdim=True), 1.0) * (
+        a.amax(-1, keepdim=True) > 0
+    )
+    return one + a - a.detach() if scoring == "hard" else one
 
 
 def content_of(m, scoring: str):

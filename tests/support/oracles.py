@@ -116,6 +116,29 @@ def forgetting(m, x: Tensor, p: SimpleNamespace) -> Tensor:
     return between + full(x)
 
 
+def eight_bits(x: Tensor) -> Tensor:
+    """Whole multiples of 1/128 of the power of 2 above the largest number of a vector."""
+    unit = 2.0 ** (x.abs().amax(-1, keepdim=True).log2().floor() + 1 - 7)
+    return (x / unit).round() * unit
+
+
+def indexed(m, x: Tensor, p: SimpleNamespace) -> Tensor:
+    """The rank of each key among those that its query may see, by the index; of equal ones the later key is first."""
+    j, e, d, index = m.index_heads, m.index_dim, distances(x), m.index.detach()
+    a, c, w = (x.detach() @ part.T for part in index.split([j * e, e, j]))
+    products = torch.einsum("bine,bje->bnij", eight_bits(a.view(*a.shape[:2], j, e)), eight_bits(c)).relu()
+    score = (torch.einsum("bin,bnij->bij", w, products) / math.sqrt(j * e)).float()
+    visible = (d.abs() < m.max_span) & ((d >= 0) | (not m.causal))
+    score = torch.where(visible, score, -math.inf)
+    at = torch.arange(x.shape[1])
+    ahead = (score[..., None, :] > score[..., None]) | ((score[..., None, :] == score[..., None]) & (at > at[:, None]))
+    rank = (ahead & visible[:, None]).sum(-1)[:, None]  # [B, 1, T, T]
+    weight = (rank < m.keys).double()
+    if m.span is not None:
+        weight = ((m.span.ramp + m.span.ratio * m.span.max_span - rank) / m.span.ramp).clamp(0, 1)
+    return torch.where(visible, weight, 0).log()
+
+
 ORACLES: dict[str, Oracle] = {
     "adaptive_span": spans,
     "dynamic_span": dynamic,
@@ -131,6 +154,9 @@ ORACLES: dict[str, Oracle] = {
     "bilinear": lambda m, x, p: full(x),
     "additive": lambda m, x, p: full(x),
     "chunked": lambda m, x, p: full(x),
+    "hard": lambda m, x, p: full(x),
+    "hard_sampled": lambda m, x, p: full(x),
+    "indexed": indexed,
     "dilated": lambda m, x, p: seen(x, lambda i, j: (i - j) % p.step == 0 and abs(i - j) // p.step < p.window),
     "strided": lambda m, x, p: seen(
         x, lambda i, j: abs(i - j) < SPAN and (abs(i - j) <= p.step or (i - j) % p.step == 0)

@@ -1,7 +1,7 @@
 """Attention mechanisms: each returns a rule for its heads. `spanformer.kinds` has their names and parameters."""
 
 from spanformer.attention.adaptive_span import AdaptiveSpan, read_spans
-from spanformer.attention.base import Attention, View, remembers_itself
+from spanformer.attention.base import Attention, Choices, View, remembers_itself
 from spanformer.attention.big_bird import BigBird
 from spanformer.attention.blockwise import Blockwise
 from spanformer.attention.chunked import Chunked
@@ -14,7 +14,9 @@ from spanformer.attention.forgetting import Forgetting
 from spanformer.attention.full import Full
 from spanformer.attention.gated_delta import GatedDelta
 from spanformer.attention.gated_linear import GatedLinear
+from spanformer.attention.hard import Hard
 from spanformer.attention.image_local import ImageLocal1D, ImageLocal2D
+from spanformer.attention.indexed import Indexed
 from spanformer.attention.linear import LinearAttention
 from spanformer.attention.linformer import Linformer
 from spanformer.attention.longformer import Longformer
@@ -43,6 +45,7 @@ __all__ = [
     "BigBird",
     "Bilinear",
     "Blockwise",
+    "Choices",
     "Chunked",
     "Cross",
     "DilatedWindow",
@@ -57,8 +60,10 @@ __all__ = [
     "GatedRFA",
     "General",
     "GlobalLocal",
+    "Hard",
     "ImageLocal1D",
     "ImageLocal2D",
+    "Indexed",
     "LinearAttention",
     "Linformer",
     "Longformer",

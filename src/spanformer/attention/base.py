@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +64,15 @@ class View:
 
 
 RuleNeeds = Literal["nothing", "positions", "states"]
+
+
+class Choices(NamedTuple):
+    """How queries chose their keys in the last training step, on average."""
+
+    entropy: float
+    """bits of a query's choice"""
+    variance: float
+    """of a query's score-function gradient with respect to its scores, at most; NaN without one"""
 
 
 class Attention(nn.Module):
@@ -149,6 +158,14 @@ class Attention(nn.Module):
 
     def advice(self) -> str | None:
         """What a user should know about how it trains, in a sentence; None while all is well."""
+        return None
+
+    def learn_from(self, nll: Tensor, weight: Tensor) -> None:
+        """Called before the backward pass with the losses [B, T] and what each counts in the mean, for a mechanism that
+        draws and learns by the loss itself."""
+
+    def choices(self) -> Choices | None:
+        """Of a mechanism that chooses keys: how it chose in the last step."""
         return None
 
     def after_step(self) -> None:

@@ -106,6 +106,10 @@ class StepEvent(Event):
     span_longest: float = math.nan
     price: float = math.nan
     """of one token of window, while `fit-spans` learns windows to a budget"""
+    choice_entropy: float = math.nan
+    """bits of a query's choice of its key by hard attention, the mean of its layers"""
+    choice_variance: float = math.nan
+    """of the score-function gradient of such a choice, the mean of its layers"""
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,16 @@ def routing(s: Sizes, clusters: int, w: int) -> Kept:
     return Kept((4 + 5 * taken / s.length) * s.queried, 5.5 * s.rows + 11 * s.heads * taken)
 
 
+def hard(s: Sizes) -> Kept:
+    """q, k and v; scores are computed again."""
+    return Kept(s.queried + s.keyed, 0)
+
+
+def indexed(s: Sizes, keys: int, heads: int, size: int) -> Kept:
+    """As of one softmax; the chosen keys, numbers of 4 bytes; and what the index scores by."""
+    return softmax(s) + Kept(0, s.length * (min(keys, s.length) + heads * (size + 1) + size))
+
+
 def cross(s: Sizes, m: int) -> Kept:
     """k and v belong to the m tokens of the other text."""
     return Kept(2 * s.queried + s.keyed * m / s.length, s.rows)

@@ -66,6 +66,8 @@ class Cost:
     """(D, p): numbers that one query head keeps for decoding instead of keys and values"""
     recurrent: Callable[[int, Params], int] | None = None
     """(D, p): numbers of one KV head's recurrent state, in float32 or wider"""
+    codes: Callable[[Params], int] | None = None
+    """numbers that the KV cache holds of a key for all heads together, as an index does"""
     noted: bool = False
     """the KV cache also stores one number per key and query head"""
     kept: Callable[[Sizes, Params], activations.Kept] | None = lambda s, p: activations.softmax(s)
@@ -182,4 +184,5 @@ def _cache(cost: Cost, p: Params, sizes: Sizes) -> int | None:
     keys = cost.cached(sizes.length, p)
     keys = keys if cost.source else min(sizes.length, keys)
     note = NOTE * sizes.times * sizes.heads if cost.noted else 0
+    note += item * sizes.times * cost.codes(p) if cost.codes is not None else 0
     return state + int((2 * item * sizes.times * sizes.groups * sizes.head_dim + note) * keys)

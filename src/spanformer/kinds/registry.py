@@ -79,6 +79,8 @@ KINDS: Registry[Kind] = Registry(
         "etc",
         "lsh",
         "routing",
+        "hard",
+        "indexed",
         "linear",
         "gated",
         "span_linear",

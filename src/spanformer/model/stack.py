@@ -10,7 +10,16 @@ from typing import Literal, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from spanformer.attention import AdaptiveSpan, Attention, DynamicSpan, View, new_memory, read_spans, remembers_itself
+from spanformer.attention import (
+    AdaptiveSpan,
+    Attention,
+    Choices,
+    DynamicSpan,
+    View,
+    new_memory,
+    read_spans,
+    remembers_itself,
+)
 from spanformer.depth import ACT
 from spanformer.memory import HiddenStates, LayerMemory, MemoryShape, Source
 from spanformer.model.block import Block, EncoderStates
@@ -165,6 +174,18 @@ class TransformerStack(nn.Module):
         for part in self.modules():
             if isinstance(part, ACT):
                 part.after_step()
+
+    def learn_from(self, nll: Tensor, weight: Tensor) -> None:
+        """Before a backward pass: tell mechanisms that draw their keys the losses [B, T] of the targets, and what each
+        counts in the mean loss."""
+        for part in self.modules():
+            if isinstance(part, Attention):
+                part.learn_from(nll, weight)
+
+    def choices(self) -> list[Choices]:
+        """How queries of hard attention chose their keys in the last training step, one for each such mechanism."""
+        found = (part.choices() for part in self.modules() if isinstance(part, Attention))
+        return [each for each in found if each is not None]
 
     def advice(self) -> dict[str, str]:
         """What users should know about how mechanisms train, by layer."""

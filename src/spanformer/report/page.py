@@ -119,6 +119,10 @@ def _headline(run: Run) -> list[tuple[str, str, str]]:
         ("average span", tokens(float(looks.mean())), f"tokens, of {run.start.shape.max_span:,} allowed"),
         ("longest span", tokens(float(looks.max())), "tokens"),
     ]
+    if math.isfinite(last.choice_entropy):
+        known = math.isfinite(last.choice_variance)
+        remark = f"gradient's variance {last.choice_variance:.2g}" if known else "of a key by hard attention"
+        items.append(("entropy of a choice", f"{last.choice_entropy:.2f} bits", remark))
     if (times := step_times(run)) is not None:
         items.append(("time of a step", lasting(sum(times["learned"].values())), said_parts(times["learned"])))
     if costs is None:

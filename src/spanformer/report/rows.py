@@ -152,6 +152,8 @@ def _step(line: Line, shape: Shape) -> StepEvent:
         spans=line.grid("spans", shape.layers, shape.heads, gaps=True),
         reach=line.grid("reach", shape.layers, shape.heads, gaps=False).astype(np.int64),
         memory=line.wholes("memory"), resident_bytes=line.whole("resident_bytes", 0),
+        choice_entropy=line.number("choice_entropy", math.nan),
+        choice_variance=line.number("choice_variance", math.nan),
     )  # fmt: skip
 
 

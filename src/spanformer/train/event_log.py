@@ -10,7 +10,17 @@ from typing import Any, BinaryIO, Literal
 
 from spanformer.core.events import EvalEvent, Event, ResumeEvent, StepEvent, as_record
 
-SCALARS = ("loss", "bits", "exact", "lr", "grad_norm", "span_average", "span_longest")
+SCALARS = (
+    "loss",
+    "bits",
+    "exact",
+    "lr",
+    "grad_norm",
+    "span_average",
+    "span_longest",
+    "choice_entropy",
+    "choice_variance",
+)
 """Fields of `step` and `eval` rows that TensorBoard receives, as step/loss, eval/loss, …"""
 
 

@@ -57,7 +57,15 @@ def step_event(run: TrainingLoop, grad_norm: float) -> StepEvent:
         bits=p.mean_loss * tokens_per_unit / math.log(2),
         span_average=sum(spans) / len(spans) if spans else math.nan,
         span_longest=max(spans, default=math.nan),
+        choice_entropy=_mean([choice.entropy for choice in run.model.choices()]),
+        choice_variance=_mean([choice.variance for choice in run.model.choices()]),
     )
+
+
+def _mean(numbers: list[float]) -> float:
+    """Of those that are known."""
+    known = [number for number in numbers if not math.isnan(number)]
+    return sum(known) / len(known) if known else math.nan
 
 
 def learned_spans(model: TransformerStack) -> list[float]:

@@ -62,6 +62,8 @@ def backward(
             # pieces and processes may hold different numbers of tokens, and every token has equal weight
             share = batch.tokens / world.size / grad_accum_steps
             loss = found.nll.mean() if counted is None else (found.nll * counted[some]).sum() / share
+            weight = torch.full_like(found.nll, 1 / found.nll.numel()) if counted is None else counted[some] / share
+            model.learn_from(found.nll, weight / grad_accum_steps)
             ((loss + found.penalty) / grad_accum_steps).backward()
         losses.append(loss.detach())
         penalties.append(found.penalty.detach())

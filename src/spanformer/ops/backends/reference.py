@@ -34,9 +34,9 @@ def attend_reference(call: Lowered, content: Callable[[Tensor, Tensor], Tensor] 
     group = q.shape[1] // call.k.shape[1]
     k, v = call.k.repeat_interleave(group, 1), call.v.repeat_interleave(group, 1)  # [B, H, Tk, ·]
     finite = bool(q.isfinite().all() and k.isfinite().all() and v.isfinite().all())
-    score, visible = _scores(call, k, finite, content)
+    score, visible = pair_scores(call, k, finite, content)
     for other in call.others if isinstance(call, Dense) else ():  # one softmax over the pairs of all
-        more, seen = _scores(other, k, finite, content)
+        more, seen = pair_scores(other, k, finite, content)
         if (sinks := _sink_keys(call)) is not None:  # the first rule shows them
             seen = seen & ~sinks[:, None, None]
         if bool((seen & visible).any()):
@@ -75,7 +75,7 @@ def attend_reference(call: Lowered, content: Callable[[Tensor, Tensor], Tensor] 
     return Attended(out, lse)
 
 
-def _scores(
+def pair_scores(
     call: Lowered, k: Tensor, finite: bool, content: Callable[[Tensor, Tensor], Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Scores of one rule's pairs, −inf where hidden, and the visible pairs: both [B, H, Tq, Tk]."""
