@@ -198,6 +198,8 @@ def test_fit_spans(llama, tmp_path, capsys):
     capsys.readouterr()
     bench(tmp_path, "fit-spans", *options, "--parts", "survey:prose")
     assert "survey:prose: already measured" in capsys.readouterr().out
+    found = bench(tmp_path, "fit-spans", *options, "--parts", "far:prose:3", "--far-features", "2")["far:prose:3"]
+    assert found["state_bytes"] >= 0 and 0 < found["share"] <= 1 / 3 and found["bits"] > 0 and found["kl"]
 
 
 # ---- published figures

@@ -25,7 +25,8 @@ from spanformer.hf.survey import Survey
 SINKS, DIVISORS, DOMAINS = 4, (2, 3, 4, 8), ("prose", "code")
 PARTS = (
     "survey:prose", *(f"fit:prose:{d}" for d in DIVISORS), "measure:prose", "survey:code",
-    *(f"fit:code:{d}" for d in DIVISORS), "measure:code", "lora:prose:3", "probe:3", "picture",
+    *(f"fit:code:{d}" for d in DIVISORS), "measure:code", "lora:prose:3", "far:prose:8", "probe:3",
+    "picture",
 )  # fmt: skip
 QUICK_PARTS = ("survey:prose", "fit:prose:3", "measure:prose")
 
@@ -52,8 +53,9 @@ class FitSpansBench(BenchOptions):
     parts: tuple[str, ...] = ()
     """survey:prose, survey:code: loss of each head with each window; fit:prose:3 …: learn spans that keep a third of
     the KV cache (divisors 2, 3, 4, 8), from prose or code; measure:prose, measure:code: evaluate all results and the
-    baselines on held-out text; lora:prose:3: LoRA on top of the spans; probe:3: recall of pass keys at a third;
-    picture: plot loss against memory. Default: all (with --quick: survey:prose fit:prose:3 measure:prose)."""
+    baselines on held-out text; lora:prose:3: LoRA on top of the spans; far:prose:8: spans
+    and linear states beyond them; probe:3: recall of pass keys at a third; picture: plot loss against memory. Default:
+    all (with --quick: survey:prose fit:prose:3 measure:prose)."""
     again: bool = False
     """Measure parts again that are already in the result file."""
     divisors: tuple[int, ...] = DIVISORS
@@ -74,6 +76,8 @@ class FitSpansBench(BenchOptions):
     """Of LoRA."""
     lora_lr: float = 1e-3
     """Of LoRA."""
+    far_features: int = FitPlan.far_features
+    """Of a linear state, in far: parts."""
     tasks: int = 4
     """Texts per depth for the parts probe:…"""
 
@@ -94,11 +98,11 @@ OPTIONS = FitSpansBench
 def _known(part: str) -> bool:
     """Whether the part exists; divisors other than the default ones are allowed, as in fit:prose:5."""
     name, *rest = part.split(":")
-    shapes = {"survey": 1, "measure": 1, "fit": 2, "lora": 2, "probe": 1, "picture": 0}
+    shapes = {"survey": 1, "measure": 1, "fit": 2, "lora": 2, "far": 2, "probe": 1, "picture": 0}
     if len(rest) != shapes.get(name, -1):
         return False
     domain_is_known = name in ("probe", "picture") or rest[0] in DOMAINS
-    return domain_is_known and (name not in ("fit", "lora", "probe") or rest[-1].isdecimal())
+    return domain_is_known and (name not in ("fit", "lora", "far", "probe") or rest[-1].isdecimal())
 
 
 def run(bench: Bench[FitSpansBench]) -> None:
@@ -116,13 +120,14 @@ class Pieces:
         self.bench, self.options = bench, bench.options
         self.context = self.options.quickly("context", 64)
 
-    def run(self, domain: str, divisor: int = 4, measure: int = 0) -> FitRun:
+    def run(self, domain: str, divisor: int = 4, measure: int = 0, far: Literal["none", "linear"] = "none") -> FitRun:
         self.bench.report(f"loading {self.options.model}", 0, 0)
         train, valid = self.texts(domain)
         o = self.options
         plan = FitPlan(
             budget=1 / divisor, context=self.context, sink_tokens=SINKS, survey=o.quickly("survey", 2),
-            steps=o.quickly("steps", 2), measure=measure or o.quickly("measure", 2), baselines=False,
+            steps=o.quickly("steps", 2), measure=measure or o.quickly("measure", 2), baselines=False, far=far,
+            far_features=o.far_features,
         )  # fmt: skip
         return FitRun(o.model, train, valid, plan, named_dtype(o.dtype))
 
@@ -182,6 +187,21 @@ class Pieces:
             "windows": outcome.windows.tolist(), "share": outcome.share, "kl": kls, "minutes": outcome.seconds / 60,
         })  # fmt: skip
         self.bench.say(f"fit:{domain}:{divisor}: {outcome.share:.4f} of the KV cache")
+
+    def far(self, domain: str, divisor: str) -> None:
+        surveyed, run, events = self.surveyed(domain), self.run(domain, int(divisor), far="linear"), []
+        outcome = run.fit(lambda event: (events.append(event), self.show(event)), surveyed)
+        full, bits = outcome.bits["full"], outcome.bits["fitted spans"]
+        self.bench.keep(f"far:{domain}:{divisor}", {
+            "features": self.options.far_features, "windows": outcome.windows.tolist(), "share": outcome.share,
+            "states": [layer.far.kv_on() for layer in run.layers if layer.far], "state_bytes": outcome.state_bytes,
+            "full": full, "bits": bits, "rise": bits / full - 1, "minutes": outcome.seconds / 60,
+            "kl": [(event.step, event.kl) for event in events if isinstance(event, Trial)],
+        })  # fmt: skip
+        self.bench.say(
+            f"far:{domain}:{divisor}: {outcome.share:.4f} of the KV cache, {outcome.states} states of "
+            f"{outcome.state_bytes:,} bytes; {bits:.4f} {100 * (bits / full - 1):+.2f} %"
+        )
 
     def measure(self, domain: str) -> None:
         """Evaluate all windows found so far, for this domain and for the other, on this domain's held-out text."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from spanformer.hf.attention import IMPLEMENTATION, Seen, make_mask, register
+from spanformer.hf.far import FarMap
 from spanformer.hf.spans import NAME, HeadSpans, check_attach
 
 PROBE = "spanformer_probe"
@@ -31,6 +32,7 @@ def attach(
     ramp: float = 32.0,
     per: str = "kv_head",
     sink_tokens: int = 4,
+    far_features: int = 0,
 ) -> PreTrainedModel:
     """Give every attention head of a causal language model a learned span, and return the model.
 
@@ -40,8 +42,10 @@ def attach(
     per: "kv_head", one span per KV head, so that the KV cache can shrink; "head", one per query head.
     sink_tokens: this many first tokens of a text stay visible to all heads (except in layers that have their own
     sliding window).
+    far_features: every KV head also has a linear state of this many learned features over what lies beyond its span
+    (except in layers that have their own sliding window); 0: none.
     """
-    check_attach(max_span, init, ramp, per, sink_tokens)
+    check_attach(max_span, init, ramp, per, sink_tokens, far_features)
     base = base_of(model)
     _refuse_model(base)
     layers = probe(base)
@@ -49,6 +53,11 @@ def attach(
         max_span = getattr(base.config, "max_position_embeddings", None)
         if max_span is None:
             raise ValueError(f"{type(base).__name__} has no max_position_embeddings; pass max_span")
+    if far_features and all(found.window is not None for found in layers.values()):
+        raise ValueError(
+            f"far_features is {far_features}, and every layer of {type(base).__name__} has its own sliding window, "
+            "beyond which it never saw; attach spans without states"
+        )
     before = base.config._attn_implementation
     for name, found in layers.items():
         if found.heads % found.kv_heads:
@@ -59,13 +68,14 @@ def attach(
     for name, found in layers.items():
         spans = HeadSpans(
             found.heads, found.kv_heads, max_span, ramp=ramp, init=init, per=per, sink_tokens=sink_tokens,
-            window=found.window, head_size=found.head_size,
+            window=found.window, head_size=found.key_size + found.value_size,
+            far=found.far_map(far_features, max_span),
         )  # fmt: skip
         base.get_submodule(name).add_module(NAME, spans.to(found.device))
     register()
     base.set_attn_implementation(IMPLEMENTATION)
     settings = {"max_span": max_span, "ramp": float(ramp), "per": per, "sink_tokens": sink_tokens}
-    setattr(base.config, CONFIG, settings)
+    setattr(base.config, CONFIG, settings | ({"far_features": far_features} if far_features else {}))
     base._attention_before_spans = before  # type: ignore[assignment]
     return model  # type: ignore[return-value]
 
@@ -100,10 +110,16 @@ class Layer:
 
     heads: int
     kv_heads: int
-    head_size: int
-    """size of a key plus a value"""
+    key_size: int
+    value_size: int
     window: int | None
     device: torch.device
+
+    def far_map(self, features: int, max_span: int) -> FarMap | None:
+        """Nothing lies beyond the spans of a layer that never saw beyond its own window."""
+        if not features or self.window is not None:
+            return None
+        return FarMap(self.heads, self.kv_heads, features, self.key_size, self.value_size, max_span)
 
 
 def probe(model: PreTrainedModel) -> dict[str, Layer]:
@@ -127,8 +143,9 @@ def probe(model: PreTrainedModel) -> dict[str, Layer]:
                 f"{name} attends without a causal mask (an encoder or cross-attention); spans need causal attention"
             )
         heads, kv_heads = query.shape[1], key.shape[1]
-        size = key.shape[3] + value.shape[3]
-        found[name] = Layer(heads, kv_heads, size, attention_mask.window, query.device)
+        found[name] = Layer(
+            heads, kv_heads, key.shape[3], value.shape[3], attention_mask.window, query.device
+        )  # fmt: skip
         leaf = value.new_zeros((query.shape[0], query.shape[2], heads, value.shape[3]), requires_grad=True)
         leaves.append(leaf)
         return leaf, None

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
+from spanformer.hf.far import attend_beyond, far_of, refuse_far
 from spanformer.hf.padding import pack_real
 from spanformer.hf.spans import NAME, HeadSpans, unwrap
 from spanformer.ops import attend
@@ -159,14 +160,16 @@ def attend_seen(
     s_aux: Tensor | None,
 ) -> Tensor:
     """[B, H, Tq, Dv], with all visible keys given. s_aux [H]: learned sink logits (gpt-oss)."""
-    rule = spans.rule_for(seen.keys)
+    rule, far = spans.rule_for(seen.keys), far_of(spans)
+    if far is not None:
+        refuse_far(dropout, s_aux)
     if seen.bias is not None or seen.documents is not None or s_aux is not None:
         documents = None
         if seen.documents is not None:
             documents = (seen.documents[:, seen.keys - query.shape[2] :], seen.documents)
         rule = replace(rule, key_bias=seen.bias, documents=documents, sink_logits=s_aux)
     placed = seen.documents is None or rule.sink_tokens  # packed texts need positions only to find their first tokens
-    return attend(
+    found = attend(
         query,
         key,
         value,
@@ -175,7 +178,10 @@ def attend_seen(
         scale=scaling,
         q_positions=seen.q_positions if placed else None,
         k_positions=seen.k_positions if placed else None,
-    ).out
+    )
+    if far is None or rule.span is None:  # no key lies beyond a span
+        return found.out
+    return attend_beyond(far, spans, found, query, key, value, seen)
 
 
 def _as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -2,7 +2,8 @@
 
     model.generate(ids, past_key_values=SpanCache(model))
 
-Each layer is a `HeadCache`: a ring for each key/value head, and the sink tokens beside it. `update` returns the new
+Each layer is a `HeadCache`: a ring for each key/value head, and the sink tokens beside it; heads with a linear state
+beyond their span also have that (far_cache.py). `update` returns the new
 keys unchanged, with an attribute that names their layer of the cache; the attention function then attends
 through that layer, and passes it the padding of the new tokens.
 
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from spanformer.hf.attention import HELD, Seen, attend_seen
-from spanformer.hf.padding import Read
+from spanformer.hf.far import far_of, refuse_far
+from spanformer.hf.far_cache import FarState
+from spanformer.hf.padding import Read, reorder
 from spanformer.hf.spans import HeadSpans, cache_bytes, head_spans
 from spanformer.memory import HeadCache
 from spanformer.ops import Rule
@@ -61,7 +64,7 @@ class SpanCache(Cache):
         super().crop(tokens_to_remove)
 
     def bytes(self) -> int:
-        """The exact number of bytes allocated for keys and values."""
+        """The exact number of bytes allocated for keys, values and linear states."""
         return sum(layer.bytes() for layer in self.layers)  # type: ignore[attr-defined]
 
     def full_bytes(self) -> int:
@@ -87,6 +90,7 @@ class SpanLayer(CacheLayerMixin):
         self.room = 0
         """the longest text so far: rings are allocated only this long, less the sink tokens beside them"""
         self.rings: HeadCache | None = None
+        self.far: FarState | None = None
         self.tokens = Read()
         """which tokens are not padding: the rings hold only these"""
         self._rule: tuple[tuple, Rule] | None = None
@@ -145,7 +149,7 @@ class SpanLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.tokens = Read()
-        self.rings, self.room, self.length, self.is_initialized = None, 0, 0, False
+        self.rings, self.far, self.room, self.length, self.is_initialized = None, None, 0, 0, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._take_rows(beam_idx)
@@ -175,25 +179,39 @@ class SpanLayer(CacheLayerMixin):
             out = attend_seen(q, k, v, seen, self.spans, 0.0, scale, s_aux)
             rings = self._rings(t)
             self.tokens.add(t, None if packed is None else seen.real)
-            if packed is None:
-                rings.append(k, v)
-            else:
-                rings.append(_turn(k, packed[0]), _turn(v, packed[0]), packed[2])
+            if packed is not None:
+                k, v = (reorder(x, packed[0]) for x in (k, v))
+            rings.append(k, v, None if packed is None else packed[2])
+            if self.far is not None:
+                self.far.start(k, v, rings.place, self.slack)
             return out
         if torch.is_grad_enabled() and q.requires_grad:
             raise ValueError("a SpanCache has no gradients; use torch.no_grad(), or no KV cache")
         rings, rule = self._rings(t), self.rule(s_aux)
         self.tokens.add(t, None if packed is None else seen.real)
         if packed is None:
-            return rings.attend(q, k, v, rule, scale=scale).out
+            return self._attend(rings, q, k, v, rule, None, scale)
         order, back, lengths = packed
-        q, k, v = (_turn(x, order) for x in (q, k, v))
-        return _turn(rings.attend(q, k, v, rule, lengths=lengths, scale=scale).out, back)
+        q, k, v = (reorder(x, order) for x in (q, k, v))
+        return reorder(self._attend(rings, q, k, v, rule, lengths, scale), back)
+
+    def _attend(
+        self, rings: HeadCache, q: Tensor, k: Tensor, v: Tensor, rule: Rule, lengths: Tensor | None,
+        scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        if self.far is None:
+            return rings.attend(q, k, v, rule, lengths=lengths, scale=scale).out
+        refuse_far(0.0, rule.sink_logits)
+        place, block = rings.place.clone(), self.far.block(rings, k, v, self.slack)
+        near = rings.attend(q, k, v, rule, lengths=lengths, scale=scale)
+        out = self.far.attend(near, q, block, place)
+        self.far.join(block, rings.place, self.slack)
+        return out
 
     def rule(self, s_aux: Tensor | None) -> Rule:
         """The same object while nothing changes, so that HeadCache can reuse what it prepared."""
         sink = None if s_aux is None else (id(s_aux), s_aux._version)
-        state = (self.spans._change(), self.room, sink)
+        state = (self.spans.change(), self.room, sink)
         if self._rule is None or self._rule[0] != state:
             rule = self.spans.rule()
             assert rule.reach is not None and rule.span is not None
@@ -206,11 +224,11 @@ class SpanLayer(CacheLayerMixin):
         return self._rule[1]
 
     def bytes(self) -> int:
-        return 0 if self.rings is None else self.rings.bytes()
+        return (0 if self.rings is None else self.rings.bytes()) + (0 if self.far is None else self.far.bytes())
 
     def _rings(self, new: int) -> HeadCache:
         """Make room for this many more tokens, with the current spans."""
-        change = self.spans._change()
+        change = self.spans.change()
         if self.length <= self.room and self._made_for == change:
             assert self.rings is not None
             return self.rings
@@ -219,10 +237,17 @@ class SpanLayer(CacheLayerMixin):
             self.room = (
                 self.context if exact else self.length + (0 if self.room == 0 else max(GROWTH, self.length // 8))
             )
-        keeps = self.spans.keeps()
+        if self.far is not None and self._made_for != change:
+            raise ValueError(
+                "the spans have changed since this cache read its text, and linear states cannot give tokens back; "
+                "make a new SpanCache"
+            )
+        keeps, far = self.spans.keeps(), far_of(self.spans)
         reach = [min(n, self._longest) for n in keeps]
         self._made_for = change
         if self.rings is None:
+            if far is not None:
+                self.far = FarState(self.spans, far, self.batch_size, self.dtype, self.device)
             self.rings = HeadCache(
                 self.batch_size, reach, *self._widths, sink_tokens=self.spans.sink_tokens, slack=self.slack,
                 bits=self.bits, dtype=self.dtype, device=self.device,
@@ -231,7 +256,7 @@ class SpanLayer(CacheLayerMixin):
             self.rings.resize(reach)
         return self.rings
 
-    _made_for: tuple[int, int] | None = None
+    _made_for: tuple[int, ...] | None = None
 
     @property
     def _longest(self) -> int:
@@ -240,10 +265,6 @@ class SpanLayer(CacheLayerMixin):
     def _take_rows(self, index: Tensor) -> None:
         if self.rings is not None:
             self.rings = self.rings.rows(index)
+            self.far = None if self.far is None else self.far.rows(index)
             self.tokens.rows(index)
             self.batch_size = len(index)
-
-
-def _turn(x: Tensor, order: Tensor) -> Tensor:
-    """[B, heads, T, D] with its tokens in the order [B, T]."""
-    return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))

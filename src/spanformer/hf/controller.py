@@ -28,6 +28,8 @@ class Budget:
     own: tuple[int | None, ...] = ()
     """[L] the sliding window of each layer, None for none; empty: no layer has one. A layer with a window
     keeps only that window in a full cache, and has no sink tokens"""
+    states: float = 0.0
+    """bytes of linear states, in tokens per head: they leave that much less for windows"""
 
     def __post_init__(self) -> None:
         if not 0 < self.share <= 1:
@@ -40,13 +42,12 @@ class Budget:
                 "beside them"
             )
         if self.share < self.least:
-            need = float((self.aside + 1).double().mean())
+            need = float((self.aside + 1).double().mean()) + self.states
+            state, fewer = (", with its state,", "sink tokens or far features") if self.states else ("", "sink tokens")
             raise ValueError(
                 f"budget is {self.share:g}, {self.tokens:.1f} of {float(self.full.double().mean()):g} tokens a head, "
-                f"but {self.sink_tokens} sink tokens and the token itself take {need:g}; ask for {self.least:.4f} or "
-                "more, "
-                "or for "
-                "fewer sink tokens"
+                f"but {self.sink_tokens} sink tokens and the token itself{state} take {need:g}; ask for "
+                f"{self.least:.4f} or more, or for fewer {fewer}"
             )
 
     @cached_property
@@ -72,12 +73,12 @@ class Budget:
     @property
     def least(self) -> float:
         """the smallest share: sink tokens and the token itself"""
-        return float((self.aside + 1).sum() / self.full.sum().double())
+        return float((self.aside + 1 + self.states).double().sum() / self.full.sum().double())
 
     def share_of(self, windows: Tensor) -> float:
         """The share of a full cache that these windows and their sinks keep; a key with any weight counts fully."""
         kept = torch.minimum(windows.double().ceil() + self.aside, self.full.double())
-        return float(kept.sum() / self.full.expand_as(windows).sum())
+        return float((kept.sum() + self.states * kept.numel()) / self.full.expand_as(windows).sum())
 
     def fit(self, windows: Tensor, *, shortest: float = 1.0, spare: float = 0.0) -> Tensor:
         """The windows times one factor, so that their mean is the budget, each from `shortest` to the longest.
@@ -85,7 +86,7 @@ class Budget:
         A window that would be longest may be longer by up to `spare` tokens, so that a soft edge centred on it dims
         nothing; it is counted as the longest.
         """
-        goal = self.tokens - float(self.aside.double().mean())
+        goal = self.tokens - self.states - float(self.aside.double().mean())
         low, high = 0.0, int(self.longest.max()) / max(float(windows.min()), 1e-9)
         for _ in range(60):  # the mean grows with the factor: halve the interval
             middle = (low + high) / 2
@@ -97,7 +98,7 @@ class Budget:
         """Windows rounded to whole tokens within the budget: [L, H] int64."""
         longest = self.longest.expand_as(windows)
         found = windows.clamp(min=1).minimum(longest).floor().long()
-        spare = int(self.tokens * found.numel() + 1e-6) - int((found + self.aside).sum())
+        spare = int((self.tokens - self.states) * found.numel() + 1e-6) - int((found + self.aside).sum())
         order = (windows - found).flatten().argsort(descending=True)
         room, most = found.flatten(), longest.flatten()
         for index in order.tolist():
@@ -124,7 +125,7 @@ def allocate(costs: Tensor, grid: list[int], budget: Budget) -> tuple[Tensor, fl
         windows.append(float(hull[0][0]))
         for (w0, c0), (w1, c1) in itertools.pairwise(hull):
             pieces.append(((c0 - c1) / (w1 - w0), head, w1 - w0))
-    spare = budget.tokens * len(most) - int(budget.aside.expand(costs.shape[:2]).sum()) - sum(windows)
+    spare = (budget.tokens - budget.states) * len(most) - int(budget.aside.expand(costs.shape[:2]).sum()) - sum(windows)
     if spare < 0:  # even the shortest windows tried exceed the budget: use equal ones
         return budget.fit(torch.ones(costs.shape[:2])), math.inf
     price = 0.0

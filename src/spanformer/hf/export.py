@@ -16,7 +16,7 @@ from transformers import MinistralConfig, PreTrainedModel
 
 from spanformer.hf.attach import CONFIG, base_of
 from spanformer.hf.pretrained import make_causal_lm
-from spanformer.hf.spans import NAME, head_spans
+from spanformer.hf.spans import NAME, head_spans, state_bytes
 
 How = Literal["longest", "mean", "shortest"]
 _SAME_AS_MINISTRAL = ("llama", "mistral")
@@ -75,6 +75,11 @@ def to_windows(
             f"{type(base).__name__} has a sliding window besides its spans, and a configuration has only "
             "one number for all layers; it cannot be exported"
         )
+    if state_bytes(base):
+        raise ValueError(
+            f"{type(base).__name__} has linear states beyond its spans, which no other engine computes; fit it without "
+            "them (--far none) to export windows"
+        )
     if hasattr(model, "peft_config"):
         raise ValueError("the model has PEFT adapters; export model.merge_and_unload()")
     windows = plan_windows(base, how=how, context=context or config.max_position_embeddings or 0)
@@ -104,7 +109,7 @@ def to_windows(
     values.pop("architectures", None)
     with torch.random.fork_rng(devices=[]):
         other = make_causal_lm(kind(**values), base.dtype)
-    weights = {name: t for name, t in base.state_dict().items() if not name.endswith(f".{NAME}.ratio")}
+    weights = {name: t for name, t in base.state_dict().items() if f".{NAME}." not in name}
     other.load_state_dict(weights)
     other.generation_config = base.generation_config
     other.to(base.device).train(base.training)  # pyright: ignore[reportArgumentType]

@@ -8,7 +8,8 @@
 
    The full model's predictions are a much less noisy target than the next token. λ, the price of a token, is the
    one at which the heads' sum neither grows nor shrinks; after a step, one factor for all heads
-   restores the budget. The soft edge narrows together with the step size.
+   restores the budget. The soft edge narrows together with the step size. Features of linear states, if heads have
+   any (far_learner.py), learn by the same backward pass.
 4. Every few steps, evaluate whole windows, as a KV cache keeps them, on validation texts. Keep the best.
 
 Shapes: L layers, Hkv key/value heads of a layer, T tokens, E width of the hidden states.
@@ -27,6 +28,7 @@ from transformers import PreTrainedModel
 from spanformer.core.events import NoteEvent, ProgressEvent
 from spanformer.hf.attach import CONFIG, base_of
 from spanformer.hf.controller import Budget, Price, allocate
+from spanformer.hf.far_learner import FarLearner
 from spanformer.hf.fit_events import OnFitEvent, Trial, WindowStep, ignore
 from spanformer.hf.spans import HeadSpans, head_spans
 from spanformer.hf.survey import Survey
@@ -49,6 +51,8 @@ class FitConfig:
     """final width of the soft edge in tokens"""
     check: int = 12
     """steps between evaluations on validation texts"""
+    far_lr: float = 0.01
+    """learning rate of the features of linear states, if there are any; falls with lr"""
     patience: int = 2
     """stop after this many evaluations without a gain"""
 
@@ -112,12 +116,11 @@ def learn(
     theta = nn.Parameter(windows.clamp(min=config.last_ramp / 2).log())
     adam = torch.optim.Adam([theta], lr=config.lr, betas=(0.8, 0.95))
     follow = Price(price if math.isfinite(price) else 0.0)
-    worse = 0
+    features, worse = FarLearner(layers, config.far_lr), 0
     for step in range(1, config.steps + 1):
         done = (step - 1) / config.steps
         ramp = config.ramp + (config.last_ramp - config.ramp) * done
-        for group in adam.param_groups:
-            group["lr"] = config.lr * (1 - 0.9 * done)
+        adam.param_groups[0]["lr"] = config.lr * (1 - 0.9 * done)
         windows = budget.fit(theta.detach().exp(), shortest=config.last_ramp / 2, spare=ramp / 2)
         with torch.no_grad():
             theta.copy_(windows.log())
@@ -129,6 +132,7 @@ def learn(
         weight = follow.step(slope)
         theta.grad = (slope + weight) * windows
         adam.step()
+        features.step(1 - 0.9 * done)
         on_event(WindowStep(
             step, kl=loss, price=weight, ramp=ramp, lr=adam.param_groups[0]["lr"],
             grad_norm=float(theta.grad.norm()), seconds=time.monotonic() - begun, windows=windows.tolist(),
@@ -142,9 +146,11 @@ def learn(
             worse = 0 if now < lowest else worse + 1
             if now < lowest:
                 lowest, best = now, whole
+                features.keep()
         if late or worse >= config.patience:
             on_event(NoteEvent(step, "out of time" if late else f"no gain in {worse} trials: stopped"))
             break
+    features.restore()
     set_windows(model, best)
     return best
 

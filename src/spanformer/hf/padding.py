@@ -8,6 +8,11 @@ from __future__ import annotations
 from torch import Tensor
 
 
+def reorder(x: Tensor, order: Tensor) -> Tensor:
+    """[B, heads, T, D] with its tokens in the order [B, T]."""
+    return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
 def pack_real(real: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """For real [B, T], True for real tokens: (order [B, T] with real tokens first, its inverse, lengths [B] on
     the CPU); None if all are real."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from spanformer.core.shape import Shape
 from spanformer.hf.attach import attach
 from spanformer.hf.baselines import by_mass, uniform
 from spanformer.hf.controller import Budget, allocate
+from spanformer.hf.far_learner import start_states, states_in_tokens, states_off
 from spanformer.hf.fit import FitConfig, budget_of, check_layers, learn, set_windows
 from spanformer.hf.fit_events import Measured, OnFitEvent, ignore
 from spanformer.hf.lora import check_peft, learn_lora
@@ -22,6 +24,7 @@ from spanformer.hf.saved import save_fitted
 from spanformer.hf.spans import head_spans
 from spanformer.hf.survey import Survey, survey
 from spanformer.hf.text import TextChunks, bits_per_byte, check_logits, load_model, make_chunks, read_text
+from spanformer.hf.transfer import TransferConfig
 
 TRIALS = 2
 """validation texts: part of the training data, used to choose the best windows. Held-out text is only
@@ -49,6 +52,11 @@ class FitPlan:
     """stop training after this many minutes; 0: no limit"""
     lr: float = 0.08
     """learning rate of the logarithm of a window"""
+    far: Literal["none", "linear"] = "none"
+    """linear: heads also keep a linear state of what lies beyond their span, where it pays; its bytes are part of the
+    budget"""
+    far_features: int = 16
+    """features of a linear state"""
     lora: int = 0
     """rank of LoRA updates, trained after the spans; 0: no LoRA, the weights stay unchanged"""
     lora_steps: int = 60
@@ -72,6 +80,16 @@ class FitPlan:
                 raise ValueError(f"{name} is {getattr(self, name):g}; expected a positive number")
         if not self.minutes >= 0:
             raise ValueError(f"minutes is {self.minutes:g}; expected 0 (no limit) or more")
+        if self.far not in ("none", "linear"):
+            raise ValueError(f"far is {self.far!r}; expected 'none' or 'linear'")
+        if self.far_features < 1:
+            raise ValueError(f"far_features is {self.far_features}; expected at least 1")
+        for name in ("lora", "tolerance"):
+            if self.far == "linear" and getattr(self, name):
+                raise ValueError(
+                    f"{name} is {getattr(self, name):g} beside far 'linear'; linear states are fitted to a budget, "
+                    f"without {name}: leave one of them out"
+                )
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance is {self.tolerance:g}; expected a share of the loss, such as 0.01")
         Budget(self.budget, self.context, self.sink_tokens)
@@ -79,6 +97,11 @@ class FitPlan:
     @property
     def first(self) -> int:
         return self.start or self.context // 2
+
+    @property
+    def features(self) -> int:
+        """of linear states; 0: none"""
+        return self.far_features if self.far == "linear" else 0
 
 
 @dataclass(frozen=True)
@@ -92,10 +115,16 @@ class Outcome:
     seconds: float
     adapted: bool
     """whether LoRA changed the weights"""
+    states: int = 0
+    """heads with a linear state"""
+    state_bytes: int = 0
+    """their bytes, which `share` includes"""
 
     def text(self) -> str:
         full = self.bits["full"]
         lines = [f"{self.share:.3f} of the key/value memory, fitted in {self.seconds / 60:.1f} minutes; held-out text:"]
+        if self.state_bytes:
+            lines.insert(0, f"{self.states} KV heads have a linear state, {self.state_bytes:,} bytes in all, part of")
         for name, bits in self.bits.items():
             lines.append(f"  {name:<24}{bits:.4f} bits per byte  {100 * (bits / full - 1):+.2f} %")
         return "\n".join(lines)
@@ -116,11 +145,12 @@ class FitRun:
         if longest is not None and plan.context > longest:
             raise ValueError(f"context is {plan.context}, and the model was made for {longest}; ask for fewer tokens")
         check_logits(self.model)
-        attach(self.model, max_span=plan.context, sink_tokens=plan.sink_tokens)
+        attach(self.model, max_span=plan.context, sink_tokens=plan.sink_tokens, far_features=plan.features)
         self.model.requires_grad_(False)
         self.layers = list(head_spans(self.model).values())
         check_layers(self.layers)
-        self.budget(plan.budget)  # fail now, not after the survey
+        whole = states_in_tokens(self.layers, self.model.dtype)
+        replace(self.budget(plan.budget), states=whole)  # fail now, not after the survey
         made = {"context": plan.context, "start": plan.first}
         need = max(plan.survey, plan.steps) + TRIALS
         texts = make_chunks(text if valid else text[:cut], self.tokenizer, limit=need, **made)
@@ -139,7 +169,7 @@ class FitRun:
 
     @property
     def spans(self) -> int:
-        return sum(layer.ratio.numel() for layer in self.layers)
+        return sum(p.numel() for layer in self.layers for p in layer.parameters())
 
     @property
     def group(self) -> int:
@@ -171,20 +201,32 @@ class FitRun:
         config = FitConfig(steps=plan.steps, minutes=plan.minutes, lr=plan.lr,
                            ramp=max(1.0, min(96.0, plan.context / 16)),
                            last_ramp=max(1.0, min(32.0, plan.context / 32)))  # fmt: skip
-        windows = learn(self.model, self.train, self.trials, budget, found, config, on_event)
+        costs = found
+        if plan.features:
+            budget, costs = start_states(
+                self.model, self.train[: plan.survey], self.trials, budget, found, TransferConfig(), self.model.dtype,
+                lambda done, total: _progress(on_event, "teaching linear states", done, total),
+            )  # fmt: skip
+        windows = learn(self.model, self.train, self.trials, budget, costs, config, on_event)
         bits["fitted spans"] = self.measure(windows, "fitted spans", on_event)
         if plan.baselines:
+            alone = replace(budget, states=0.0)
             others = {
-                "uniform windows": uniform(len(windows), windows.shape[1], budget),
-                "by attention mass": by_mass(found.lost, found.grid, budget),
+                "uniform windows": uniform(len(windows), windows.shape[1], alone),
+                "by attention mass": by_mass(found.lost, found.grid, alone),
             }
-            bits |= {name: self.measure(other, name, on_event) for name, other in others.items()}
+            with states_off(self.layers):
+                bits |= {name: self.measure(other, name, on_event) for name, other in others.items()}
         if plan.lora:
             learn_lora(self.model, self.train, windows, budget, rank=plan.lora, steps=plan.lora_steps,
                        minutes=plan.minutes, lr=plan.lora_lr, on_event=on_event)  # fmt: skip
             bits["fitted spans and LoRA"] = self.measure(windows, "LoRA", on_event)
         set_windows(self.model, windows)
-        return Outcome(windows, budget.share_of(windows), bits, time.monotonic() - begun, bool(plan.lora))
+        maps = [layer.far for layer in self.layers if layer.far is not None]
+        return Outcome(
+            windows, budget.share_of(windows), bits, time.monotonic() - begun, bool(plan.lora),
+            sum(len(far.kv_on()) for far in maps), sum(far.state_bytes(self.model.dtype) for far in maps),
+        )  # fmt: skip
 
     def measure(self, windows: Tensor | None, title: str, on_event: OnFitEvent = ignore) -> float:
         """Bits per byte of held-out text with these windows; None: every head sees everything."""
@@ -223,14 +265,22 @@ class FitRun:
         model = self.model
         if not outcome.adapted:
             model = attach(
-                load_model(self.name, "auto")[0], max_span=self.plan.context, sink_tokens=self.plan.sink_tokens
-            )
+                load_model(self.name, "auto")[0], max_span=self.plan.context, sink_tokens=self.plan.sink_tokens,
+                far_features=self.plan.features,
+            )  # fmt: skip
+            for fitted, saved in zip(self.layers, head_spans(model).values(), strict=True):
+                if fitted.far is not None and saved.far is not None:
+                    saved.far.load_state_dict(fitted.far.state_dict())
         set_windows(model, outcome.windows)
         figures = {
             "context": self.plan.context, "sink_tokens": self.plan.sink_tokens, "share": outcome.share,
             "bits_per_byte": outcome.bits, "minutes": round(outcome.seconds / 60, 2),
             "windows": outcome.windows.tolist(),
         }  # fmt: skip
+        if self.plan.features:
+            figures |= {"state_bytes": outcome.state_bytes, "states": [
+                [] if layer.far is None else layer.far.kv_on() for layer in self.layers
+            ]}  # fmt: skip
         save_fitted(model, self.tokenizer, out, figures)
 
 

@@ -1,13 +1,14 @@
 """Load a model with spans from the folder that `save_pretrained` wrote.
 
-The folder is an ordinary Hugging Face folder: safetensors with `….spans.ratio` among the weights, and how the spans are
-attached under "spanformer" in config.json. Nothing in it is executed. Loaded without spanformer it is the model without
-spans, and transformers names the ratios as unexpected.
+The folder is an ordinary Hugging Face folder: safetensors with `….spans.ratio` among the weights, and `….spans.far.…`
+if heads have linear states; config.json says under "spanformer" how the spans are attached. Nothing in it is executed.
+Loaded without spanformer it is the model without spans, and transformers names these tensors as unexpected.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,11 +20,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from spanformer.hf.attach import CONFIG, attach
+from spanformer.hf.far import FarMap
 from spanformer.hf.pretrained import load_causal_lm, load_config
 from spanformer.hf.spans import NAME, head_spans
 
 _KEYS = {"max_span": int, "ramp": float, "per": str, "sink_tokens": int}
 _TAIL = f".{NAME}.ratio"
+_OURS = re.compile(rf"\.{NAME}\.(ratio|far\.[a-z_]+)$")
 
 
 def from_pretrained(folder: str | Path, *, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
@@ -42,8 +45,10 @@ def from_pretrained(folder: str | Path, *, dtype: torch.dtype | str = "auto") ->
     if type(config) not in AutoModelForCausalLM._model_mapping:  # pyright: ignore[reportOperatorIssue]
         raise ValueError(f"{folder} holds a model of type {config.model_type!r}, which is not a causal language model")
     delattr(config, CONFIG)
-    ratios = read_ratios(folder)
-    with _ratios_expected(config):
+    tensors = read_tensors(folder)
+    ratios = {name.removesuffix(_TAIL): t for name, t in tensors.items() if name.endswith(_TAIL)}
+    _check_features(settings.get("far_features", 0), tensors, folder)
+    with _tensors_expected(config):
         model = load_causal_lm(folder, config=config, dtype=dtype)
     attach(model, **settings)
     layers = head_spans(model)
@@ -59,11 +64,35 @@ def from_pretrained(folder: str | Path, *, dtype: torch.dtype | str = "auto") ->
             )
         with torch.no_grad():
             spans.ratio.copy_(ratio)
+        if spans.far is not None:
+            _load_far(spans.far, f"{name}.{NAME}.far.", tensors, folder)
     return model
 
 
-def read_ratios(folder: Path) -> dict[str, Tensor]:
-    """The ratios in a folder's safetensors files, by the name of their attention module."""
+def _check_features(features: int, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Refuse a number of features that the file does not hold, before memory is allocated for it."""
+    held = {t.shape[1] if t.ndim == 3 else -1 for name, t in tensors.items() if name.endswith(".far.key_weight")}
+    if held != ({features} if features else set()):
+        raise ValueError(
+            f'"far_features" in {folder / "config.json"} is {features}, and the weights hold linear states of '
+            f"{sorted(held) or 'no'} features; one of the two is damaged"
+        )
+
+
+def _load_far(far: FarMap, begin: str, tensors: dict[str, Tensor], folder: Path) -> None:
+    for name, own in far.state_dict().items():
+        held = tensors.get(begin + name)
+        fits = held is not None and held.shape == own.shape and (held.dtype == own.dtype or held.is_floating_point())
+        if not fits or held is None or not bool(held.isfinite().all()):
+            shape = "missing" if held is None else f"{list(held.shape)} of {held.dtype}"
+            raise ValueError(
+                f"{begin}{name} in {folder} is {shape}; expected finite numbers {list(own.shape)} of {own.dtype}"
+            )
+        own.copy_(held)
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The ratios and features in a folder's safetensors files, by name."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     names = [SAFE_WEIGHTS_NAME]
     if index.is_file():
@@ -78,25 +107,26 @@ def read_ratios(folder: Path) -> dict[str, Tensor]:
             raise ValueError(f"{folder} has no {path.name}; spans are read from safetensors files")
         try:
             with safe_open(path, "pt") as file:
-                found |= {key.removesuffix(_TAIL): file.get_tensor(key) for key in file.keys() if key.endswith(_TAIL)}  # noqa: SIM118
+                found |= {key: file.get_tensor(key) for key in file.keys() if _OURS.search(key)}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{path} cannot be read ({error}); the file is damaged") from error
     return found
 
 
 def _check(settings: object, folder: Path) -> None:
-    fits = isinstance(settings, dict) and set(settings) == set(_KEYS)
-    if not fits or not all(type(settings[key]) is kind for key, kind in _KEYS.items()):  # type: ignore[index]
+    kinds = _KEYS | ({"far_features": int} if isinstance(settings, dict) and "far_features" in settings else {})
+    fits = isinstance(settings, dict) and set(settings) == set(kinds)
+    if not fits or not all(type(settings[key]) is kind for key, kind in kinds.items()):  # type: ignore[index]
         raise ValueError(f'"{CONFIG}" in {folder / "config.json"} is {settings}; expected {", ".join(_KEYS)}')
 
 
 @contextmanager
-def _ratios_expected(config: object) -> Iterator[None]:
-    """While the model is loaded, its class does not report ratios as unexpected keys: this module reads them."""
+def _tensors_expected(config: object) -> Iterator[None]:
+    """While the model is loaded, its class does not report our tensors as unexpected keys: this module reads them."""
     kind = AutoModelForCausalLM._model_mapping[type(config)]  # type: ignore[index]
     attribute = "_keys_to_ignore_on_load_unexpected"
     own, before = attribute in vars(kind), getattr(kind, attribute, None)
-    setattr(kind, attribute, [*(before or []), _TAIL.replace(".", r"\.") + "$"])
+    setattr(kind, attribute, [*(before or []), _OURS.pattern])
     try:
         yield
     finally:

@@ -2,7 +2,8 @@
 
 With ratio ρ, max_span S and ramp R, a head weighs a key at distance d by m = clip((ρ·S + R − d) / R, 0, 1): a ramp
 centred on z = ρ·S + R/2. It sees ⌈z + R/2⌉ tokens, at most S, and the text's first `sink_tokens`:
-these are in its KV cache. At ρ = 1 every key within S has weight 1.
+these are in its KV cache. At ρ = 1 every key within S has weight 1. With `far` some heads also have a linear state for
+what lies beyond (far.py).
 
 Shapes: H query heads, Hkv key/value heads.
 """
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from spanformer.attention.adaptive_span import AdaptiveSpan, read_spans
+from spanformer.hf.far import FarMap, far_of
 from spanformer.ops import Rule
 
 NAME = "spans"
@@ -28,6 +30,7 @@ class HeadSpans(AdaptiveSpan):
 
     window: the layer's own sliding window, None for none. It still applies, and such a layer keeps no
     sink_tokens: it never saw tokens beyond its window.
+    far: features for linear states beyond the spans, None for none.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class HeadSpans(AdaptiveSpan):
         sink_tokens: int,
         window: int | None = None,
         head_size: int = 0,
+        far: FarMap | None = None,
     ) -> None:
         super().__init__(
             heads, max_span, ramp=ramp, init=init, penalty=0.0, kv_heads=kv_heads if per == "kv_head" else None
@@ -50,7 +54,8 @@ class HeadSpans(AdaptiveSpan):
         self.sink_tokens = 0 if window is not None else sink_tokens
         self.head_size = head_size
         """numbers per token and key/value head, key and value together"""
-        self._still: tuple[tuple[int, int], Rule, float] | None = None
+        self._still: tuple[tuple[int, ...], Rule, float] | None = None
+        self.far = far
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HeadSpans:
         """`.to`, `.bfloat16` and the like call this. It moves ratios, but never below float32: 8 bits for thousands of
@@ -67,7 +72,8 @@ class HeadSpans(AdaptiveSpan):
         return self
 
     def rule(self, view: object = None) -> Rule:
-        reach = self.max_span if self.window is None else min(self.max_span, self.window)
+        longest = self._longest()
+        reach = longest[0] if len(set(longest)) == 1 else [n for n in longest for _ in range(self.heads // self.groups)]
         return Rule(self.heads, span=self._spans(), ramp=self.ramp, reach=reach, sink_tokens=self.sink_tokens)
 
     def rule_for(self, keys: int) -> Rule:
@@ -75,11 +81,11 @@ class HeadSpans(AdaptiveSpan):
         and terms that have no effect on so few keys are left out."""
         if (torch.is_grad_enabled() and self.ratio.requires_grad) or torch.compiler.is_compiling():
             return self.rule()
-        if self._still is None or self._still[0] != self._change():
+        if self._still is None or self._still[0] != self.change():
             rule, known = self.rule(), self._read[0] == self._change()
             on_host = known or self.ratio.device.type == "cpu"  # a forward pass must not make the host wait
             shortest = min(self.tokens()) - self.ramp if on_host else -1.0
-            self._still = (self._change(), rule, shortest)
+            self._still = (self.change(), rule, shortest)
         _, rule, shortest = self._still
         if keys <= shortest + 1 and keys <= min(rule.reach_list()):
             return replace(rule, span=None, reach=None, sink_tokens=0)
@@ -93,10 +99,26 @@ class HeadSpans(AdaptiveSpan):
     def keeps(self) -> list[int]:
         """[Hkv] how many of the latest tokens each key/value head keeps, without sink_tokens; a group keeps as many as
         its longest head."""
-        most = self.max_span if self.window is None else min(self.max_span, self.window)
-        seen = [min(most, math.ceil(t)) for t in self.tokens()]
+        seen = [math.ceil(t) for t in self.tokens()]
         each = len(seen) // self.groups
-        return [max(seen[g * each : (g + 1) * each]) for g in range(self.groups)]
+        return [min(most, max(seen[g * each : (g + 1) * each])) for g, most in enumerate(self._longest())]
+
+    def change(self) -> tuple[int, ...]:
+        """Another value after each change of the ratios, or of which heads have a state."""
+        return (*self._change(), *(() if self.far is None else self.far.kv_on()))
+
+    def span_tokens(self) -> Tensor:
+        """[H]: z, with its gradient."""
+        return self._spans()
+
+    def _longest(self) -> list[int]:
+        """[Hkv] the most tokens that a key/value head may see exactly. A head with a state sees its whole ramp: a key
+        leaves the exact part only where its far weight is 1."""
+        if self.window is not None:
+            return [min(self.max_span, self.window)] * self.groups
+        far = far_of(self)
+        with_state = [] if far is None else far.kv_on()
+        return [self.max_span + (math.ceil(self.ramp) if g in with_state else 0) for g in range(self.groups)]
 
     def extra_repr(self) -> str:
         window = "" if self.window is None else f", window={self.window}"
@@ -140,23 +162,36 @@ def clamp_spans(model: nn.Module) -> None:
 
 
 def cache_bytes(model: nn.Module, context: int, *, batch: int = 1, dtype: torch.dtype | None = None) -> tuple[int, int]:
-    """(bytes that the heads keep of a context of this many tokens, bytes of all of it), keys and values together.
+    """(bytes that the heads keep of a context of this many tokens, bytes of all of it), keys and values together. The
+    linear states are among the first, in float32 whatever the dtype.
 
     dtype: of the KV cache; default: the model's.
     """
-    size = (dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())).itemsize
+    dtype = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
+    size = dtype.itemsize
     layers = head_spans(model).values()
     kept = sum(min(context, n + s.sink_tokens) * s.head_size for s in layers for n in s.keeps())
     full = sum(context * s.groups * s.head_size for s in layers)
-    return kept * batch * size, full * batch * size
+    return kept * batch * size + state_bytes(model, batch=batch, dtype=dtype), full * batch * size
 
 
-def check_attach(max_span: int | None, init: float, ramp: float, per: str, sink_tokens: int) -> None:
+def state_bytes(model: nn.Module, *, batch: int = 1, dtype: torch.dtype = torch.float32) -> int:
+    """Bytes of the linear states beyond the spans, beside keys of this dtype."""
+    return batch * sum(s.far.state_bytes(dtype) for s in head_spans(model).values() if s.far is not None)
+
+
+def check_attach(
+    max_span: int | None, init: float, ramp: float, per: str, sink_tokens: int, far_features: int = 0
+) -> None:
     """Check the arguments of `attach` that do not depend on the model; AdaptiveSpan checks the rest."""
     if per not in ("kv_head", "head"):
         raise ValueError(f"per is {per!r}; expected 'kv_head' (so that a KV cache can drop tokens) or 'head'")
     if isinstance(sink_tokens, bool) or not isinstance(sink_tokens, int) or sink_tokens < 0:
         raise ValueError(f"sink_tokens is {sink_tokens!r}; expected a number of tokens, at least 0")
+    if isinstance(far_features, bool) or not isinstance(far_features, int) or far_features < 0:
+        raise ValueError(f"far_features is {far_features!r}; expected a number of features, at least 0 (no states)")
+    if far_features and per != "kv_head":
+        raise ValueError(f"far_features is {far_features} beside per={per!r}; linear states need per='kv_head'")
     if max_span is not None and (isinstance(max_span, bool) or not isinstance(max_span, int)):
         raise ValueError(f"max_span is {max_span!r}; expected a whole number of tokens")
 

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from spanformer.core.progress import OnCount
-from spanformer.hf.attention import make_mask
 from spanformer.hf.spans import NAME, HeadSpans, unwrap
 from spanformer.hf.text import TextChunks, hidden_states, logits_of
+from spanformer.hf.watch import attention_replaced
 from spanformer.ops import Rule, attend
 
 IMPLEMENTATION = "spanformer_survey"
@@ -69,8 +69,6 @@ def survey(
     grid = grid or default_grid(texts.context - sink_tokens)
     generator = torch.Generator().manual_seed(seed)
     costs = lost = None
-    before = model.config._attn_implementation
-    assert before is not None
     seen: list[tuple[Tensor, Tensor, Tensor, float | None, Tensor, Tensor, int | None]] = []
 
     def watch(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, _mask, scaling: float | None = None, **others):
@@ -90,10 +88,7 @@ def survey(
         seen.append((q.detach(), k.detach(), v.detach(), scaling, out, full.lse.detach(), own))
         return out.transpose(1, 2), None
 
-    AttentionInterface.register(IMPLEMENTATION, watch)
-    AttentionMaskInterface.register(IMPLEMENTATION, make_mask)
-    try:
-        model.set_attn_implementation(IMPLEMENTATION)
+    with attention_replaced(model, IMPLEMENTATION, watch):
         for number, row in enumerate(texts.ids):
             seen.clear()
             grads = _drawn_gradients(model, row, texts.start, drawings, generator, seen)
@@ -105,11 +100,6 @@ def survey(
             lost = m if lost is None else lost + m
             if on_progress:
                 on_progress(number + 1, len(texts))
-    finally:
-        seen.clear()
-        model.set_attn_implementation(before)
-        for interface in (AttentionInterface, AttentionMaskInterface):
-            interface._global_mapping.pop(IMPLEMENTATION, None)
     assert costs is not None and lost is not None
     return Survey(grid, costs / (len(texts) * texts.targets), lost / len(texts))
 

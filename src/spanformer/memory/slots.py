@@ -84,6 +84,17 @@ def read_slots(
     return torch.stack(found[0], 1), torch.stack(found[1], 1)
 
 
+def read_positions(store: Store, kv_heads: list[int], positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys [B, heads, n, D] and values at positions [B, heads, n]; what a ring does not hold is arbitrary."""
+    first, capacity = (torch.tensor([each[g] for g in kv_heads])[:, None] for each in (store.first, store.capacities))
+    at = (first + positions % capacity).flatten(1)
+    found = []
+    for kind, rows in enumerate((store.keys, store.values)):
+        scale = store.scales[kind] if store.scales else None
+        found.append(_pick(rows, scale, at, dtype).unflatten(1, (len(kv_heads), -1)))
+    return found[0], found[1]
+
+
 def read_notes(store: Store, place: Tensor | None, kv_heads: list[int], count: int) -> Tensor:
     """[B, query heads, count] the notes of the same keys, for each query head of these key/value heads."""
     found = [_pick(store.notes, None, _pieces(store, g, place, count), torch.float64) for g in kv_heads]
