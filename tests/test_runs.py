@@ -35,7 +35,7 @@ PAPER = (
         "wiki103_pers": (36, 512, 8, 0, 2048, 2048, 256, 64, 0.3, 2.5e-4, 8_000, 800_000, 5e-7),
     },
 )
-OTHERS = ("runs/seq2seq.toml", "runs/hard.toml", "runs/masked.toml", "runs/etc.toml", "runs/linformer.toml")
+OTHERS = tuple(f"runs/{name}.toml" for name in ("seq2seq", "hard", "masked", "etc", "linformer", "sinkhorn"))
 """runs of what is no language model"""
 THEN = {
     "enwik8_large": 20_000, "text8_large": 20_000, "enwik8_pers_small": 30_000, "enwik8_pers": 10_000,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from spanformer import LM, ModelConfig
 from spanformer.attention import LowRank, View
 from spanformer.kinds import KINDS
 from spanformer.kinds.low_rank import KIND
+from spanformer.memory import Cache
 from spanformer.model.config import AttentionConfig, PositionConfig
 from support.low_rank_oracle import pooled
 from support.reading import by_segments
@@ -98,6 +100,56 @@ def test_segments_equal_one_pass(project: str, cuts: list[int], kv_heads: int) -
     torch.testing.assert_close(by_segments(lm, x, cuts), lm(x).logits)
 
 
+def text(rows: int, length: int) -> Tensor:
+    return torch.randint(11, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("project", PROJECT)
+@pytest.mark.parametrize("size, kv_heads", [(1, 0), (7, 2), (40, 0)])
+@pytest.mark.parametrize("cuts", [list(range(1, 50)), [33, 50, 51, 67], []])
+def test_cache_equals_one_pass(project: str, size: int, cuts: list[int], kv_heads: int) -> None:
+    position = "sinusoidal" if project == "max" else "rotary"
+    lm = model(f"low_rank({size}, 40, {project})", position, kv_heads=kv_heads).eval()
+    x, cache = text(2, 70), lm.cache(2)
+    parts = [lm.decode(piece, cache) for piece in x.tensor_split(cuts, 1)]
+    torch.testing.assert_close(torch.cat([p for p in parts if p is not None], 1), lm(x).logits)
+
+
+@pytest.mark.parametrize("slack", [3, 9])
+def test_cache_with_rows_of_different_lengths_is_cropped_forked_and_saved(slack: int, tmp_path: Path) -> None:
+    lm = model("low_rank(5, 20)").eval()
+    x, cache = text(3, 60), lm.cache(3, slack=slack)
+    seen = [30, 22, 27]
+    lm.decode(x[:, :30], cache, lengths=torch.tensor(seen))
+    kept = [seen[0], seen[1] - slack, seen[2] - 2]
+    cache.crop(torch.tensor(kept))
+    lm.decode(x[:, 30:32], cache, lengths=torch.tensor([2, 0, 1]))
+    kept = [[*range(n), *range(30, 30 + m)] for n, m in zip(kept, (2, 0, 1), strict=True)]
+    cache.reorder(torch.tensor([2, 1]))
+    cache.save(tmp_path / "cache")
+    fork = Cache.load(tmp_path / "cache", lm).fork(2)
+    for one, rows in ((cache, [2, 1]), (fork, [2, 2, 1, 1])):
+        after = lm.decode(x[rows, 32:], one)
+        for n, row in enumerate(rows):
+            whole = lm(torch.cat([x[row : row + 1, kept[row]], x[row : row + 1, 32:]], 1)).logits
+            torch.testing.assert_close(after[n], whole[0, len(kept[row]) :])
+
+
+def test_crop_beyond_slack_changes_nothing() -> None:
+    lm = model("low_rank(5, 20)").eval()
+    cache = lm.cache(1, slack=2)
+    lm.decode(text(1, 12), cache)
+    with pytest.raises(ValueError, match=r"row 0 cannot be cropped by 3 tokens: at most 2 tokens|at most 2"):
+        cache.crop(torch.tensor([9]))
+    assert cache.seen.tolist() == [12]
+
+
+def test_bytes_are_those_of_a_block_and_of_one_key_for_each_before_it() -> None:
+    lm = model("low_rank(5, 40)", kv_heads=2).eval()
+    assert lm.cache(3).bytes() == 2 * 3 * (2 * 2 * (5 + 7) * 8 * 8 + 2 * 8)  # layers · rows · (numbers, two counts)
+    assert lm.cache(3, slack=6).bytes() == 2 * 3 * (2 * 2 * (5 + 6 + 7 + 2) * 8 * 8 + 2 * 8)
+
+
 def test_reversible_stack() -> None:
     lm = model("low_rank(7)", stack="reversible")
     x = torch.randint(11, (2, 60))
@@ -115,8 +167,6 @@ def test_cost_counts_the_pairs(n: int) -> None:
 
 def test_refusals() -> None:
     lm = model("low_rank(7)")
-    with pytest.raises(ValueError, match=r"LowRank has no KV cache: .* Score the text by segments instead"):
-        lm.cache(1)
     with pytest.raises(ValueError, match=r"LowRank cannot share a layer with other kinds"):
         model("2 low_rank(7) + 2 window(8)")
     with pytest.raises(ValueError, match=r"size 41 and max_span 40; expected .* a block within max_span"):

@@ -202,3 +202,22 @@ def test_all_tokens_in_one_bucket_work() -> None:
 def test_bad_input_is_one_sentence(options: dict, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         LSH(**({"heads": 2, "head_dim": 8, "window": 4} | options))
+
+
+def test_all_tokens_in_one_bucket_work_and_are_named() -> None:
+    m = LSH(2, 8, 5, buckets=4, rounds=2).double()
+    q, v = (t.detach() for t in inputs(40))
+    assert m.advice() is None
+    run(m, q, v)
+    assert m.advice() is None
+    alike = q[:, :, :1].expand(-1, -1, 40, -1)
+    found = run(m, alike, v).out
+    mean = torch.stack([v[:, :, max(0, i - 5) : i].mean(2) for i in range(1, 40)], 2)
+    torch.testing.assert_close(found[:, :, 1:], mean)  # equal scores
+    said = m.advice()
+    assert said is not None and said.startswith(
+        "all tokens are in one bucket, in every round: LSH is then a window of 5"
+    )
+    m.eval()
+    run(m, q, v)
+    assert m.advice() == said

@@ -32,7 +32,7 @@ def bench(tmp_path, *arguments: str) -> dict:
 
 @pytest.mark.parametrize("length", [1, 31, 65])
 def test_oracle_of_elu_is_the_recurrence(length):
-    inputs = wide(linear_peers.TASKS["elu + 1"].inputs(length))
+    inputs = wide(linear_peers.tasks()["elu + 1"].inputs(length))
 
     def reference(i):
         return attend_linear(i["q"], i["k"], i["v"], elu=True, backend="reference")[0].out
@@ -42,7 +42,7 @@ def test_oracle_of_elu_is_the_recurrence(length):
 
 @pytest.mark.parametrize("length", [1, 31, 65])
 def test_oracle_of_decay_is_the_recurrence(length):
-    inputs = wide(linear_peers.TASKS["decay"].inputs(length))
+    inputs = wide(linear_peers.tasks()["decay"].inputs(length))
 
     def reference(i):
         q = i["q"] * i["q"].shape[3] ** -0.5
@@ -54,7 +54,7 @@ def test_oracle_of_decay_is_the_recurrence(length):
 @pytest.mark.parametrize("length", [1, 63, 70])
 def test_oracle_of_the_delta_rule_solves_its_triangle(length):
     """As a sum over pairs: with A_ij = β_i e^(G_i − G_j) k_i·k_j below the diagonal, u = (I + A)⁻¹ β v."""
-    inputs = wide(linear_peers.TASKS["gated delta rule"].inputs(length))
+    inputs = wide(linear_peers.tasks()["gated delta rule"].inputs(length))
 
     def dense(i):
         q, k, v, beta, total = i["q"] / 8, i["k"], i["v"], i["beta"][..., None], i["decay"].cumsum(2)
@@ -68,7 +68,7 @@ def test_oracle_of_the_delta_rule_solves_its_triangle(length):
 
 def test_oracle_of_performer_pytorch_has_its_constants():
     """Queries and keys so large that features are the constant alone: row i is Σ v / (i + 1 + 10⁻⁶ √8 / 10⁻⁴)."""
-    inputs = wide(linear_peers.TASKS["FAVOR+"].inputs(5))
+    inputs = wide(linear_peers.tasks()["FAVOR+"].inputs(5))
     large = {name: t.detach() * (100 if name in "qk" else 1) for name, t in inputs.items()}
     found = linear_oracles.performer_pytorch(large, torch.randn(8, 64, dtype=torch.float64))
     count = torch.arange(1, 6, dtype=torch.float64)[:, None] + 1e-2 * 8**0.5
@@ -77,7 +77,7 @@ def test_oracle_of_performer_pytorch_has_its_constants():
 
 def test_oracle_of_favor_is_the_mechanism():
     """In chunks and with a running maximum of exponents, which cancels."""
-    task, mechanism = linear_peers.TASKS["FAVOR+"], linear_work.make_kind("performer", 1).double()
+    task, mechanism = linear_peers.tasks()["FAVOR+"], linear_work.make_kind("performer", 1).double()
     inputs = wide(task.inputs(70))
     forward = linear_work.of_mechanism(mechanism).forward
     same(task.ours().oracle, lambda i: forward(i | {"x": i["q"][:, 0]}), inputs)
@@ -155,7 +155,8 @@ def test_peers_are_timed_or_skipped_with_a_reason(tmp_path, monkeypatch, capsys)
     folder = tmp_path / "clone" / "fla" / "ops" / "linear_attn"
     folder.mkdir(parents=True)
     (folder / "naive.py").write_text("def naive_chunk_linear_attn(q, k, v, normalize): return v")
-    monkeypatch.setattr(linear_peers, "TASKS", {"elu + 1": linear_peers.TASKS["elu + 1"]})
+    every = linear_peers.tasks
+    monkeypatch.setattr(linear_peers, "tasks", lambda fla: {"elu + 1": every(fla)["elu + 1"]})
     found = bench(tmp_path, "--parts", "peers", "--fla", str(tmp_path / "clone"))["peers"]
     ours, fast, fla = found
     assert ours["changed_rows"] == 0 and ours["off"] < 1e-4

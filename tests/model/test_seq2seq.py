@@ -429,3 +429,21 @@ def test_bad_input_gets_a_sentence() -> None:
     for sentence, call in cases.items():
         with pytest.raises(ValueError, match=sentence):
             call()
+
+
+@pytest.mark.parametrize("kind", ["2 window(8) + 2 lsh(6, 4, 2)", "2 routing(5, 3) + 2 window(4)", "low_rank(5, 20)"])
+def test_decoder_with_its_own_memories_trains_and_decodes(kind: str) -> None:
+    torch.manual_seed(0)
+    none = PositionConfig(kind="none")
+    made = replace(SMALL, attention=AttentionConfig(kind=kind, max_span=20), position=none,
+                   encoder=replace(SMALL.encoder, position=none))  # fmt: skip
+    model = Seq2Seq(made).double()
+    source, x = torch.randint(VOCAB, (2, S)), torch.randint(VOCAB, (2, 30))
+    found = model(source, x, targets=x)
+    assert found.nll is not None
+    (found.nll.mean() + (0 if found.penalty is None else found.penalty)).backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    model.eval()
+    cache = model.start(source)
+    parts = [model.decode(piece, cache) for piece in x.split([7, 1, 1, 1, 12, 8], 1)]
+    torch.testing.assert_close(torch.cat([p for p in parts if p is not None], 1), model(source, x).logits)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from spanformer.ops.buckets import Seen, attend_buckets, sort_tokens, with_itself
+from spanformer.ops.bucket_rounds import attend_alike, attend_buckets
+from spanformer.ops.buckets import Seen, sort_tokens, with_itself
 from support.cases import differences
 from support.content_oracle import union
 
@@ -80,7 +81,7 @@ def test_rows_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     made, ids = inputs(5, 2, 20, 3)
     run = lambda q, k, v, span: attend_buckets(q, k, v, sort_tokens(ids), Seen(4, span=span, ramp=RAMP))  # noqa: E731
     whole = outcome(made, torch.float64, run, True)
-    monkeypatch.setattr("spanformer.ops.buckets.ROOM", 2 * 20 * 8)
+    monkeypatch.setattr("spanformer.ops.bucket_rounds.ROOM", 2 * 20 * 8)
     for name, t in outcome(made, torch.float64, run, True).items():
         torch.testing.assert_close(t, whole[name])
 
@@ -108,3 +109,37 @@ def test_rows_that_see_nothing_see_themselves() -> None:
     alone = [0, 1, 3, 4]
     assert torch.equal(whole.out[:, alone], made["v"][:, alone]) and torch.equal(whole.lse[:, alone], own[:, alone])
     assert torch.equal(whole.out[:, [2, 5]], found.out[:, [2, 5]])
+
+
+@pytest.mark.parametrize("backend", ["reference", "banded", "native"])
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("t", [1, 33, 101])
+def test_unit_keys_are_the_queries_at_length_1(backend: str, learned: bool, t: int) -> None:
+    """Against keys that are given, and rows that saw nothing filled in afterwards: values, lse and every gradient."""
+    made, ids = inputs(3, 3, t, 9)
+    dtype, among = torch.float32 if backend == "native" else torch.float64, sort_tokens(ids)
+
+    def seen(span: Tensor | None, dtype: torch.dtype) -> Seen:
+        return Seen(
+            5, span=span, ramp=RAMP, backend="reference" if backend != "banded" and dtype == torch.float64 else backend
+        )
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, span: Tensor | None):
+        unit = q / q.norm(dim=-1, keepdim=True)
+        return with_itself(attend_buckets(q, unit, v, among, seen(span, q.dtype)), (q * unit).sum(-1), v)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, span: Tensor | None):
+        return attend_alike(q, v, among, seen(span, q.dtype))
+
+    truth, same, got = (
+        outcome(made, d, f, learned) for d, f in ((torch.float64, plain), (dtype, plain), (dtype, ours))
+    )
+    wrong = differences(truth, same, got, dtype, factor=8)
+    assert not wrong, wrong
+
+
+def test_keys_that_are_the_queries_get_both_gradients() -> None:
+    made, ids = inputs(2, 2, 40, 3)
+    q, among = made["q"].requires_grad_(), sort_tokens(ids)
+    once, twice = (attend_buckets(q, k, made["v"], among, Seen(6)).out.square().sum() for k in (q, q * 1))
+    torch.testing.assert_close(*(torch.autograd.grad(each, q)[0] for each in (once, twice)))

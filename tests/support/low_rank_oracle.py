@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-POOLED = ("linformer", "low_rank")
+POOLED = ("linformer", "low_rank", "sinkhorn")
 """kinds whose keys are made of several tokens"""
 
 
@@ -26,6 +26,8 @@ def one(m, scoring: str, q: Tensor, k: Tensor, v: Tensor, padding: list[bool]) -
     """Of one text, [H, T, D]."""
     if scoring == "low_rank":
         return low_rank(m, q, k, v, padding)
+    if scoring == "sinkhorn":
+        return torch.stack([sinkhorn(m, q[h], k[h], v[h], padding) for h in range(len(q))])
     if m.pooling is None:
         keys, values = (summed(m, x, which, padding) for which, x in (("e", k), ("f", v)))
         return (q @ keys.transpose(1, 2) / math.sqrt(q.shape[2])).softmax(-1) @ values
@@ -76,3 +78,46 @@ def low_rank(m, q: Tensor, k: Tensor, v: Tensor, padding: list[bool]) -> Tensor:
         score = torch.stack([(q[:, i] * key).sum(-1) for key in keys], 1) / math.sqrt(q.shape[2])
         rows.append(torch.einsum("hj,hjd->hd", score.softmax(1), torch.stack(values, 1)))
     return torch.stack(rows, 1)
+
+
+def sinkhorn(m, q: Tensor, k: Tensor, v: Tensor, padding: list[bool]) -> Tensor:
+    """Of one head, [T, D]: one exponential, sum and quotient after the other."""
+    size, tokens = m.size, range(len(q))
+    blocks = [[t for t in tokens[first : first + size] if not padding[t]] for first in range(0, len(q), size)]
+    count = len(blocks)
+
+    def mean(x: Tensor, block: list[int]) -> Tensor:
+        return added([x[t] for t in block]) / len(block)
+
+    def may(i: int, j: int) -> bool:
+        if not m.causal:
+            return bool(blocks[j])
+        return bool(blocks[j]) and j < i and j * size // m.stretch == i * size // m.stretch
+
+    def ask(i: int) -> Tensor:
+        if not m.causal:
+            return mean(q, blocks[i]) if blocks[i] else torch.zeros_like(q[0])
+        return torch.zeros_like(k[0]) if padding[i * size] else k[i * size]
+
+    scale = math.sqrt(q.shape[1]) * m.temperature
+    pairs = [(i, j) for i in range(count) for j in range(count) if may(i, j)]
+    r = {(i, j): ((ask(i) * mean(k, blocks[j])).sum() / scale).exp() for i, j in pairs}
+    for _ in range(m.iterations):
+        r = {(i, j): r[i, j] / added([r[i, n] for n in range(count) if (i, n) in r]) for i, j in pairs}
+        last = (lambda i: i + 1) if m.causal else (lambda i: count)
+        r = {(i, j): r[i, j] / added([r[n, j] for n in range(last(i)) if (n, j) in r]) for i, j in pairs}
+    rows = []
+    for t in tokens:
+        i = t // size
+        keys = [(k[j], v[j]) for j in blocks[i] if j <= t or not m.causal]
+        for place in range(size):
+            those = [(r[i, j], j * size + place) for j in range(count) if (i, j) in r and j * size + place in blocks[j]]
+            if those:
+                mass = added([w for w, _ in those])
+                keys.append(tuple(added([w * x[n] for w, n in those]) / mass for x in (k, v)))
+        if not keys:
+            rows.append(torch.zeros_like(v[0]))
+            continue
+        score = torch.stack([(q[t] * key).sum() for key, _ in keys]) / math.sqrt(q.shape[1])
+        rows.append(score.softmax(0) @ torch.stack([value for _, value in keys]))
+    return torch.stack(rows)

@@ -19,11 +19,12 @@ import spanformer
 from spanformer.cli.main import main
 from spanformer.core.fields import build
 from spanformer.model.config import ModelConfig
+from spanformer.model.encoder import Encoder
 from spanformer.model.folder import faults, read_meta, read_part
 from spanformer.model.lm import LM
 from spanformer.model.part import Part
 from spanformer.train.checkpoint import Checkpoints
-from spanformer.train.distributed import World
+from spanformer.train.distributed import World, refuse_shared
 from support.distributed_jobs import run_job
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without torch.distributed")
@@ -377,3 +378,21 @@ def test_ended_and_killed_runs_are_resumed(tmp_path: Path, engine: str) -> None:
     assert started.returncode == 0 and "[rank" not in said, said
     assert len(rows(run, "resume")) == 2 and rows(run, "stop")[60]["reason"] == "all steps done"
     assert torch.equal(numbers(run, range(1, 61)), numbers(calm, range(1, 61)))
+
+
+LAYERWISE = {
+    "kind": "encoder", "vocab": 41, "dim": 32, "layers": 2, "heads": 4, "position": {"kind": "sinusoidal"},
+    "attention": {"kind": "linformer(8, 64, layerwise)"},
+}  # fmt: skip
+
+
+def test_one_matrix_of_all_layers_is_averaged_by_ddp_and_refused_by_fsdp(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(OTHERS, "layerwise", (LAYERWISE, ADAMW))
+    write_text(tmp_path)
+    run_by_two(tmp_path, [job(tmp_path, "ddp", "layerwise", engine="ddp")])
+    run_job(job(tmp_path, "one", "layerwise"))
+    two, one = weights(tmp_path / "ddp"), weights(tmp_path / "one")
+    assert (two - one).abs().max() < 1e-4 * one.abs().max()
+    model = Encoder(build(ModelConfig, LAYERWISE))
+    with pytest.raises(ValueError, match=r"layer 1 shares attention.mechanism.e with layer 0, and train.engine fsdp"):
+        refuse_shared(model)

@@ -31,6 +31,7 @@ from spanformer.attention.retention import Retention
 from spanformer.attention.rfa import RFA, GatedRFA
 from spanformer.attention.routing import Routing
 from spanformer.attention.scoring import Additive, Bilinear, Dot, General
+from spanformer.attention.sinkhorn import Sinkhorn
 from spanformer.attention.sinks import Sinks
 from spanformer.attention.span_linear import SpanLinear
 from spanformer.attention.sparse import FixedSparse, StridedSparse
@@ -75,6 +76,7 @@ __all__ = [
     "RecurrentAttention",
     "Retention",
     "Routing",
+    "Sinkhorn",
     "Sinks",
     "SpanLinear",
     "StridedSparse",

@@ -172,9 +172,10 @@ class Attention(nn.Module):
         """Called after every optimiser step, for example to clamp parameters."""
 
 
-def remembers_itself(mechanism: Attention) -> bool:
-    """Whether a mechanism has its own memory."""
-    return mechanism.new_memory(MemoryShape(batch=0, kv_heads=mechanism.heads, head_dim=1)) is not None
+def remembers_itself(mechanism: Attention, *, decoding: bool = False) -> bool:
+    """Whether a mechanism has its own memory, in training or in decoding."""
+    shape = MemoryShape(batch=0, kv_heads=mechanism.heads, head_dim=1, in_place=decoding)
+    return mechanism.new_memory(shape) is not None
 
 
 def rotates(position: object) -> bool:

@@ -15,15 +15,16 @@ from spanformer.attention.base import Attention, View
 from spanformer.memory.base import MemoryShape, OwnMemory
 from spanformer.memory.buckets import Buckets, BucketSizes
 from spanformer.ops import AnyRule, Attended, Rule
-from spanformer.ops.buckets import Placed, Seen, attend_buckets, sort_tokens
+from spanformer.ops.bucket_rounds import attend_buckets
+from spanformer.ops.buckets import Placed, Seen, Sorted, sort_tokens
 
 MOST = 1 << 16
 """buckets: each has room for as many tokens as a text may hold"""
 
 
 class Bucketed(Attention):
-    """A subclass gives `vectors` (queries and keys) and `hashed` (buckets). Queries and keys are one vector each, so a
-    layer's key projection is not used."""
+    """A subclass gives `queries`, `keys` and `hashed` (buckets). Keys are made of queries, so that a layer's key
+    projection is not used."""
 
     def __init__(self, heads: int, window: int, buckets: int, rounds: int) -> None:
         super().__init__()
@@ -36,20 +37,28 @@ class Bucketed(Attention):
         self.span: AdaptiveSpan | None = None
         """learned, in ranks of the bucket"""
 
-    def vectors(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's queries [B, H, T, D] → the queries and keys that are multiplied."""
-        raise NotImplementedError
+    def queries(self, q: Tensor) -> Tensor:
+        """The layer's queries [B, H, T, D] → those that are multiplied."""
+        return q
 
-    def hashed(self, q: Tensor) -> Tensor:
-        """The layer's queries [B, H, T, D] → buckets [B, H, R, T] in 0 … buckets − 1, or `buckets` where q is NaN."""
+    def keys(self, x: Tensor) -> Tensor:
+        """What `queries` gave → keys."""
+        return x
+
+    def hashed(self, x: Tensor) -> Tensor:
+        """What `queries` gave [B, H, T, D] → buckets [B, H, R, T] in 0 … buckets − 1, or `buckets` where x is NaN."""
         raise NotImplementedError
 
     def seen(self, batch: int) -> Seen:
         """What a token sees of its bucket, for this many texts."""
         raise NotImplementedError
 
+    def attend_sorted(self, placed: Placed, among: Sorted, seen: Seen) -> Attended:
+        """Of a text without a past: out [N, T, D] and lse [N, T]."""
+        return attend_buckets(placed.q, self.keys(placed.q), placed.v, among, seen)
+
     def finish(self, found: Attended, q: Tensor, k: Tensor, v: Tensor) -> Attended:
-        """The output, from what was seen in buckets; q, k, v [N, T, D]."""
+        """The output, from what was seen in buckets and rings; q, k, v [N, T, D]."""
         return found
 
     def supports(
@@ -83,8 +92,9 @@ class Bucketed(Attention):
         """The layer's queries [B, H, T, D] and values [B, Hkv, T, D] with their buckets. Padding is in a bucket that no
         token sees."""
         (b, h, t, _), documents, padding = q.shape, view.documents, view.padding
+        mapped = self.queries(q)
         with torch.no_grad():
-            ids = self.hashed(q.detach())
+            ids = self.hashed(mapped.detach())
             real = torch.full((b,), t, device=q.device)
             if padding is not None:
                 padding = padding[:, padding.shape[1] - t :]
@@ -93,16 +103,14 @@ class Bucketed(Attention):
         if documents is not None:
             documents = documents[0] if isinstance(documents, tuple) else documents[:, documents.shape[1] - t :]
             documents = documents.long()[:, None].expand(-1, h, -1).reshape(b * h, t)
-        mapped, keys = self.vectors(q)
         values = v.repeat_interleave(h // v.shape[1], 1) if v.shape[1] < h else v
-        mapped, keys, values = (x.reshape(b * h, t, -1) for x in (mapped, keys, values))
-        return Placed(mapped, keys, values, ids.flatten(0, 1), documents, real)
+        mapped, values = (x.reshape(b * h, t, -1) for x in (mapped, values))
+        return Placed(mapped, values, ids.flatten(0, 1), documents, real)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: AnyRule, view: View) -> Attended:
         placed = self.place(q, v, view)
         among = sort_tokens(placed.ids, placed.documents)
-        found = attend_buckets(placed.q, placed.k, placed.v, among, self.seen(len(q)))
-        found = self.finish(found, placed.q, placed.k, placed.v)
+        found = self.attend_sorted(placed, among, self.seen(len(q)))
         return Attended(found.out.view(*q.shape[:3], -1), found.lse.view(q.shape[:3]))
 
     def penalty(self, rule: AnyRule, view: View) -> Tensor | None:

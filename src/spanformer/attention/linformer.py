@@ -115,15 +115,52 @@ class Linformer(Attention):
             k, v = (x.masked_fill(padding[:, None, :, None], 0) for x in (k, v))
             real = (~padding).sum(1).clamp(min=1)
             scale = (self.length / real.to(k.dtype)).sqrt()[:, None, None, None]
-        return _sums(self.e, k) * scale, _sums(self.e if self.f is None else self.f, v) * scale
+        e, f = (None if m is None else m[:, :, :t].to(k.dtype) for m in (self.e, self.f))
+        k, v = _Sums.apply(e, f, k, v)
+        return k * scale, v * scale
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, rank={self.rank}, length={self.length}, share={self.share!r}"
 
 
-def _sums(matrix: Tensor, x: Tensor) -> Tensor:
-    """matrix [Hkv or 1, r, n], x [B, Hkv, T, D] → [B, Hkv, r, D], without a copy of the matrix for each text."""
-    matrix = matrix[:, :, : x.shape[2]].to(x.dtype)
-    if len(matrix) == 1:
-        return torch.einsum("rt,bhtd->bhrd", matrix[0], x)
-    return torch.einsum("hrt,bhtd->bhrd", matrix, x)
+class _Sums(torch.autograd.Function):
+    """E k and F v, one text after the other: a matrix is not copied for each text, and has one gradient for all. F
+    None: E."""
+
+    @staticmethod
+    def forward(ctx, e: Tensor, f: Tensor | None, k: Tensor, v: Tensor):
+        ctx.save_for_backward(e, f, k, v)
+        return _products(e, k), _products(e if f is None else f, v)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g_k: Tensor, g_v: Tensor):
+        e, f, k, v = ctx.saved_tensors
+        of_k, of_v, d_e = ctx.needs_input_grad[2], ctx.needs_input_grad[3], None
+        dk = _products(e.mT, g_k) if of_k else None
+        dv = _products((e if f is None else f).mT, g_v) if of_v else None
+        d_f = torch.zeros_like(f) if f is not None and ctx.needs_input_grad[1] else None
+        if ctx.needs_input_grad[0]:
+            d_e = _add_products(torch.zeros_like(e), g_k, k)
+            d_e = d_e if f is not None else _add_products(d_e, g_v, v)
+        return d_e, None if d_f is None else _add_products(d_f, g_v, v), dk, dv
+
+
+def _products(matrix: Tensor, x: Tensor) -> Tensor:
+    """matrix [Hkv or 1, a, b] times x [B, Hkv, b, D] → [B, Hkv, a, D]"""
+    out = x.new_empty(*x.shape[:2], matrix.shape[1], x.shape[3])
+    for text, to in zip(x, out, strict=True):
+        torch.bmm(matrix.expand(len(text), -1, -1), text, out=to)
+    return out
+
+
+def _add_products(matrix: Tensor, grad: Tensor, x: Tensor) -> Tensor:
+    """matrix [Hkv or 1, r, T] plus grad [B, Hkv, r, D] times x [B, Hkv, T, D], transposed; over all heads if there is
+    one matrix."""
+    for g, text in zip(grad, x, strict=True):
+        if len(matrix) == len(text):
+            matrix.baddbmm_(g, text.mT)
+            continue
+        for head in range(len(text)):
+            matrix[0].addmm_(g[head], text[head].mT)
+    return matrix

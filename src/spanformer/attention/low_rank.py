@@ -18,6 +18,8 @@ from torch import Tensor
 from spanformer.attention.base import Attention, RuleNeeds, View, adds_rule, given_terms, own_output, rotates
 from spanformer.attention.pooling import BlockPooling
 from spanformer.kinds import HeadSpec
+from spanformer.memory.base import MemoryShape, OwnMemory
+from spanformer.memory.pooled import PooledBlocks
 from spanformer.ops import AnyRule, Attended, Rule, attend, merge
 
 TERMS = ("heads", "causal", "reach", "ramp", "key_bias")
@@ -47,7 +49,7 @@ class LowRank(Attention):
     def supports(
         self, *, position: object | None = None, cache: bool = False, mixed: bool = False, persistent: bool = False
     ) -> list[str]:
-        reasons = own_output(self, cache=cache, mixed=mixed)
+        reasons = own_output(self, cache=False, mixed=mixed)
         if adds_rule(position):
             reasons.append(
                 f"{type(position).__name__} depends on distances, and a pooled key has no position; use absolute or "
@@ -68,6 +70,10 @@ class LowRank(Attention):
 
     def context_length(self) -> list[int]:
         return [(self.blocks + 1) * self.size - 1] * self.heads
+
+    def new_memory(self, shape: MemoryShape) -> OwnMemory | None:
+        """For decoding alone: training projects earlier hidden states again, so that gradients reach the pooling."""
+        return PooledBlocks(shape, self.size, self.blocks) if shape.in_place else None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: AnyRule, view: View) -> Attended:
         if others := given_terms(rule, view, TERMS):

@@ -25,7 +25,8 @@ from spanformer.attention.lsh_chunks import attend_chunks
 from spanformer.kinds import HeadSpec
 from spanformer.memory.base import MemoryShape, OwnMemory
 from spanformer.ops import AnyRule, Attended
-from spanformer.ops.buckets import Seen, with_itself
+from spanformer.ops.bucket_rounds import SHORTEST, attend_alike
+from spanformer.ops.buckets import Placed, Seen, Sorted, with_itself
 
 FACTORED = 128  # more buckets than this are the product of two numbers
 
@@ -48,6 +49,7 @@ class LSH(Bucketed):
         own = torch.Generator().manual_seed(seed)  # never the global one, which is the user's
         columns = sum(self.factors) // 2
         self.register_buffer("rotations", torch.randn(heads, rounds, head_dim, columns, generator=own))
+        self._alike: Tensor | None = None  # whether all tokens of the last training step were in one bucket
         if learned:
             self.span = AdaptiveSpan(heads, window, ramp=ramp, init=init, penalty=penalty)
             self.window = window + math.ceil(ramp)
@@ -74,13 +76,16 @@ class LSH(Bucketed):
     def start_from(self, query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
         key.requires_grad_(False)  # keys are the queries: what is not used must not wait for a gradient
 
-    def vectors(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        return q, F.normalize(q, dim=-1, eps=1e-6)
+    def keys(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=-1, eps=SHORTEST)
 
-    def hashed(self, q: Tensor) -> Tensor:
-        at = q.device.type
+    def attend_sorted(self, placed: Placed, among: Sorted, seen: Seen) -> Attended:
+        return attend_alike(placed.q, placed.v, among, seen)
+
+    def hashed(self, x: Tensor) -> Tensor:
+        at = x.device.type
         with torch.autocast(at, enabled=False) if torch.amp.is_autocast_available(at) else nullcontext():
-            wide = q.to(torch.promote_types(q.dtype, torch.float32))
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
             found = [self._round(wide @ self.rotations[:, n].to(wide.dtype)) for n in range(self.rounds)]
         return torch.stack(found, 2)
 
@@ -88,9 +93,11 @@ class LSH(Bucketed):
         """[B, H, T, columns] → [B, H, T]"""
         ids, times = torch.zeros((), dtype=torch.int64, device=turned.device), 1
         for part, size in zip(turned.split([n // 2 for n in self.factors], -1), self.factors, strict=True):
-            (top, at), (low, below) = part.max(-1), part.min(-1)
-            ids, times = ids + times * torch.where(top >= -low, at, below + size // 2), times * size
-        return torch.where(turned.isnan().any(-1), self.buckets, ids)
+            most, at = part.abs().max(-1)  # NaN if any is
+            negative = part.gather(-1, at[..., None])[..., 0] < 0
+            ids, times = ids + times * (at + negative * (size // 2)), times * size
+            ids = torch.where(most.isnan(), math.prod(self.factors), ids)
+        return ids.clamp(max=self.buckets)
 
     def seen(self, batch: int) -> Seen:
         dropout = self.dropout if self.training else 0.0
@@ -99,6 +106,21 @@ class LSH(Bucketed):
         span = self.span.rule().span
         assert span is not None
         return Seen(self.window, span=span.repeat(batch), ramp=self.span.ramp, dropout=dropout, backend=self.backend)
+
+    def place(self, q: Tensor, v: Tensor, view: View) -> Placed:
+        placed = super().place(q, v, view)
+        if self.training and placed.ids.shape[2] > 1:
+            self._alike = (placed.ids == placed.ids[..., :1]).all()
+        return placed
+
+    def advice(self) -> str | None:
+        """Hashes that tell nothing apart."""
+        if self._alike is None or not bool(self._alike):
+            return None
+        return (
+            f"all tokens are in one bucket, in every round: LSH is then a window of {self.window} tokens; queries that "
+            "are alike need no hashing, so use window, or lower optim.lr"
+        )
 
     def finish(self, found: Attended, q: Tensor, k: Tensor, v: Tensor) -> Attended:
         return with_itself(found, (q * k).sum(-1), v)
@@ -110,8 +132,8 @@ class LSH(Bucketed):
         if not self.chunked:
             return super().forward(q, k, v, rule, view)
         placed = self.place(q, v, view)
-        found = attend_chunks(placed, self.window)
-        found = self.finish(found, placed.q, placed.k, placed.v)
+        k = self.keys(placed.q)
+        found = self.finish(attend_chunks(placed, k, self.window), placed.q, k, placed.v)
         return Attended(found.out.view(*q.shape[:3], -1), found.lse.view(q.shape[:3]))
 
     def extra_repr(self) -> str:

@@ -19,7 +19,7 @@ from spanformer.ops import Attended, merge
 from spanformer.ops.buckets import Placed, pick_rows, sort_tokens
 
 
-def attend_chunks(placed: Placed, chunk: int) -> Attended:
+def attend_chunks(placed: Placed, keys: Tensor, chunk: int) -> Attended:
     """[N, T, Dv] and [N, T], over chunks of this many tokens; a row that meets nobody gives zeros and −inf."""
     among = sort_tokens(placed.ids, placed.documents)
     chunks = among.inverse // chunk  # [N, R, T] of each token
@@ -27,7 +27,7 @@ def attend_chunks(placed: Placed, chunk: int) -> Attended:
     parts = []
     for r in range(among.order.shape[1]):
         order, back = among.order[:, r], among.inverse[:, r]
-        q, k, v = (_cut(pick_rows(t, order), chunk) for t in (placed.q, placed.k, placed.v))
+        q, k, v = (_cut(pick_rows(t, order), chunk) for t in (placed.q, keys, placed.v))
         k, v = _two(k), _two(v)
         score = q @ k.transpose(-1, -2)  # [N, n, c, 2c]
         times = torch.zeros((), dtype=torch.int64, device=score.device)

@@ -93,9 +93,8 @@ class Routing(Bucketed):
         if self.causal:
             key.requires_grad_(False)  # keys are the queries: what is not used must not wait for a gradient
 
-    def vectors(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        x = F.layer_norm(q, q.shape[-1:])
-        return x, x
+    def queries(self, q: Tensor) -> Tensor:
+        return F.layer_norm(q, q.shape[-1:])
 
     def similarity(self, x: Tensor) -> Tensor:
         """x [B, H, T, D] after LayerNorm → [B, H, T, C]"""
@@ -103,8 +102,8 @@ class Routing(Bucketed):
             wide = torch.promote_types(x.dtype, torch.float32)
             return x.to(wide) @ self.centroids.to(wide).transpose(1, 2)
 
-    def hashed(self, q: Tensor) -> Tensor:
-        near, ids = self.similarity(F.layer_norm(q, q.shape[-1:])).max(-1)
+    def hashed(self, x: Tensor) -> Tensor:
+        near, ids = self.similarity(x).max(-1)
         return torch.where(near.isnan(), self.buckets, ids)[:, :, None]
 
     def seen(self, batch: int) -> Seen:
@@ -136,33 +135,32 @@ class Routing(Bucketed):
         return attend_top(x, y, v, nearest[0], nearest[1], self.window, self.seen(len(q)))
 
     def penalty(self, rule: AnyRule, view: View) -> Tensor | None:
-        return self._loss
+        """Once for each `forward`: a graph must not stay here, since a module that holds one cannot be copied."""
+        loss, self._loss = self._loss, None
+        return loss
 
     def _learn(self, found: list[tuple[Tensor, Tensor]]) -> None:
         """From x [B, H, T, D] and clusters [B, H, T]: the commitment loss, and sums for `after_step`. Not in
-        evaluation; a backward pass that computes a layer again does not count its tokens again."""
+        evaluation; a backward pass that computes a layer again does not count its tokens again.
+
+        Σ_i ‖x_i − μ_c(i)‖² = Σ_i |x_i|² − Σ_c (2·μ_c·Σ_{i ∈ c} x_i − n_c·|μ_c|²), whose sums the centroids need too."""
         self._loss = None
         if not (self.training and (torch.is_grad_enabled() or to_be_recomputed())):
             return
         for x, ids in found:
-            real = ids < self.buckets
-            at = ids.clamp(max=self.buckets - 1)
-            own = self.centroids[torch.arange(self.heads, device=x.device)[:, None], at].to(x.dtype)  # [B, H, T, D]
-            off = torch.where(real, (torch.where(real[..., None], x, 0) - own).square().sum(-1), 0).sum()
-            loss = self.commitment * off / real.sum().clamp(min=1) / len(found)
+            size = self.heads, self.buckets + 1, x.shape[-1]  # the last is of tokens in no cluster
+            rows = ids.clamp(max=self.buckets) + torch.arange(self.heads, device=x.device)[:, None] * size[1]
+            rows, dtype = rows.flatten(), self.sums.dtype
+            sums = x.new_zeros(size, dtype=dtype).flatten(0, 1).index_add(0, rows, x.flatten(0, 2).to(dtype))
+            sums = sums.view(size)[:, :-1]
+            counts = torch.bincount(rows, minlength=size[0] * size[1]).view(size[:2])[:, :-1].to(dtype)
+            near = (sums * self.centroids).sum() * 2 - (counts * self.centroids.square().sum(-1)).sum()
+            far = torch.where(ids < self.buckets, torch.linalg.vecdot(x, x).to(dtype), 0).sum()
+            loss = self.commitment * (far - near) / counts.sum().clamp(min=1) / len(found)
             self._loss = loss if self._loss is None else self._loss + loss
             if not recomputing():
-                self._count(x.detach(), at, real)
-
-    @torch.no_grad()
-    def _count(self, x: Tensor, at: Tensor, real: Tensor) -> None:
-        """Add up the tokens of each cluster, with a 1 each."""
-        if self._found is None:
-            size = *self.counts.shape, x.shape[-1] + 1
-            self._found = torch.zeros(size, dtype=self.sums.dtype, device=x.device)
-        one = F.pad(torch.where(real[..., None], x, 0).to(self._found.dtype), (0, 1), value=1.0) * real[..., None]
-        rows = at + torch.arange(self.heads, device=x.device)[:, None] * self.buckets
-        self._found.flatten(0, 1).index_add_(0, rows.flatten(), one.flatten(0, 2))
+                more = torch.cat([sums.detach(), counts[..., None]], -1)
+                self._found = more if self._found is None else self._found + more
 
     @torch.no_grad()
     def after_step(self) -> None:

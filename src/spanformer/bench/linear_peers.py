@@ -1,7 +1,7 @@
-"""Part peers of `bench linear`: other packages' linear attention, each checked against an oracle of what it computes.
+"""Part peers of `bench linear`: other packages' linear attention.
 
-None is needed to use this project; one that is not installed is skipped with that reason. Peers receive views of our
-tensors, in the order of axes that they want. Shapes: B batch, H heads, T tokens, D head size.
+Peers receive views of our tensors, in the order of axes that they want.
+Shapes: B batch, H heads, T tokens, D head size.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -19,17 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spanformer.bench import linear_oracles as oracles
-from spanformer.bench.linear_work import (
-    Contender,
-    Forward,
-    Inputs,
-    changed_rows,
-    check,
-    make_kind,
-    make_text,
-    of_mechanism,
-    to_dtype,
-)
+from spanformer.bench import peer_tasks
+from spanformer.bench.linear_work import Inputs, make_kind, make_text, of_mechanism
+from spanformer.bench.peer_tasks import Peer, Task
 from spanformer.bench.session import Bench
 from spanformer.ops import attend_linear, sum_linear
 
@@ -37,81 +28,9 @@ EPS = 1e-6
 """that fast-transformers' CausalLinearAttention adds to a sum of weights"""
 
 
-@dataclass(frozen=True)
-class Peer:
-    forward: Forward
-    oracle: Forward
-    aim: float | None = None
-    """how many times as fast ours was meant to be"""
-
-
-@dataclass(frozen=True)
-class Task:
-    """One function of q, k and v, by us and by others."""
-
-    length: int
-    inputs: Callable[[int], dict[str, Tensor]]
-    ours: Callable[[], Peer]
-    peers: dict[str, Callable[[Path | None], Peer]]
-    """each is made, given a clone of flash-linear-attention or None; raises ImportError if it is not installed"""
-
-
 def measure(bench: Bench, fla: Path | None) -> None:
     """fla: a clone of flash-linear-attention, or None for the installed package."""
-    rows: list[dict] = []
-    bench.plan(len(TASKS))
-    for title, task in TASKS.items():
-        rows += _compare(bench, title, task, fla)
-        bench.keep("peers", rows)
-
-
-def _compare(bench: Bench, title: str, task: Task, fla: Path | None) -> list[dict]:
-    length = bench.options.size(task.length, 128)
-    inputs, rows, found = task.inputs(length), [], {}
-    truth = functools.cache(functools.partial(_truth, inputs))  # of an oracle, which peers share
-    makers = {"ours": task.ours} | {name: functools.partial(make, fla) for name, make in task.peers.items()}
-    for name, make in makers.items():
-        bench.begin(f"checking {title}, {name}")
-        row: dict = {"task": title, "name": name, "length": length}
-        rows.append(row)
-        try:
-            peer = make()
-            row |= _check(peer, inputs, *truth(peer.oracle))
-        except Exception as error:  # a peer may fail in any way; it must not end the run, nor pass in silence
-            if name == "ours":
-                raise
-            row["skipped"] = _why(error)
-        if reason := row.get("skipped") or row.get("wrong"):
-            bench.say(f"{title}: {name} {'skipped' if 'skipped' in row else 'WRONG'}: {reason}")
-        else:
-            found[name] = (peer, row)
-    steps = {name: functools.partial(Contender(peer.forward).step, inputs) for name, (peer, _) in found.items()}
-    times = bench.compare(f"{title} at {length:,} tokens", steps)
-    for name, (peer, row) in found.items():
-        row |= {"ms": 1e3 * times[name].median, "disturbed": times[name].disturbed, "aim": peer.aim}
-        row["ours_times_as_fast"] = times["ours"].times_as_fast_as(times[name]) if "ours" in times else None
-        aimed = "" if peer.aim is None else f" (aim {peer.aim:g}x)"
-        bench.say(
-            f"{title}: {name:24} {row['ms']:9.2f} ms   ours {row['ours_times_as_fast'] or 0:6.2f}x as fast{aimed}   "
-            f"earlier rows changed by the last token: {100 * row['changed_rows']:.0f} %"
-        )
-    return rows
-
-
-def _why(error: Exception) -> str:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return first if isinstance(error, ImportError) else f"failed: {type(error).__name__}: {first}"
-
-
-def _truth(inputs: Inputs, oracle: Forward) -> tuple[Inputs, Inputs]:
-    """What an oracle computes in float64 and in float32."""
-    return Contender(oracle).step(to_dtype(inputs, torch.float64)), Contender(oracle).step(inputs)
-
-
-def _check(peer: Peer, inputs: Inputs, exact: Inputs, plain: Inputs) -> dict:
-    checked = check(Contender(peer.forward).step(inputs), exact, plain)
-    found: dict = {"off": checked.off, "changed_rows": changed_rows(peer.forward, inputs)}
-    return found | ({"wrong": checked.wrong} if checked.wrong else {})
+    peer_tasks.measure(bench, tasks(fla))
 
 
 # ---- inputs
@@ -152,7 +71,7 @@ def _our_linear() -> Peer:
     return Peer(lambda i: attend_linear(i["q"], i["k"], i["v"], elu=True)[0].out, LINEAR)
 
 
-def _fast_transformers(_fla: Path | None) -> Peer:
+def _fast_transformers() -> Peer:
     product = importlib.import_module("fast_transformers.causal_product").causal_dot_product
 
     def forward(inputs: Inputs) -> Tensor:  # as its CausalLinearAttention, without its transposes
@@ -217,7 +136,7 @@ def _fla_delta(fla: Path | None) -> Peer:
     return _delta_peer(_naive(fla, "gated_delta_rule").naive_chunk_gated_delta_rule)
 
 
-def _transformers_delta(_fla: Path | None) -> Peer:
+def _transformers_delta() -> Peer:
     module = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
     return _delta_peer(module.torch_chunk_gated_delta_rule)
 
@@ -238,7 +157,7 @@ def _our_performer() -> Peer:
     return Peer(lambda i: mechanism.forward(dict(i) | {"x": i["q"][:, 0]}), oracle)
 
 
-def _performer_pytorch(_fla: Path | None) -> Peer:
+def _performer_pytorch() -> Peer:
     omega = _omega()
     attention = importlib.import_module("performer_pytorch").FastAttention(omega.shape[1], len(omega), causal=True)
     attention.projection_matrix.copy_(omega)
@@ -271,13 +190,21 @@ def _naive(clone: Path | None, name: str) -> ModuleType:
     return module
 
 
-TASKS = {
-    "elu + 1": Task(
-        4096, _plain, _our_linear, {"fast-transformers": _fast_transformers, "flash-linear-attention": _fla_linear}
-    ),
-    "decay": Task(4096, _decayed, _our_decayed, {"flash-linear-attention": _fla_decayed}),
-    "gated delta rule": Task(
-        4096, _gated, _our_delta, {"flash-linear-attention": _fla_delta, "transformers": _transformers_delta}
-    ),
-    "FAVOR+": Task(1024, _plain, _our_performer, {"performer-pytorch": _performer_pytorch}),
-}
+def tasks(fla: Path | None = None) -> dict[str, Task]:
+    """fla: a clone of flash-linear-attention, or None for the installed package."""
+    of_fla = {
+        name: functools.partial(make, fla)
+        for name, make in (("linear", _fla_linear), ("decay", _fla_decayed), ("delta", _fla_delta))
+    }
+    return {
+        "elu + 1": Task(
+            4096, _plain, _our_linear,
+            {"fast-transformers": _fast_transformers, "flash-linear-attention": of_fla["linear"]},
+        ),
+        "decay": Task(4096, _decayed, _our_decayed, {"flash-linear-attention": of_fla["decay"]}),
+        "gated delta rule": Task(
+            4096, _gated, _our_delta,
+            {"flash-linear-attention": of_fla["delta"], "transformers": _transformers_delta},
+        ),
+        "FAVOR+": Task(1024, _plain, _our_performer, {"performer-pytorch": _performer_pytorch}),
+    }  # fmt: skip

@@ -8,7 +8,7 @@ from spanformer.report.compare_table import markdown
 
 def tables(file: PartsFile) -> str:
     """A table for each part that the file holds, with its title; "" if it holds none."""
-    makers = {"speed": _speed, "flat": _flat, "memory": _memory, "peers": _peers, "decode": _decode}
+    makers = {"speed": _speed, "flat": _flat, "memory": _memory, "peers": peers, "decode": _decode}
     shown = [f"{TITLES[part]}\n\n{make(file.found(part))}" for part, make in makers.items() if file.found(part)]
     return "\n\n".join(shown)
 
@@ -33,7 +33,7 @@ def _speed(rows: list[dict]) -> str:
 def _times(row: dict) -> str:
     if "wrong" in row:
         return "WRONG"
-    return _ratio(row["times_as_fast"]) + ("*" if row["sdpa_extrapolated"] else "")
+    return ratio(row["times_as_fast"]) + ("*" if row["sdpa_extrapolated"] else "")
 
 
 def _flat(rows: list[dict]) -> str:
@@ -54,16 +54,14 @@ def _memory(rows: list[dict]) -> str:
     return markdown(["", "tokens", "MiB", "in units of q"], lines)
 
 
-def _peers(rows: list[dict]) -> str:
+def peers(rows: list[dict]) -> str:
     lines = []
     for row in rows:
         line = [row["task"], row["name"], f"{row['length']:,}"]
         if reason := row.get("skipped") or row.get("wrong"):
             lines.append([*line, f"{'skipped' if 'skipped' in row else 'WRONG'}: {reason}", "–", "–", "–"])
             continue
-        faster = (
-            "–" if row["name"] == "ours" or row["ours_times_as_fast"] is None else _ratio(row["ours_times_as_fast"])
-        )
+        faster = "–" if row["name"] == "ours" or row["ours_times_as_fast"] is None else ratio(row["ours_times_as_fast"])
         lines.append([*line, f"{row['ms']:.1f}", faster, f"{row['off']:.0e}", f"{100 * row['changed_rows']:.0f} %"])
     return markdown(
         ["", "by", "tokens", "ms", "ours is faster by", "error", "earlier rows changed by the last token"], lines
@@ -75,10 +73,10 @@ def _decode(rows: list[dict]) -> str:
     header = ["", *(f"{n:,}" for n in contexts), f"SDPA over {context:,}", "times as fast", "state, KiB"]
     return markdown(header, [
         [f"`{row['kind']}`", *(f"{each:.1f}" for each in row["us"]), f"{row['sdpa_us']:,.0f}",
-         _ratio(row["times_as_fast"]), f"{row['state_bytes'] / 1024:,.0f}"]
+         ratio(row["times_as_fast"]), f"{row['state_bytes'] / 1024:,.0f}"]
         for row in rows
     ])  # fmt: skip
 
 
-def _ratio(number: float) -> str:
+def ratio(number: float) -> str:
     return f"{number:.1f}×" if number < 20 else f"{number:.0f}×"

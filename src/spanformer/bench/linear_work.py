@@ -138,16 +138,16 @@ def _on(mechanism: Attention, backend: str) -> Attention:
     return mechanism
 
 
-def changed_rows(forward: Forward, inputs: Inputs) -> float:
-    """The share of earlier rows whose output changes, by any bit, when the last token is replaced by one whose numbers
-    are ten times as large. 0 for a causal function."""
+def changed_rows(forward: Forward, inputs: Inputs, same: float = 0.0) -> float:
+    """The share of earlier rows whose output changes by more than `same` when the last token is replaced by one whose
+    numbers are ten times as large. 0 for a causal function."""
     g = torch.Generator().manual_seed(1)
     other = {name: t.detach().clone() for name, t in inputs.items()}
-    for name in ("q", "k", "v"):
+    for name in [name for name in ("q", "k", "v") if name in other]:
         other[name][:, :, -1] = 10 * torch.randn(other[name][:, :, -1].shape, generator=g)
     with torch.no_grad():
         before, after = forward(inputs)[:, :, :-1], forward(other)[:, :, :-1]
-    return float((before != after).any(3).double().mean())
+    return float(((before - after).abs() > same).any(3).double().mean())
 
 
 # ---- peak memory

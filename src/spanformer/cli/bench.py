@@ -58,7 +58,7 @@ def _command(name: str) -> Command:
     return Command(BenchOptions, functools.partial(run, name), functools.partial(parse, name))
 
 
-ATTENTION = Command(AttentionBench, run_attention)
+ATTENTION, CONTENT = Command(AttentionBench, run_attention), _command("content")
 DECODE, FIT_SPANS, GALLERY, HF = _command("decode"), _command("fit-spans"), _command("gallery"), _command("hf")
 LINEAR, LONGFORMER = _command("linear"), _command("longformer")
 PATTERNS, PER_TOKEN = _command("patterns"), _command("per-token")

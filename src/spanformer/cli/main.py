@@ -51,6 +51,7 @@ COMMANDS = {
     "probe": Route("spanformer.cli.probe", "PROBE", "measure what a model recalls from far back in a text"),
     "export-windows": Route("spanformer.cli.export_windows", "EXPORT", "convert learned spans to one window per layer"),
     "bench attention": Route("spanformer.cli.bench", "ATTENTION", "time attention against comparable implementations"),
+    "bench content": Route("spanformer.cli.bench", "CONTENT", "time LSH, routing and Linformer against SDPA"),
     "bench decode": Route(
         "spanformer.cli.bench", "DECODE", "time decoding, prefill and streaming with per-head KV caches"
     ),

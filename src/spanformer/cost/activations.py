@@ -105,18 +105,18 @@ def additive(s: Sizes) -> Kept:
     return chunked(s, *TILE)
 
 
-def bucketed(s: Sizes, rounds: int, *, keys: int, itself: bool) -> Kept:
-    """As for one softmax, with `keys` numbers per number of q instead of keys, and values for each query head; and for
-    each round four numbers of 8 bytes per token. itself: add what rows without another visible key need."""
-    own = Kept(0, 3 * s.rows) if itself else Kept(0)
-    return Kept((3 + keys) * s.queried, s.rows * (1 + 8 * rounds)) + own
+def bucketed(s: Sizes, rounds: int, *, itself: bool) -> Kept:
+    """Queries, which are the keys, values of each query head and the output; and for each round four numbers of 8 bytes
+    per token. itself: add what rows without another visible key need."""
+    own = Kept(0, 1.25 * s.rows) if itself else Kept(0)
+    return Kept(3 * s.queried, s.rows * (1 + 8 * rounds)) + own
 
 
 def routing(s: Sizes, clusters: int, w: int) -> Kept:
     """Causal: queries before and after their norm, and their distances from the centroids. In an encoder, the same for
     keys, and clusters of w tokens each: their q, k, v and two outputs, with indices of 8 bytes."""
     if s.causal:
-        return bucketed(s, 1, keys=1, itself=False) + Kept(s.queried, 2.5 * s.rows)
+        return bucketed(s, 1, itself=False) + Kept(s.queried, 4.25 * s.rows)
     taken = clusters * min(w, s.length)
     return Kept((4 + 5 * taken / s.length) * s.queried, 5.5 * s.rows + 11 * s.heads * taken)
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from spanformer.cost import activations
 from spanformer.cost.activations import Kept
-from spanformer.cost.mechanisms import Cost, up_to_max_span
+from spanformer.cost.mechanisms import Cost
 from spanformer.cost.sizes import Sizes
 from spanformer.kinds.spec import INHERIT, Kind
 
@@ -35,7 +35,7 @@ KIND = Kind(
     cost=Cost(
         "size/2 + max_span/size",
         _pairs,
-        up_to_max_span,
+        lambda n, p: p.size + p.max_span // p.size - 1,
         extra=_convolution,
         kept=_kept,
         alone=lambda p: True,

@@ -39,7 +39,7 @@ KIND = Kind(
         lambda n, p: n,
         forward=_hash,
         state=lambda d, p: pairs.ring_numbers(d, p.buckets, p.window + p.learned * RAMP, p.rounds),
-        kept=lambda s, p: activations.bucketed(s, p.rounds, keys=1, itself=True),
+        kept=lambda s, p: activations.bucketed(s, p.rounds, itself=True),
         alone=lambda p: p.chunked,
     ),
     drawn="2 lsh(6, 4, 1)",

@@ -86,6 +86,7 @@ KINDS: Registry[Kind] = Registry(
         "span_linear",
         "linformer",
         "low_rank",
+        "sinkhorn",
     ),
 )
 POSITIONS: Registry[PositionKind] = Registry(

@@ -11,6 +11,7 @@ Shapes: B batch, T new tokens, M remembered ones, H heads, Hkv key/value heads, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,16 +40,21 @@ class LayerCall:
     first new token"""
     q: Tensor
     """[B, H, T, D], not rotated"""
-    k: Tensor
-    """[B, Hkv, T, D] of the new tokens, not rotated"""
+    keys: Callable[[], Tensor]
+    """gives `k`; not called by a memory whose keys are the queries, so that nothing is projected in vain"""
     v: Tensor
     """[B, Hkv, T, D] of the new tokens"""
     project: Project
 
+    @functools.cached_property
+    def k(self) -> Tensor:
+        """[B, Hkv, T, D] of the new tokens, not rotated"""
+        return self.keys()
+
     @property
     def shared(self) -> int:
         """Query heads of each key/value head."""
-        return self.q.shape[1] // self.k.shape[1]
+        return self.q.shape[1] // self.v.shape[1]
 
     def for_heads(self, first: int, mechanism: Any) -> LayerCall:
         """The call for some query heads only: those from `first` on, as many as this mechanism has."""
@@ -61,7 +67,7 @@ class LayerCall:
 
         return replace(
             self, mechanism=mechanism, position=self.position.for_heads(first, heads), project=project,
-            q=self.q[:, first : first + heads], k=self.k[:, some], v=self.v[:, some],
+            q=self.q[:, first : first + heads], keys=lambda: self.k[:, some], v=self.v[:, some],
         )  # fmt: skip
 
 

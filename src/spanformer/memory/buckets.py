@@ -20,7 +20,8 @@ from torch import Tensor
 from spanformer.core.recompute import recompute
 from spanformer.memory.base import LayerCall, MemoryShape
 from spanformer.ops import Attended, Rule, attend, merge
-from spanformer.ops.buckets import Placed, Seen, attend_buckets, near, pick_rows, sort_tokens
+from spanformer.ops.bucket_rounds import attend_buckets
+from spanformer.ops.buckets import Placed, Seen, near, pick_rows, sort_tokens
 
 EMPTY = -(1 << 38)
 """the mark of a slot without a token: farther from any token than a head sees"""
@@ -78,7 +79,7 @@ class Buckets:
             raise ValueError(refused[0])
         rule = mechanism.rule(view)
         if self._held is None and self._waiting is None:
-            found = mechanism(call.q, call.k, call.v, rule, view)
+            found = mechanism(call.q, call.q, call.v, rule, view)  # its keys are its queries
             self._pending = lambda: self._place_again(mechanism, call)
             return found, mechanism.penalty(rule, view)
         placed = self._place(mechanism, call, self.tensors()["counts"])
@@ -104,11 +105,11 @@ class Buckets:
         first = known - (many.cumsum(2) - many)  # of a bucket: the rank of its first new token less its sorted place
         ranks = among.inverse + first.gather(2, new.ids)
         places = (new.ids * self.sizes.gap + ranks).transpose(0, 1)
-        return replace(new, among=among, ranks=ranks, places=places, added=many[..., :n])
+        return replace(new, k=mechanism.keys(new.q), among=among, ranks=ranks, places=places, added=many[..., :n])
 
     def _many(self, new: Placed, seen: Seen) -> Attended:
         """New tokens among themselves and, round by round, over the rings."""
-        assert new.among is not None and new.places is not None
+        assert new.among is not None and new.places is not None and new.k is not None
         parts = [attend_buckets(new.q, new.k, new.v, new.among, seen)]
         held = {name: t.flatten(0, 1) for name, t in self.tensors().items() if name in ("keys", "values", "marks")}
         for r in range(self.sizes.rounds):
@@ -129,7 +130,7 @@ class Buckets:
 
     def _one(self, new: Placed, seen: Seen) -> Attended:
         """A single token over the rings of its own buckets."""
-        assert new.places is not None
+        assert new.places is not None and new.k is not None
         (n, rounds, _), c = new.ids.shape, self.capacity
         held = {name: t.flatten(0, 2) for name, t in self.tensors().items() if name in ("keys", "values", "marks")}
         slots = held["keys"].shape[1]
@@ -178,7 +179,7 @@ class Buckets:
 
     @torch.no_grad()
     def _write(self, held: dict[str, Tensor], new: Placed) -> dict[str, Tensor]:
-        assert new.ranks is not None and new.places is not None and new.added is not None
+        assert new.ranks is not None and new.places is not None and new.added is not None and new.k is not None
         held = held if self.shape.in_place else {name: t.clone() for name, t in held.items()}
         (n, rounds, t), (b, h), c = new.ids.shape, held["keys"].shape[:2], self.capacity
         slots = held["keys"].shape[3]

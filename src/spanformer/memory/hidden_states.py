@@ -7,6 +7,7 @@ Shapes: B batch, T new tokens, M remembered ones, H heads, Hkv key/value heads, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -96,10 +97,8 @@ class HiddenStates:
         for kv_heads, need in groups:
             heads = [h * call.shared + n for h in kv_heads for n in range(call.shared)]
             index, kv_index = (torch.tensor(i, device=call.q.device) for i in (heads, kv_heads))
-            some = replace(
-                call, q=call.q.index_select(1, index), k=call.k.index_select(1, kv_index),
-                v=call.v.index_select(1, kv_index),
-            )  # fmt: skip
+            keys = functools.partial(call.k.index_select, 1, kv_index)
+            some = replace(call, q=call.q.index_select(1, index), keys=keys, v=call.v.index_select(1, kv_index))
             own, rule = rule_for(need)
             if not parts:  # every group's rule is for all heads
                 penalty = call.mechanism.penalty(own, call.view)

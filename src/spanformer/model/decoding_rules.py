@@ -49,7 +49,7 @@ def ring_parts(blocks: Sequence[Block]) -> list[RingPart]:
     for n, block in enumerate(blocks):
         mechanism, first = block.attention.mechanism, 0
         for part in mechanism.each() if isinstance(mechanism, MixedMemory) else [mechanism]:
-            found += [] if remembers_itself(part) else [RingPart(n, first, part)]
+            found += [] if remembers_itself(part, decoding=True) else [RingPart(n, first, part)]
             first += part.heads
     return found
 

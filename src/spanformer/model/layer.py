@@ -5,6 +5,7 @@ Shapes: B batch, T new tokens, H heads, Hkv key/value heads, D head size.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from torch import Tensor, nn
@@ -32,8 +33,9 @@ class SelfAttention(nn.Module):
         may share. Returns [B, T, dim], or [N, dim] of the view's active tokens, and the mechanism's term of the
         loss."""
         q = self.mechanism.map_queries(split_heads(self._queries(x, view.active), self.heads))
-        k, v = self.project(x)
-        call = LayerCall(self.mechanism, position, replace(view, x=x), q, k, v, self.project)
+        v = self._project(x, self.value, None)
+        keys = functools.partial(self._project, x, self.key, None)
+        call = LayerCall(self.mechanism, position, replace(view, x=x), q, keys, v, self.project)
         found, penalty = memory.attend(call)
         if self.persistent is not None:
             dropout = self.mechanism.dropout if self.training else 0.0

@@ -11,7 +11,8 @@ from spanformer.ops.attended import Attended
 from spanformer.ops.backends.base import Backend
 from spanformer.ops.dropout import draw_seed
 from spanformer.ops.head_groups import AnyRule, HeadGroups
-from spanformer.ops.lower import Lowered, dense, first_lowered, lower, make_call, split_heads
+from spanformer.ops.lower import Lowered, dense, first_lowered, flatten, lower, make_call, split_heads
+from spanformer.ops.rule import Rule
 
 log = logging.getLogger("spanformer")
 
@@ -63,6 +64,18 @@ def attend(
     if backend == "reference":
         return _pick(whole := dense(call), backend).run(whole)
     return lower(call, lambda part: _pick(part, backend).run(part))
+
+
+def part_gradients(
+    q: Tensor, k: Tensor, v: Tensor, rule: Rule, g_out: Tensor, lse: Tensor, spread: Tensor, *, backend: str,
+    dropout: float, generator: torch.Generator | None, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:  # fmt: skip
+    """Gradients of q, k, v and the rule's span, for keys that are a part of those in a softmax. lse [B, H, Tq]: of all
+    its keys; spread: g_lse − g_out·out. None if the backend computes them only together with `attend`."""
+    seed = draw_seed(generator, q.device) if dropout else None
+    call = flatten(make_call(q, k, v, rule, scale=scale, dropout=dropout, seed=seed))
+    run = _pick(call, backend).part_gradients
+    return None if run is None else run(call, g_out, lse, spread)
 
 
 def backends() -> dict[str, list[str]]:

@@ -152,6 +152,7 @@ def shard(model: TransformerStack, world: World) -> TransformerStack:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    refuse_shared(model)
     # the losses a model returns are a view, which nothing writes to
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     mesh = init_device_mesh(world.device.type, (world.size,))
@@ -160,6 +161,19 @@ def shard(model: TransformerStack, world: World) -> TransformerStack:
         fully_shard(block, mesh=mesh, ignored_params={p for p in block.parameters() if p in whole})
     fully_shard(model, mesh=mesh, ignored_params=whole)
     return model
+
+
+def refuse_shared(model: TransformerStack) -> None:
+    """A parameter of two blocks would belong to two units."""
+    owner: dict[nn.Parameter, str] = {}
+    for number, block in enumerate(model.layers()):
+        for name, parameter in block.named_parameters():
+            if parameter in owner:
+                raise ValueError(
+                    f"layer {number} shares {name} with {owner[parameter]}, and train.engine fsdp shards each layer "
+                    "apart; use engine ddp, or for linformer share key_value in the place of layerwise"
+                )
+        owner |= {parameter: f"layer {number}" for parameter in block.parameters()}
 
 
 def span_parameters(model: TransformerStack) -> list[nn.Parameter]:

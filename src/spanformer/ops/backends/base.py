@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from spanformer.ops.attended import Attended
@@ -22,6 +23,10 @@ class Backend:
     refuses: Callable[[Lowered], list[str]]
     """why it cannot serve this call; [] if it can"""
     run: Callable[[Lowered], Attended]
+    part_gradients: Callable[[Lowered, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor | None]] | None = (
+        None
+    )
+    """as `ops.attend.part_gradients`, if it has them"""
 
 
 COMMON = (

@@ -85,6 +85,15 @@ def _backward(g_out, g_lse, out, lse, inputs, fixed: Fixed, wanted) -> list[Tens
     return [g if g is None or not want or g.dtype == t.dtype else g.to(t.dtype) for g, t, want in pairs]
 
 
+def _part_gradients(call: Lowered, g_out: Tensor, lse: Tensor, spread: Tensor):
+    """The kernel takes g_lse − g_out·out itself, so an output of zeros leaves `spread` as it is."""
+    out = g_out.new_zeros(g_out.shape[3]).expand(g_out.shape)
+    wanted = (True, True, True, call.span is not None, *[False] * (COUNT - 4))
+    inputs = (call.q, call.k, call.v, *_learned(call))
+    dq, dk, dv, d_span, *_ = _backward(g_out, as_laid(spread), out, as_laid(lse), inputs, _fixed(call), wanted)
+    return dq, dk, dv, d_span
+
+
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
@@ -217,4 +226,4 @@ def _unusable() -> list[str]:
     return [problem] if problem else []
 
 
-BACKEND = Backend("native", _unusable, _refuses, attend_native)
+BACKEND = Backend("native", _unusable, _refuses, attend_native, _part_gradients)
