@@ -42,7 +42,7 @@ sanitize: .venv/with-dev
 	SPANFORMER_KERNEL=$(CURDIR)/$(SANITIZED) ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	$(BIN)/python -m pytest -q --capture=sys tests/ops/test_native.py tests/ops/test_tables.py tests/ops/test_rings.py \
-	  tests/ops/test_linear.py tests/memory \
+	  tests/ops/test_linear.py tests/ops/test_matrix_state.py tests/ops/test_layer.py tests/ops/test_orders.py tests/memory \
 	  -m "not slow"
 
 # Only the kernel is instrumented: accesses of python and torch are left out, or their own OpenMP would be reported.

@@ -87,16 +87,20 @@ struct Decode {
   const float* sink_logits;
 };
 
+enum Normalize : int64_t { kSum = 1, kRms = 2, kClamped = 3 };
+
 // Linear attention: features of queries and keys, and a state in the place of pairs (linear.h).
 struct Linear {
   int64_t dtype, threads;
   int64_t B, H, Hkv, Tq, T, M, Dv;  // Tq: queries, of the last tokens; M: features
-  int64_t normalize;            // divide by the denominator
+  int64_t normalize;            // 0: rows are not divided; by the denominator (rows below eps are 0), by their root mean
+                                // square (eps is added to the mean square), or by the denominator, which is at least eps
   int64_t elu;                  // features are elu + 1 of a and b, and not a and b themselves
-  double ramp;
+  double ramp, eps;
   Rows a, b, v, out;
-  float* den;               // [B, H, Tq] contiguous
-  const float* decay;       // [B, Hkv, T] contiguous or null
+  float* den;               // [B, H, Tq] contiguous: the denominator, or the root mean square
+  const float* decay;       // [1 or B, Hkv, 1 or T] or null; a stride is 0 where texts or tokens share it
+  int64_t decay_batch, decay_head, decay_row;
   const float* near;        // [1 or B, H, 1 or Tq] or null; a stride is 0 where texts or tokens share it
   int64_t near_batch, near_head, near_row;
   const uint8_t* starts;    // [B, T] contiguous or null: 1 where a document begins
@@ -122,10 +126,20 @@ struct Delta {
   const float* state;         // [B, Hkv, D, Dv] before the first token, or null for zeros
   float* final_state;         // [B, Hkv, D, Dv]
   float* marks;               // [B, Hkv, ceil(T / segment), D, Dv]: the states before each segment; null: no backward pass
+  // of a layer (csrc/layer.h)
+  int64_t conv;                           // tokens that the convolution reads; 0: q, k and v are taken as they are
+  double eps;                             // added to a mean square
+  const float *conv_q, *conv_k, *conv_v;  // [H or Hkv, conv, D or Dv], the newest token's last
+  const float *tail_q, *tail_k, *tail_v;  // [B, H or Hkv, conv − 1, D or Dv] tokens before the first, or null for zeros
+  const uint8_t* padding;                 // [B, T] or null; read by the convolution alone
+  Rows gate;                              // [B, H, T, Dv] float32; null: out is y
+  const float* norm;                      // [Dv]
   // backward only
-  Rows g, dq, dk, dv;
+  Rows g, dq, dk, dv, d_gate;
   const float* g_state;  // like state, or null for zeros
-  float *d_beta, *d_decay, *d_state;  // like beta, decay and state; the last two may be null
+  float *d_beta, *d_decay, *d_state;        // like beta, decay and state; the last two may be null
+  float *d_conv_q, *d_conv_k, *d_conv_v;    // [B, H or Hkv, conv, D or Dv]
+  float* d_norm;                            // [B, H, Dv]
 };
 
 // Gated linear attention (csrc/gla.h), as `Delta` with a gate for each channel of the keys.
@@ -138,10 +152,13 @@ struct Gla {
   const uint8_t* starts;
   const float* state;
   float *final_state, *marks;
+  double eps;
+  Rows gate;
+  const float* norm;
   // backward only
-  Rows g, dq, dk, dv;
+  Rows g, dq, dk, dv, d_gate;
   const float* g_state;
-  float *d_gates, *d_state;  // like gates and state; d_state may be null
+  float *d_gates, *d_state, *d_norm;  // d_gates like gates; d_state may be null
 };
 
 struct Kernel {  // one instruction set's code

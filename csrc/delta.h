@@ -65,20 +65,28 @@ template <class T>
 class DeltaItem : Item<T, Delta> {
   using Base = Item<T, Delta>;
   using Base::c_, Base::b_, Base::g_, Base::group_, Base::stack_, Base::D_, Base::V_, Base::chunks_, Base::segment_;
-  using Base::n_, Base::S_, Base::E_, Base::X_, Base::Vv_;
+  using Base::n_, Base::S_, Base::E_, Base::X_, Base::Vv_, Base::norms_;
 
  public:
-  DeltaItem(const Delta& c, long item) : Base(c, item) {}
+  DeltaItem(const Delta& c, long item)
+      : Base(c, item), tokens_(c.conv ? text(c.padding) : nullptr, c.conv ? text(c.starts) : nullptr, c.T) {
+    if (!c.conv) return;
+    convolutions_.emplace_back(convolution(c.k, c.dk, c.conv_k, c.tail_k, c.d_conv_k, g_, c.Hkv, c.D, D_, 1.f));
+    for (long h = g_ * group_; h < (g_ + 1) * group_; h++)
+      convolutions_.emplace_back(convolution(c.q, c.dq, c.conv_q, c.tail_q, c.d_conv_q, h, c.H, c.D, D_, 1.f));
+    convolutions_.emplace_back(convolution(c.v, c.dv, c.conv_v, c.tail_v, c.d_conv_v, g_, c.Hkv, c.Dv, V_, 0.f));
+  }
 
   void forward() {
     reserve(0);
     this->restore(c_.state ? c_.state + this->at_state() : nullptr, S_);
     if (c_.T == 1 && !c_.marks) {
+      read_rows(0, 1, true);
       steps(0, 1);
     } else {
       for (long t = 0; t < chunks_; t++) {
         if (c_.marks && t % segment_ == 0) this->save(S_, this->mark(t / segment_));
-        read(t * C, this->tokens(t));
+        read(t * C, this->tokens(t), true);
         if (forward_chunk(t, Recalled{S_, U_, Wv_, M_, false}, true)) write_out(t * C, n_);
       }
     }
@@ -94,7 +102,7 @@ class DeltaItem : Item<T, Delta> {
       for (long t = from; t < to; t++) {
         Recalled& r = recalled_[t - from];
         std::memcpy(r.S, S_, sizeof(float) * D_ * V_);
-        read(t * C, this->tokens(t));
+        read(t * C, this->tokens(t), false);
         r.bad = !forward_chunk(t, r, false);
       }
       for (long t = to - 1; t >= from; t--) {
@@ -103,6 +111,8 @@ class DeltaItem : Item<T, Delta> {
       }
     }
     if (c_.d_state) this->save(E_, c_.d_state + this->at_state());
+    for (const ShortConvolution<T>& x : convolutions_) x.end();
+    for (const GatedNorm& norm : norms_) norm.end();
   }
 
  private:
@@ -110,6 +120,16 @@ class DeltaItem : Item<T, Delta> {
   float beta_[C];
   Decays decays_;
   std::vector<Recalled> recalled_;
+  Tokens tokens_;
+  std::vector<ShortConvolution<T>> convolutions_;  // of k, of each q, and of v; or none
+
+  const uint8_t* text(const uint8_t* ids) const { return ids ? ids + b_ * c_.T : nullptr; }
+  ConvolvedHead convolution(const Rows& from, const Rows& to, const float* weight, const float* tail, float* d_weight, long h,
+                            long heads, long size, long width, float unit) const {
+    const long at = b_ * heads + h;
+    return {from, to, b_, h, size, width, c_.conv, unit, weight + h * c_.conv * size,
+            tail ? tail + at * (c_.conv - 1) * size : nullptr, d_weight ? d_weight + at * c_.conv * size : nullptr};
+  }
 
   void reserve(long held) {
     const size_t d = D_, v = V_, s = stack_;
@@ -125,15 +145,32 @@ class DeltaItem : Item<T, Delta> {
         for (typename Base::Part part : {typename Base::Part{&r.S, d * v}, {&r.U, C * v}, {&r.Wv, C * v}, {&r.M, C * C}})
           parts.push_back(part);
     }
-    Base::reserve(parts);
+    size_t more = 0;
+    for (const ShortConvolution<T>& x : convolutions_) more += Arena::rounded(x.scratch(C));
+    Base::reserve(parts, more);
+    for (ShortConvolution<T>& x : convolutions_) x.begin(arena().take(x.scratch(C)), C);
   }
 
   const float* decay() const { return c_.decay ? c_.decay + this->at_token(0) : nullptr; }
 
-  void read(long t, long n) {
-    this->take_rows(t, n);
+  // keys and values as the operation takes them, and queries
+  void read_rows(long t, long n, bool queries) {
     const float* beta = c_.beta + this->at_token(t);
     for (long i = 0; i < C; i++) beta_[i] = i < n ? beta[i] : 0.f;
+    if (convolutions_.empty()) return this->take_rows(t, n);
+    n_ = n;
+    const long first = tokens_.from(t), last = tokens_.from(t + n);
+    for (long h = 0; h <= group_ + 1; h++) {
+      const bool values = h > group_;
+      if (!queries && h > 0 && !values) continue;
+      float* to = values ? Vv_ : X_ + h * C * D_;
+      const long width = values ? V_ : D_;
+      convolutions_[h].forward(tokens_, first, last, t, n, to);
+      if (n < C) std::memset(to + n * width, 0, sizeof(float) * (C - n) * width);
+    }
+  }
+  void read(long t, long n, bool queries) {
+    read_rows(t, n, queries);
     decays_.fill(n, decay() ? decay() + t : nullptr, [&](long i) { return this->begins(t + i); });
   }
 
@@ -187,11 +224,12 @@ class DeltaItem : Item<T, Delta> {
     if (bad >= n_) return true;
     const long t = chunk * C, n = n_;
     if (bad > 0) {
-      read(t, bad);
+      read(t, bad, output);
       run_chunk(r, output);
       if (output) write_out(t, bad);
     }
-    steps(t + bad, t + n);
+    read_rows(t, n, output);
+    steps(bad, n, t);
     return false;
   }
 
@@ -221,29 +259,27 @@ class DeltaItem : Item<T, Delta> {
     return n_;
   }
 
-  void write_out(long t, long n) const {
-    for (long r = 0; r < group_; r++)
-      this->give(c_.out, g_ * group_ + r, t, n, c_.Dv, XS_ + (1 + r) * C * V_, V_);
+  void write_out(long t, long n) {
+    for (long r = 0; r < group_; r++) this->give_out(r, t, n, XS_ + (1 + r) * C * V_);
   }
 
-  // The recurrence itself, for a single token and for those that NaN has reached.
-  void steps(long from, long to) {
-    for (long t = from; t < to; t++) {
-      if (this->begins(t)) std::memset(S_, 0, sizeof(float) * D_ * V_);
-      if (decay()) scale_all(std::exp(decay()[t]), S_, c_.D * V_);
-      const T *k = row<T>(c_.k, b_, g_, t), *v = row<T>(c_.v, b_, g_, t);
-      const float beta = c_.beta[this->at_token(t)];
+  // The recurrence itself, for a single token and for those that NaN has reached: tokens of the chunk that begins at t.
+  void steps(long from, long to, long t = 0) {
+    for (long i = from; i < to; i++) {
+      if (this->begins(t + i)) std::memset(S_, 0, sizeof(float) * D_ * V_);
+      if (decay()) scale_all(std::exp(decay()[t + i]), S_, c_.D * V_);
+      const float *k = X_ + i * D_, *v = Vv_ + i * V_;
       std::memset(U_, 0, sizeof(float) * V_);
-      for (long d = 0; d < c_.D; d++) add_row(to_float(k[d]), S_ + d * V_, U_, V_);
-      for (long e = 0; e < c_.Dv; e++) U_[e] = beta * (to_float(v[e]) - U_[e]);
-      for (long d = 0; d < c_.D; d++) add_row(to_float(k[d]), U_, S_ + d * V_, V_);
-      this->give_step(t, Wv_);
+      for (long d = 0; d < c_.D; d++) add_row(k[d], S_ + d * V_, U_, V_);
+      for (long e = 0; e < c_.Dv; e++) U_[e] = beta_[i] * (v[e] - U_[e]);
+      for (long d = 0; d < c_.D; d++) add_row(k[d], U_, S_ + d * V_, V_);
+      this->give_step(i, t + i, Wv_);
     }
   }
 
   void backward_chunk(long chunk, const Recalled& r, const float* after) {
     const long t = chunk * C;
-    read(t, this->tokens(chunk));
+    read(t, this->tokens(chunk), true);
     const float* Q = X_ + C * D_;
     float *Y = XS_, *dO = XS_ + C * V_;  // one stack, as keys and queries
     for (long h = 0; h < group_; h++) this->take(c_.g, g_ * group_ + h, t, n_, c_.Dv, dO + h * C * V_, V_);
@@ -254,11 +290,12 @@ class DeltaItem : Item<T, Delta> {
     for (long h = 0; h < group_; h++) {
       float* P = XX_ + (1 + h) * C * C;
       mask<false>(P, 1.f);
+      if (!norms_.empty()) through_norm(h, t, P, Q + h * C * D_, r, dO + h * C * V_);
       for (long a = 0; a < C; a += STRIP)
         wide_product<BY_COLUMN, true>(STRIP, C - a, P + a * C + a, C, dO + (h * C + a) * V_, dU_ + a * V_, V_);
     }
     solve_back(r.M, dU_, Y);
-    this->give(c_.dv, g_, t, n_, c_.Dv, Y, V_);
+    give_gradient(group_ + 1, c_.dv, g_, t, c_.Dv, Y, V_);
     for (long i = 0; i < n_; i++) c_.d_beta[this->at_token(t + i)] = dot(dU_ + i * V_, r.Wv + i * V_, V_);
     turn(r.U, C, V_, UT_);
     wide_product<BY_ROW, false>(stack_, c_.Dv, XS_, V_, UT_, XX_, C);
@@ -276,29 +313,51 @@ class DeltaItem : Item<T, Delta> {
     for (long h = 0; h <= group_; h++)
       for (long a = 0; a < C; a += STRIP)
         wide_product<BY_COLUMN, true>(STRIP, C - a, XX_ + (h * C + a) * C + a, C, X_ + (h * C + a) * D_, dK_ + a * D_, D_);
-    for (long h = 0; h < group_; h++) this->give(c_.dq, g_ * group_ + h, t, n_, c_.D, dX_ + (1 + h) * C * D_, D_);
+    for (long h = 0; h < group_; h++) give_gradient(1 + h, c_.dq, g_ * group_ + h, t, c_.D, dX_ + (1 + h) * C * D_, D_);
     if (c_.d_decay) decay_gradient(t, after);
     for (long i = 0; i < C * D_; i += W) store(dK_ + i, load(dK_ + i) + load(dX_ + i));
-    this->give(c_.dk, g_, t, n_, c_.D, dK_, D_);
+    give_gradient(0, c_.dk, g_, t, c_.D, dK_, D_);
     for (long h = 0; h <= group_; h++) scale_rows(C, decays_.enter, h ? 1.f : -1.f, X_ + h * C * D_, D_);
     scale_all(decays_.whole, E_, D_ * V_);
     wide_product<BY_COLUMN, true>(c_.D, stack_, X_, D_, XS_, E_, V_);
   }
 
+  // The gradient of a head's outputs becomes the one of its y, which is computed again.
+  void through_norm(long h, long t, const float* P, const float* Q, const Recalled& r, float* dO) {
+    wide_product<BY_ROW, false>(C, c_.D, Q, D_, r.S, dX_, V_);
+    scale_rows(C, decays_.enter, 1.f, dX_, V_);
+    for (long a = 0; a < C; a += STRIP)
+      wide_product<BY_ROW, true>(STRIP, a + STRIP, P + a * C, C, r.U, dX_ + a * V_, V_);
+    norms_[h].backward(t, n_, dX_, dO);
+  }
+  void give_gradient(long index, const Rows& to, long head, long t, long size, const float* from, long width) {
+    if (convolutions_.empty()) return this->give(to, head, t, n_, size, from, width);
+    convolutions_[index].backward(tokens_, tokens_.from(t), tokens_.from(t + n_), t, n_, from);
+  }
+
+  // In double: the terms of a decay's gradient cancel.
+  static double inner(const float* x, const float* y, long n) {
+    double part[8] = {};
+    for (long d = 0; d < n; d += 8)
+      for (long e = 0; e < 8; e++) part[e] += (double)x[d + e] * (double)y[d + e];
+    return ((part[0] + part[4]) + (part[1] + part[5])) + ((part[2] + part[6]) + (part[3] + part[7]));
+  }
   void decay_gradient(long t, const float* after) const {
-    float sum = dot(E_, after, D_ * V_);
+    double sum = inner(E_, after, D_ * V_);
     for (long i = n_ - 1; i >= 0; i--) {
       const float *k = X_ + i * D_, *rows = dX_ + i * D_;
-      sum += dot(k, rows, D_) - dot(k, dK_ + i * D_, D_);
-      for (long h = 1; h <= group_; h++) sum += dot(k + h * C * D_, rows + h * C * D_, D_);
+      sum += inner(k, rows, D_) - inner(k, dK_ + i * D_, D_);
+      for (long h = 1; h <= group_; h++) sum += inner(k + h * C * D_, rows + h * C * D_, D_);
       const bool border = this->begins(t + i);  // nothing comes across: neither state nor gradient
-      c_.d_decay[this->at_token(t + i)] = border ? 0.f : sum;
-      if (border) sum = 0.f;
+      c_.d_decay[this->at_token(t + i)] = border ? 0.f : (float)sum;
+      if (border) sum = 0.0;
     }
   }
 
   void write_nan(long chunk) {
     this->give_nan(chunk, dX_);
+    const long begin = chunk * C, end = begin + this->tokens(chunk);
+    for (ShortConvolution<T>& x : convolutions_) x.give_nan(tokens_, tokens_.from(begin), tokens_.from(end), begin, end - begin);
     for (long i = 0, t = this->at_token(chunk * C); i < this->tokens(chunk); i++) {
       c_.d_beta[t + i] = NOT_A_NUMBER;
       if (c_.d_decay) c_.d_decay[t + i] = NOT_A_NUMBER;
@@ -309,22 +368,9 @@ class DeltaItem : Item<T, Delta> {
 }  // namespace matrix
 
 template <class T>
-static void delta_forward(const Delta& c) {
-  prefer_large_pages(c.out, c.B * c.H * c.T * c.Dv * (long)sizeof(T));
-  for_items(c.B * c.Hkv, c.threads, (double)c.B * c.H * c.T * c.D * c.Dv, [&](long item) {
-    matrix::DeltaItem<T>(c, item).forward();
-  });
-}
-
+static void delta_forward(const Delta& c) { matrix_forward<matrix::DeltaItem<T>, T>(c); }
 template <class T>
-static void delta_backward(const Delta& c) {
-  prefer_large_pages(c.dq, c.B * c.H * c.T * c.D * (long)sizeof(T));
-  prefer_large_pages(c.dk, c.B * c.Hkv * c.T * c.D * (long)sizeof(T));
-  prefer_large_pages(c.dv, c.B * c.Hkv * c.T * c.Dv * (long)sizeof(T));
-  for_items(c.B * c.Hkv, c.threads, (double)c.B * c.H * c.T * c.D * c.Dv, [&](long item) {
-    matrix::DeltaItem<T>(c, item).backward();
-  });
-}
+static void delta_backward(const Delta& c) { matrix_backward<matrix::DeltaItem<T>, T>(c); }
 
 }  // namespace SPANFORMER_ISA
 }  // namespace spanformer

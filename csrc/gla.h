@@ -26,7 +26,7 @@ template <class T>
 class GlaItem : Item<T, Gla> {
   using Base = Item<T, Gla>;
   using Base::c_, Base::b_, Base::g_, Base::group_, Base::stack_, Base::D_, Base::V_, Base::chunks_, Base::segment_;
-  using Base::n_, Base::S_, Base::E_, Base::X_, Base::Vv_;
+  using Base::n_, Base::S_, Base::E_, Base::X_, Base::Vv_, Base::norms_;
 
  public:
   GlaItem(const Gla& c, long item) : Base(c, item) {}
@@ -35,6 +35,7 @@ class GlaItem : Item<T, Gla> {
     reserve(0);
     this->restore(c_.state ? c_.state + this->at_state() : nullptr, S_);
     if (c_.T == 1 && !c_.marks) {
+      this->take_rows(0, 1);
       steps(0, 1);
     } else {
       for (long t = 0; t < chunks_; t++) {
@@ -44,7 +45,8 @@ class GlaItem : Item<T, Gla> {
           outputs(t);
           next_state();
         }
-        steps(t * C + clean, t * C + n);
+        if (clean < n) this->take_rows(t * C, n);
+        steps(clean, n, t * C);
       }
     }
     this->save(S_, c_.final_state + this->at_state());
@@ -62,8 +64,9 @@ class GlaItem : Item<T, Gla> {
         std::memcpy(states_ + (t - from) * D_ * V_, S_, sizeof(float) * D_ * V_);
         const long clean = read_clean(t);
         if (clean > 0) next_state();
-        steps(t * C + clean, t * C + this->tokens(t));
         bad[t - from] = clean < this->tokens(t);
+        if (bad[t - from]) this->take_rows(t * C, this->tokens(t));
+        steps(clean, this->tokens(t), t * C);
       }
       for (long t = to - 1; t >= from; t--) {
         const float* before = states_ + (t - from) * D_ * V_;
@@ -71,6 +74,7 @@ class GlaItem : Item<T, Gla> {
       }
     }
     if (c_.d_state) this->save(E_, c_.d_state + this->at_state());
+    for (const GatedNorm& norm : norms_) norm.end();
   }
 
  private:
@@ -186,19 +190,25 @@ class GlaItem : Item<T, Gla> {
     for (long d = 0; d < count; d += W) store(to + d, load(x + d) * load(y + d));
   }
 
-  void outputs(long chunk) {
+  void weights() {
     own_weights();
     for (long s = HALF; s > 0; s /= 2) {
       read_level(s);
       for (long h = 0; h < group_; h++) level_weights(s, h);
     }
+  }
+  // y [C][V] of a head, S the state before the chunk
+  void sums(long h, const float* S, float* y) {
+    const float* P = P_ + h * C * C;
+    multiply(X_ + (1 + h) * C * D_, enter_, scaled_, C * D_);
+    wide_product<BY_ROW, false>(C, c_.D, scaled_, D_, S, y, V_);
+    for (long a = 0; a < C; a += STRIP) wide_product<BY_ROW, true>(STRIP, a + STRIP, P + a * C, C, Vv_, y + a * V_, V_);
+  }
+  void outputs(long chunk) {
+    weights();
     for (long h = 0; h < group_; h++) {
-      float *P = P_ + h * C * C, *O = Y_ + h * C * V_;
-      multiply(X_ + (1 + h) * C * D_, enter_, scaled_, C * D_);
-      wide_product<BY_ROW, false>(C, c_.D, scaled_, D_, S_, O, V_);
-      for (long a = 0; a < C; a += STRIP)
-        wide_product<BY_ROW, true>(STRIP, a + STRIP, P + a * C, C, Vv_, O + a * V_, V_);
-      this->give(c_.out, g_ * group_ + h, chunk * C, n_, c_.Dv, O, V_);
+      sums(h, S_, Y_ + h * C * V_);
+      this->give_out(h, chunk * C, n_, Y_ + h * C * V_);
     }
   }
   void next_state() {
@@ -207,18 +217,15 @@ class GlaItem : Item<T, Gla> {
     wide_product<BY_COLUMN, true>(c_.D, C, scaled_, D_, Vv_, S_, V_);
   }
 
-  // The recurrence itself, for a single token and for those that NaN has reached.
-  void steps(long from, long to) {
-    for (long t = from; t < to; t++) {
-      if (this->begins(t)) std::memset(S_, 0, sizeof(float) * D_ * V_);
-      const T *k = row<T>(c_.k, b_, g_, t), *v = row<T>(c_.v, b_, g_, t);
-      std::memset(Y_, 0, sizeof(float) * V_);
-      for (long e = 0; e < c_.Dv; e++) Y_[e] = to_float(v[e]);
+  // The recurrence itself, for a single token and for those that NaN has reached: tokens of the chunk that begins at t.
+  void steps(long from, long to, long t = 0) {
+    for (long i = from; i < to; i++) {
+      if (this->begins(t + i)) std::memset(S_, 0, sizeof(float) * D_ * V_);
       for (long d = 0; d < c_.D; d++) {
-        scale_all(std::exp(gates(t)[d]), S_ + d * V_, V_);
-        add_row(to_float(k[d]), Y_, S_ + d * V_, V_);
+        scale_all(std::exp(gates(t + i)[d]), S_ + d * V_, V_);
+        add_row(X_[i * D_ + d], Vv_ + i * V_, S_ + d * V_, V_);
       }
-      this->give_step(t, Y_);
+      this->give_step(i, t + i, Y_);
     }
   }
 
@@ -226,6 +233,7 @@ class GlaItem : Item<T, Gla> {
     const long t = chunk * C;
     read(t, this->tokens(chunk));
     for (long h = 0; h < group_; h++) this->take(c_.g, g_ * group_ + h, t, n_, c_.Dv, Y_ + h * C * V_, V_);
+    if (!norms_.empty()) through_norms(t, before);
     turn(Vv_, C, V_, turned_);
     wide_product<BY_ROW, false>(group_ * C, c_.Dv, Y_, V_, turned_, dP_, C);
     turn(before, D_, V_, turned_);
@@ -262,6 +270,14 @@ class GlaItem : Item<T, Gla> {
     for (long h = 0; h < group_; h++) multiply(X_ + (1 + h) * C * D_, enter_, scaled_ + h * C * D_, C * D_);
     wide_product<BY_COLUMN, true>(c_.D, group_ * C, scaled_, D_, Y_, E_, V_);
   }
+  // The gradients of outputs become those of y, which is computed again.
+  void through_norms(long t, const float* before) {
+    weights();
+    for (long h = 0; h < group_; h++) {
+      sums(h, before, dV_);
+      norms_[h].backward(t, n_, dV_, Y_ + h * C * V_);
+    }
+  }
   // pairs_ holds dP of the level; Qr_ and Kl_ its scaled rows
   void level_gradients(long s, long h) {
     wide_product<BY_ROW, false>(HALF, HALF, pairs_, HALF, Kl_, sum_, D_);
@@ -297,22 +313,9 @@ class GlaItem : Item<T, Gla> {
 }  // namespace matrix
 
 template <class T>
-static void gla_forward(const Gla& c) {
-  prefer_large_pages(c.out, c.B * c.H * c.T * c.Dv * (long)sizeof(T));
-  for_items(c.B * c.Hkv, c.threads, (double)c.B * c.H * c.T * c.D * c.Dv, [&](long item) {
-    matrix::GlaItem<T>(c, item).forward();
-  });
-}
-
+static void gla_forward(const Gla& c) { matrix_forward<matrix::GlaItem<T>, T>(c); }
 template <class T>
-static void gla_backward(const Gla& c) {
-  prefer_large_pages(c.dq, c.B * c.H * c.T * c.D * (long)sizeof(T));
-  prefer_large_pages(c.dk, c.B * c.Hkv * c.T * c.D * (long)sizeof(T));
-  prefer_large_pages(c.dv, c.B * c.Hkv * c.T * c.Dv * (long)sizeof(T));
-  for_items(c.B * c.Hkv, c.threads, (double)c.B * c.H * c.T * c.D * c.Dv, [&](long item) {
-    matrix::GlaItem<T>(c, item).backward();
-  });
-}
+static void gla_backward(const Gla& c) { matrix_backward<matrix::GlaItem<T>, T>(c); }
 
 }  // namespace SPANFORMER_ISA
 }  // namespace spanformer

@@ -50,18 +50,21 @@ inline std::string layout() {
   DECODE(bias_length) DECODE(distance_vec) DECODE(vec_length) DECODE(vec_head) DECODE(sink_logits)
   text += "Decode " + std::to_string(sizeof(Decode)) + " bytes\n";
   LINEAR(dtype) LINEAR(threads) LINEAR(B) LINEAR(H) LINEAR(Hkv) LINEAR(Tq) LINEAR(T) LINEAR(M) LINEAR(Dv) LINEAR(normalize) LINEAR(elu)
-  LINEAR(ramp) LINEAR(a) LINEAR(b) LINEAR(v) LINEAR(out) LINEAR(den) LINEAR(decay) LINEAR(near) LINEAR(near_batch)
+  LINEAR(ramp) LINEAR(eps) LINEAR(a) LINEAR(b) LINEAR(v) LINEAR(out) LINEAR(den) LINEAR(decay) LINEAR(decay_batch)
+  LINEAR(decay_head) LINEAR(decay_row) LINEAR(near) LINEAR(near_batch)
   LINEAR(near_head) LINEAR(near_row) LINEAR(starts) LINEAR(s0) LINEAR(z0) LINEAR(s1) LINEAR(z1) LINEAR(g) LINEAR(da)
   LINEAR(db) LINEAR(dv) LINEAR(g_den) LINEAR(g_s1) LINEAR(g_z1) LINEAR(d_decay) LINEAR(d_near) LINEAR(d_s0)
   LINEAR(d_z0)
   text += "Linear " + std::to_string(sizeof(Linear)) + " bytes\n";
   DELTA(dtype) DELTA(threads) DELTA(B) DELTA(H) DELTA(Hkv) DELTA(T) DELTA(D) DELTA(Dv) DELTA(segment) DELTA(q) DELTA(k)
-  DELTA(v) DELTA(out) DELTA(beta) DELTA(decay) DELTA(starts) DELTA(state) DELTA(final_state) DELTA(marks) DELTA(g)
-  DELTA(dq) DELTA(dk) DELTA(dv) DELTA(g_state) DELTA(d_beta) DELTA(d_decay) DELTA(d_state)
+  DELTA(v) DELTA(out) DELTA(beta) DELTA(decay) DELTA(starts) DELTA(state) DELTA(final_state) DELTA(marks)
+  DELTA(conv) DELTA(eps) DELTA(conv_q) DELTA(conv_k) DELTA(conv_v) DELTA(tail_q) DELTA(tail_k) DELTA(tail_v)
+  DELTA(padding) DELTA(gate) DELTA(norm) DELTA(g) DELTA(dq) DELTA(dk) DELTA(dv) DELTA(d_gate) DELTA(g_state) DELTA(d_beta)
+  DELTA(d_decay) DELTA(d_state) DELTA(d_conv_q) DELTA(d_conv_k) DELTA(d_conv_v) DELTA(d_norm)
   text += "Delta " + std::to_string(sizeof(Delta)) + " bytes\n";
   GLA(dtype) GLA(threads) GLA(B) GLA(H) GLA(Hkv) GLA(T) GLA(D) GLA(Dv) GLA(segment) GLA(q) GLA(k) GLA(v) GLA(out)
-  GLA(gates) GLA(starts) GLA(state) GLA(final_state) GLA(marks) GLA(g) GLA(dq) GLA(dk) GLA(dv) GLA(g_state) GLA(d_gates)
-  GLA(d_state)
+  GLA(gates) GLA(starts) GLA(state) GLA(final_state) GLA(marks) GLA(eps) GLA(gate) GLA(norm) GLA(g)
+  GLA(dq) GLA(dk) GLA(dv) GLA(d_gate) GLA(g_state) GLA(d_gates) GLA(d_state) GLA(d_norm)
   text += "Gla " + std::to_string(sizeof(Gla)) + " bytes\n";
   return text;
 }

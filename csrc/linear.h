@@ -34,7 +34,7 @@ struct LinearItem {
     chunks = (c.T + shift + CHUNK - 1) / CHUNK;
     m_padded = round_up(c.M, PANEL);
     v_padded = round_up(c.Dv, PANEL);
-    decay = c.decay ? c.decay + (b * c.Hkv + g) * c.T : nullptr;
+    decay = c.decay ? c.decay + b * c.decay_batch + g * c.decay_head : nullptr;
     near = c.near ? c.near + b * c.near_batch : nullptr;
     if (c.starts) {
       run.resize(c.T);
@@ -42,7 +42,7 @@ struct LinearItem {
     }
     if (decay) {
       sums.resize(c.T);  // double: only differences are small
-      for (long t = 0; t < c.T; t++) sums[t] = (t && (t + shift) % CHUNK ? sums[t - 1] : 0.0) + (double)decay[t];
+      for (long t = 0; t < c.T; t++) sums[t] = (t && (t + shift) % CHUNK ? sums[t - 1] : 0.0) + (double)decay[t * c.decay_row];
     }
     first.resize(chunks);
     for (long n = chunks - 1; n >= 0; n--) {
@@ -213,36 +213,6 @@ SPANFORMER_INLINE float row_sum(const float* x, long n) {  // n a multiple of W
 template <class T>
 static inline void write_row(T* to, const float* from, long n) {
   for (long d = 0; d < n; d++) put(to + d, from[d]);
-}
-
-// D[c][r] = S[r][c] for rows × columns, both multiples of 8.
-static inline void transpose(const float* s, long lds, float* d, long ldd, long rows, long columns) {
-#if defined(__AVX2__)
-  for (long r = 0; r < rows; r += 8)
-    for (long k = 0; k < columns; k += 8) {
-      const float* from = s + r * lds + k;
-      float* to = d + k * ldd + r;
-      __m256 x[8], t[8], u[8];
-      for (int i = 0; i < 8; i++) x[i] = _mm256_loadu_ps(from + i * lds);
-      for (int i = 0; i < 4; i++) {
-        t[2 * i] = _mm256_unpacklo_ps(x[2 * i], x[2 * i + 1]);
-        t[2 * i + 1] = _mm256_unpackhi_ps(x[2 * i], x[2 * i + 1]);
-      }
-      for (int i = 0; i < 2; i++) {
-        u[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
-        u[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
-        u[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
-        u[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
-      }
-      for (int i = 0; i < 4; i++) {
-        _mm256_storeu_ps(to + i * ldd, _mm256_permute2f128_ps(u[i], u[i + 4], 0x20));
-        _mm256_storeu_ps(to + (i + 4) * ldd, _mm256_permute2f128_ps(u[i], u[i + 4], 0x31));
-      }
-    }
-#else
-  for (long r = 0; r < rows; r++)
-    for (long k = 0; k < columns; k++) d[k * ldd + r] = s[r * lds + k];
-#endif
 }
 
 }  // namespace SPANFORMER_ISA

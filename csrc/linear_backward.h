@@ -1,5 +1,6 @@
 // Linear attention, backward, in two sweeps over each key/value head of each text. With dN_i = g_i / den_i and
-// e_i = g_den_i − g_i·out_i / den_i (without `normalize`: g_i and g_den_i), and with w_ij the weight of a pair:
+// e_i = g_den_i − g_i·out_i / den_i (without `normalize`: g_i and g_den_i; by the root mean square:
+// dN_i = (g_i − out_i (g_i·out_i) / Dv) / den_i and e_i = 0), and with w_ij the weight of a pair:
 //   chunks in order, the state recomputed:   da_i = Σ_j (dN_i·v_j + e_i) w_ij b_j + left_i (S dN_i + e_i z)
 //   chunks in reverse, U = Σ_i left_i a_i dN_iᵀ:   db_j = Σ_i (dN_i·v_j + e_i) w_ij a_i + joins_j (U v_j + u)
 //                                                  dv_j = Σ_i P_ij dN_i + joins_j Uᵀ b_j
@@ -55,7 +56,10 @@ static void load_gradient(const LinearItem& it, long h, long n, LinearGradients&
       inner = dot(reinterpret_cast<const float*>(g), reinterpret_cast<const float*>(out), c.Dv);
     else
       for (long d = 0; d < c.Dv; d++) inner += to[d] * to_float(out[d]);
-    w.e[i] -= inner * by;
+    if (c.normalize == kRms)
+      for (long d = 0; d < c.Dv; d++) to[d] -= to_float(out[d]) * (inner / (float)c.Dv);
+    else
+      w.e[i] = c.normalize == kClamped && c.den[at] <= (float)c.eps ? 0.f : w.e[i] - inner * by;
     scale_row(to, by, vp);
   }
 }

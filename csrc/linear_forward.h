@@ -112,6 +112,18 @@ static void spoil_rows(const LinearItem& it, long h, long n, long k, const bool*
       }
 }
 
+// Divides a query's numerator N and writes it, and what it is divided by.
+template <class T>
+static void give_row(const Linear& c, long b, long head, long query, float den, float* N, long padded, T* out) {
+  if (c.normalize == kRms)
+    den = std::sqrt(dot(N, N, padded) / (float)c.Dv + (float)c.eps);
+  else if (c.eps > 0 && den < (float)c.eps)
+    den = c.normalize == kClamped ? (float)c.eps : 0.f;
+  if (c.normalize) scale_row(N, den == 0.f ? 0.f : 1.f / den, padded);
+  write_row(out, N, c.Dv);
+  c.den[(b * c.H + head) * c.Tq + query] = den;
+}
+
 template <class T>
 static void linear_forward_chunk(const LinearItem& it, long h, long n, long state_run, const LinearScratch& w) {
   const Linear& c = it.c;
@@ -145,15 +157,45 @@ static void linear_forward_chunk(const LinearItem& it, long h, long n, long stat
     add_pairs(ni, nk, w.P, triangle, V.data, V.ld, w.N, vp, vp);
     if (!finite) spoil_rows(it, h, n, k, bad, w, den);
   }
-  for (long i = 0; i < ni; i++) {
-    if (c.normalize) scale_row(w.N + i * vp, den[i] == 0.f ? 0.f : 1.f / den[i], vp);
-    write_row(row_of<T>(c.out, it.b, head, from - it.skipped + i), w.N + i * vp, c.Dv);
-    c.den[it.query(h, from + i)] = den[i];
+  for (long i = 0; i < ni; i++)
+    give_row(c, it.b, head, from - it.skipped + i, den[i], w.N + i * vp, vp, row_of<T>(c.out, it.b, head, from - it.skipped + i));
+}
+
+// One token: the recurrence itself, in one pass over the state.
+template <class T>
+static void linear_step(const Linear& c, long index) {
+  const long b = index / c.Hkv, g = index % c.Hkv, shared = c.H / c.Hkv, at = index * c.M;
+  const long mp = round_up(c.M, PANEL), vp = round_up(c.Dv, PANEL);
+  arena().reserve((1 + shared) * (mp + vp) + 2 * PANEL);
+  float *spare = arena().take((1 + shared) * mp), *more = arena().take(vp), *N = arena().take(shared * vp);
+  const View B = features_at<T>(c, c.b, b, g, 0, 1, c.M, spare);
+  const View V = rows_at<T>(c.v, b, g, 0, 1, c.Dv, c.Dv, more);
+  const float kept = c.decay ? std::exp(c.decay[b * c.decay_batch + g * c.decay_head]) : 1.f;
+  const bool empty = !c.s0 || kept == 0.f;  // not 0 · x: a state may hold NaN
+  for (long r = 0; r < c.M; r++) {
+    const float* from = c.s0 + (at + r) * c.Dv;
+    float *to = c.s1 + (at + r) * c.Dv, x = B.data[r];
+    if (empty)
+      for (long d = 0; d < c.Dv; d++) to[d] = x * V.data[d];
+    else
+      for (long d = 0; d < c.Dv; d++) to[d] = kept * from[d] + x * V.data[d];
+    c.z1[at + r] = empty ? x : kept * c.z0[at + r] + x;
+  }
+  std::memset(N, 0, sizeof(float) * shared * vp);
+  for (long h = 0; h < shared; h++) {
+    const View A = features_at<T>(c, c.a, b, g * shared + h, 0, 1, c.M, spare + (1 + h) * mp);
+    for (long r = 0; r < c.M; r++) {
+      const float *s = c.s1 + (at + r) * c.Dv, x = A.data[r];
+      for (long d = 0; d < c.Dv; d++) N[h * vp + d] += x * s[d];
+    }
+    const float den = dot(A.data, c.z1 + at, c.M);
+    give_row(c, b, g * shared + h, 0, den, N + h * vp, vp, row_of<T>(c.out, b, g * shared + h, 0));
   }
 }
 
 template <class T>
 static void linear_forward_item(const Linear& c, long index) {
+  if (c.T == 1 && !c.near) return linear_step<T>(c, index);
   const LinearItem it(c, index);
   const LinearScratch w(c);
   const long at = index * c.M;

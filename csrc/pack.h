@@ -51,28 +51,46 @@ class Arena {
   size_t capacity_ = 0, used_ = 0;
 };
 
+#if defined(__AVX2__)
+// 8 × 8, each row of the source times `by` on the way.
+SPANFORMER_INLINE void transpose_8(const float* s, long lds, float* d, long ldd, __m256 by) {
+  __m256 r[8], t[8], u[8];
+  for (int i = 0; i < 8; i++) r[i] = _mm256_mul_ps(_mm256_loadu_ps(s + i * lds), by);
+  for (int i = 0; i < 4; i++) {
+    t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 2; i++) {
+    u[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
+    u[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
+    u[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
+    u[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; i++) {
+    _mm256_storeu_ps(d + i * ldd, _mm256_permute2f128_ps(u[i], u[i + 4], 0x20));
+    _mm256_storeu_ps(d + (i + 4) * ldd, _mm256_permute2f128_ps(u[i], u[i + 4], 0x31));
+  }
+}
+#endif
+
 // W × W, each row of the source times `by` on the way.
 SPANFORMER_INLINE void transpose_block(const float* s, long lds, float* d, long ldd, vf by) {
 #if defined(SPANFORMER_USE_AVX2)
-    __m256 r[8], t[8], u[8];
-    for (int i = 0; i < 8; i++) r[i] = _mm256_mul_ps(_mm256_loadu_ps(s + i * lds), (__m256)by);
-    for (int i = 0; i < 4; i++) {
-      t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
-      t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
-    }
-    for (int i = 0; i < 2; i++) {
-      u[4 * i] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0x44);
-      u[4 * i + 1] = _mm256_shuffle_ps(t[4 * i], t[4 * i + 2], 0xee);
-      u[4 * i + 2] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0x44);
-      u[4 * i + 3] = _mm256_shuffle_ps(t[4 * i + 1], t[4 * i + 3], 0xee);
-    }
-    for (int i = 0; i < 4; i++) {
-      _mm256_storeu_ps(d + i * ldd, _mm256_permute2f128_ps(u[i], u[i + 4], 0x20));
-      _mm256_storeu_ps(d + (i + 4) * ldd, _mm256_permute2f128_ps(u[i], u[i + 4], 0x31));
-    }
+  transpose_8(s, lds, d, ldd, (__m256)by);
 #else
   for (int i = 0; i < W; i++)
     for (int j = 0; j < W; j++) d[j * ldd + i] = s[i * lds + j] * by[j];
+#endif
+}
+
+// D[c][r] = S[r][c] for rows × columns, both multiples of 8.
+static inline void transpose(const float* s, long lds, float* d, long ldd, long rows, long columns) {
+#if defined(__AVX2__)
+  for (long r = 0; r < rows; r += 8)
+    for (long c = 0; c < columns; c += 8) transpose_8(s + r * lds + c, lds, d + c * ldd + r, ldd, _mm256_set1_ps(1.f));
+#else
+  for (long r = 0; r < rows; r++)
+    for (long c = 0; c < columns; c++) d[c * ldd + r] = s[r * lds + c];
 #endif
 }
 

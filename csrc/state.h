@@ -5,9 +5,8 @@
 #include <limits>
 #include <utility>
 
-#include "exact.h"
 #include "gemm.h"
-#include "work.h"
+#include "layer.h"
 
 namespace spanformer {
 namespace SPANFORMER_ISA {
@@ -23,35 +22,8 @@ static inline void wide_product(long M, long K, const float* A, long lda, const 
   for (long n = 0; n < width; n += PANEL) product<LAYOUT, ADD>(M, K, A, lda, B + n, width, X + n, width);
 }
 
-// rows × columns, multiples of 8, to columns × rows
-static inline void turn(const float* s, long rows, long columns, float* d) {
-  for (long i = 0; i < rows; i += 8)
-    for (long j = 0; j < columns; j += 8) {
-      const float* from = s + i * columns + j;
-      float* to = d + j * rows + i;
-#if defined(__AVX2__)
-      __m256 r[8], t[8], u[8];
-      for (int n = 0; n < 8; n++) r[n] = _mm256_loadu_ps(from + n * columns);
-      for (int n = 0; n < 4; n++) {
-        t[2 * n] = _mm256_unpacklo_ps(r[2 * n], r[2 * n + 1]);
-        t[2 * n + 1] = _mm256_unpackhi_ps(r[2 * n], r[2 * n + 1]);
-      }
-      for (int n = 0; n < 2; n++) {
-        u[4 * n] = _mm256_shuffle_ps(t[4 * n], t[4 * n + 2], 0x44);
-        u[4 * n + 1] = _mm256_shuffle_ps(t[4 * n], t[4 * n + 2], 0xee);
-        u[4 * n + 2] = _mm256_shuffle_ps(t[4 * n + 1], t[4 * n + 3], 0x44);
-        u[4 * n + 3] = _mm256_shuffle_ps(t[4 * n + 1], t[4 * n + 3], 0xee);
-      }
-      for (int n = 0; n < 4; n++) {
-        _mm256_storeu_ps(to + n * rows, _mm256_permute2f128_ps(u[n], u[n + 4], 0x20));
-        _mm256_storeu_ps(to + (n + 4) * rows, _mm256_permute2f128_ps(u[n], u[n + 4], 0x31));
-      }
-#else
-      for (int a = 0; a < 8; a++)
-        for (int b = 0; b < 8; b++) to[b * rows + a] = from[a * columns + b];
-#endif
-    }
-}
+// rows × columns to columns × rows
+static inline void turn(const float* s, long rows, long columns, float* d) { transpose(s, columns, d, rows, rows, columns); }
 
 static inline void add_row(float by, const float* x, float* to, long width) {
   const vf f = set1(by);
@@ -73,20 +45,27 @@ class Item {
  protected:
   Item(const Args& c, long item)
       : c_(c), b_(item / c.Hkv), g_(item % c.Hkv), group_(c.H / c.Hkv), stack_((1 + c.H / c.Hkv) * C),
-        D_(round_up(c.D, PANEL)), V_(round_up(c.Dv, PANEL)), chunks_((c.T + C - 1) / C), segment_(c.segment / C) {}
+        D_(round_up(c.D, PANEL)), V_(round_up(c.Dv, PANEL)), chunks_((c.T + C - 1) / C), segment_(c.segment / C) {
+    for (long h = g_ * group_; c.gate.data && h < (g_ + 1) * group_; h++)
+      norms_.emplace_back(GatedHead{c.gate, c.d_gate, c.norm, c.d_norm ? c.d_norm + (b_ * c.H + h) * c.Dv : nullptr, b_, h,
+                                    c.Dv, V_, (float)c.eps});
+  }
 
   const Args& c_;
   const long b_, g_, group_, stack_, D_, V_, chunks_, segment_;
   long n_ = 0;          // tokens of the chunk
   float *S_, *E_;       // the state, and its gradient
   float *X_, *Vv_;      // keys and queries of a chunk, one below the other [stack][D]; values [C][V]
+  std::vector<GatedNorm> norms_;  // of each query head, or none
 
   using Part = std::pair<float**, size_t>;
-  static void reserve(const std::vector<Part>& parts) {
-    size_t all = 0;
+  void reserve(const std::vector<Part>& parts, size_t more = 0) {
+    size_t all = more;
     for (const Part& part : parts) all += Arena::rounded(part.second);
+    for (const GatedNorm& norm : norms_) all += Arena::rounded(norm.scratch());
     arena().reserve(all);
     for (const Part& part : parts) *part.first = arena().take(part.second);
+    for (GatedNorm& norm : norms_) norm.begin(arena().take(norm.scratch()));
   }
 
   long at_state() const { return (b_ * c_.Hkv + g_) * c_.D * c_.Dv; }
@@ -132,13 +111,18 @@ class Item {
   }
   long tokens(long chunk) const { return std::min<long>(C, c_.T - chunk * C); }
 
-  // outputs of one token, from the state after it
-  void give_step(long t, float* scratch) const {
+  // outputs of query head r of the group, from y
+  void give_out(long r, long t, long n, float* y) {
+    if (!norms_.empty()) norms_[r].forward(t, n, y);
+    give(c_.out, g_ * group_ + r, t, n, c_.Dv, y, V_);
+  }
+  // outputs of token i of the chunk, which is token t of the text, from the state after it
+  void give_step(long i, long t, float* scratch) {
     for (long r = 0; c_.out.data && r < group_; r++) {
-      const T* q = row<T>(c_.q, b_, g_ * group_ + r, t);
+      const float* q = X_ + ((1 + r) * C + i) * D_;
       std::memset(scratch, 0, sizeof(float) * V_);
-      for (long d = 0; d < c_.D; d++) add_row(to_float(q[d]), S_ + d * V_, scratch, V_);
-      give(c_.out, g_ * group_ + r, t, 1, c_.Dv, scratch, V_);
+      for (long d = 0; d < c_.D; d++) add_row(q[d], S_ + d * V_, scratch, V_);
+      give_out(r, t, 1, scratch);
     }
   }
 
@@ -149,10 +133,26 @@ class Item {
     for (long h = 0; h < group_; h++) give(c_.dq, g_ * group_ + h, t, n, c_.D, scratch, D_);
     give(c_.dk, g_, t, n, c_.D, scratch, D_);
     give(c_.dv, g_, t, n, c_.Dv, scratch, V_);
+    for (GatedNorm& norm : norms_) norm.give_nan(t, n);
     std::fill(E_, E_ + D_ * V_, NOT_A_NUMBER);
   }
 };
 
 }  // namespace matrix
+
+template <class Item, class T, class Args>
+static void matrix_forward(const Args& c) {
+  prefer_large_pages(c.out, c.B * c.H * c.T * c.Dv * (long)sizeof(T));
+  for_items(c.B * c.Hkv, c.threads, (double)c.B * c.H * c.T * c.D * c.Dv, [&](long item) { Item(c, item).forward(); });
+}
+
+template <class Item, class T, class Args>
+static void matrix_backward(const Args& c) {
+  prefer_large_pages(c.dq, c.B * c.H * c.T * c.D * (long)sizeof(T));
+  prefer_large_pages(c.dk, c.B * c.Hkv * c.T * c.D * (long)sizeof(T));
+  prefer_large_pages(c.dv, c.B * c.Hkv * c.T * c.Dv * (long)sizeof(T));
+  if (c.d_gate.data) prefer_large_pages(c.d_gate, c.B * c.H * c.T * c.Dv * (long)sizeof(float));
+  for_items(c.B * c.Hkv, c.threads, (double)c.B * c.H * c.T * c.D * c.Dv, [&](long item) { Item(c, item).backward(); });
+}
 }  // namespace SPANFORMER_ISA
 }  // namespace spanformer

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from spanformer import Rule, attend
-from spanformer.attention import Additive, Chunked, Cross, Full, View
+from spanformer.attention import Additive, Chunked, Cross, Full, View, recomputed
 from spanformer.cost import pairs
-from spanformer.cost.activations import SEGMENT, TILE
+from spanformer.cost.activations import AGAIN, LONG, SEGMENT, TILE
 from spanformer.cost.published import LENGTHS, flops_figures, memory_figures
 from spanformer.cost.sizes import Sizes
 from spanformer.kinds import KINDS, Section, gated
@@ -346,7 +346,7 @@ KEPT = (
 
 def test_every_kind_is_measured():
     assert CHUNK == portable.CHUNK == gated.CHUNK == delta_portable.CHUNK == gated_portable.CHUNK
-    assert SEGMENT == matrix_native.SEGMENT
+    assert SEGMENT == matrix_native.SEGMENT and (AGAIN, LONG) == (recomputed.SEGMENT, recomputed.LONG)
     unpredicted = {name for name, kind in KINDS.items() if kind.cost.kept is None}
     assert unpredicted == {"sinkhorn"}  # every step of its balancing is kept
     assert {name_of(kind) for kind in KEPT} == (set(KINDS) | {"cross"}) - unpredicted
@@ -501,7 +501,9 @@ def test_caches_hold_what_was_predicted(kind):
     assert cost.cache_bytes is not None and close(cost.cache_bytes, cache.bytes())
 
 
-@pytest.mark.parametrize("kind", ["window(64)", "lsh(9, 16, 3)", "routing(12, 8)", "linear", "gated_linear"])
+@pytest.mark.parametrize(
+    "kind", ["window(64)", "lsh(9, 16, 3)", "routing(12, 8)", "linear", "gated_linear", "gated_delta"]
+)
 def test_a_grouped_cache_holds_what_was_predicted(kind):
     attention = AttentionConfig(kind=kind)
     lm = LM(

@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from spanformer import LM, Encoder
-from spanformer.attention import MixedMemory
+from spanformer.attention import MixedMemory, View
 from spanformer.infer import Sampling, generate
 from spanformer.inspect.attention_maps import attention_maps
 from spanformer.inspect.clocks import AttentionClock
-from spanformer.memory import ByHead, Cache, Recurrent
+from spanformer.memory import ByHead, Cache, LayerCall, MemoryShape, Recurrent
 from spanformer.model.config import AttentionConfig, FeedForwardConfig, ModelConfig, PositionConfig
+from spanformer.position import Position
 from support.reading import (
     by_segments,
     check_continued,
@@ -102,10 +104,11 @@ def test_crop_beyond_slack_changes_nothing(lm: LM, slack: int, said: str) -> Non
 
 
 def test_bytes_are_a_state_and_slack_tokens() -> None:
-    """float64: s and z of 2 KV heads, a document id, and for slack one state more and keys and values of n tokens."""
+    """float64: s and z of 2 KV heads, a document id, and for slack one state more and keys and values of n tokens, and
+    two ids of each, of the state and of the last token."""
     lm, state = make("linear"), 2 * 8 * (8 + 1) * 8
     assert lm.cache(3).bytes() == 2 * 3 * (state + 8)
-    assert lm.cache(3, slack=7).bytes() == 2 * 3 * (2 * state + 8 + 7 * (2 * 2 * 8 * 8 + 1))
+    assert lm.cache(3, slack=7).bytes() == 2 * 3 * (2 * state + 8 + 7 * (2 * 2 * 8 * 8 + 1) + 9 * 2 * 8)
     cache = lm.cache(3, slack=7)
     lm.decode(text(3, 50), cache)
     assert cache.bytes() == lm.cache(3, slack=7).bytes()
@@ -124,6 +127,55 @@ def test_documents_begin_with_an_empty_state(lm: LM) -> None:
                 mine = documents[row] == document
                 torch.testing.assert_close(logits[row, mine], lm(x[row : row + 1, mine]).logits[0])
     torch.testing.assert_close(logits, lm(x, documents=documents).logits)
+
+
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 4 + [2] * 5, [3] * 12 + [4] * 2])
+PADDING = torch.tensor([[False] * 4 + [True] * 2 + [False] * 8, [False] * 11 + [True] + [False] * 2])
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("pieces", [[14], [7, 7], [1] * 14, [9, 2, 3]])
+@pytest.mark.parametrize(
+    "kind", ["linear", "performer(16)", "gated_rfa(8)", "gated_delta", "gated_linear", "span_linear"]
+)
+def test_crop_goes_back_over_the_beginning_of_a_document(kind: str, pieces: list[int], padded: bool) -> None:
+    """As if the tokens that are taken back had never been read."""
+    mechanism = make(kind).mechanisms()[0]
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 14, 8, generator=g, dtype=torch.float64) for heads in (4, 2, 2))
+    x = torch.randn(2, 14, 32, generator=g, dtype=torch.float64)
+    padding = PADDING if padded else torch.zeros_like(PADDING)
+
+    def read(sizes: list[int], tokens: int, row: slice, real: Tensor) -> Recurrent:
+        memory = mechanism.new_memory(MemoryShape(len(x[row]), 2, 8, slack=9, dtype=torch.float64))
+        assert isinstance(memory, Recurrent)
+        for at in torch.arange(tokens).split(sizes):
+            view = View(x=x[row][:, at], documents=DOCUMENTS[row][:, at], padding=real[row][:, at])
+            queries, keys, values = (t[row][:, :, at] for t in (q, k, v))
+            memory.attend(LayerCall(mechanism, Position(), view, queries, keys.clone, values, project=never))
+            memory = memory.keep(x)
+        return memory
+
+    def after(memory: Recurrent, row: int | None = None) -> Tensor:
+        """The output of one token more, of the document that was read last."""
+        some = slice(0, 2) if row is None else slice(row, row + 1)
+        view = View(x=x[some, :1], documents=memory.document[:, None])
+        queries, keys, values = (t[some, :, :1] for t in (q, k, v))
+        call = LayerCall(mechanism, Position(), view, queries, keys.clone, values, project=never)
+        return memory.attend(call)[0].out
+
+    whole = read(pieces, 14, slice(0, 2), padding)
+    for back in ([0, 0], [2, 1], [6, 2], [8, 4], [3, 0]):
+        cropped = whole.crop(torch.tensor(back))
+        for row, n in enumerate(back):
+            last = [t for t in range(14) if not padding[row, t]][-n - 1] if n else 13
+            right = read([last + 1], last + 1, slice(row, row + 1), padding)
+            assert int(cropped.document[row]) == int(right.document[0])
+            torch.testing.assert_close(after(cropped)[row], after(right, row)[0])
+
+
+def never(*_given):
+    raise AssertionError("a recurrent state projects no earlier hidden states")
 
 
 def test_padding_changes_no_state(lm: LM) -> None:
@@ -258,3 +310,14 @@ def test_state_of_another_batch_or_dtype_is_refused() -> None:
         lm(text(3, 4), state)
     with pytest.raises(ValueError, match=r"need 1 rows of torch\.float32 on cpu; begin with this model's start\(\)"):
         lm.float().decode(text(1, 3), cache)
+
+
+@pytest.mark.parametrize("kind", ["gated_delta", "gated_rfa(8)", "retention(learned=true)"])
+def test_parameters_that_are_not_finite_are_named(kind: str) -> None:
+    lm = make(kind)
+    name, p = next(iter(lm.mechanisms()[0].named_parameters()))
+    with torch.no_grad():
+        p.view(-1)[0] = torch.nan
+    with pytest.raises(ValueError, match=rf"\.{name} holds numbers that are not finite"):
+        lm.cache(1)
+    assert "not finite" in (lm.mechanisms()[0].advice() or "")

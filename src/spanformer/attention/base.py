@@ -235,4 +235,6 @@ def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 def full_precision(device: torch.device) -> AbstractContextManager:
     """A context without autocast."""
     at = device.type
-    return torch.autocast(at, enabled=False) if torch.amp.is_autocast_available(at) else nullcontext()
+    if torch.amp.is_autocast_available(at) and torch.is_autocast_enabled(at):
+        return torch.autocast(at, enabled=False)
+    return nullcontext()

@@ -47,11 +47,11 @@ class Bucketed(Attention):
 
     def hashed(self, x: Tensor) -> Tensor:
         """What `queries` gave [B, H, T, D] → buckets [B, H, R, T] in 0 … buckets − 1, or `buckets` where x is NaN."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no hashed; override hashed")
 
     def seen(self, batch: int) -> Seen:
         """What a token sees of its bucket, for this many texts."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no seen; override seen")
 
     def attend_sorted(self, placed: Placed, among: Sorted, seen: Seen) -> Attended:
         """Of a text without a past: out [N, T, D] and lse [N, T]."""

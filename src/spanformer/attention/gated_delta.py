@@ -17,13 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spanformer.attention.base import wide_linear
 from spanformer.attention.matrix_state import MatrixStateAttention, Ready
 from spanformer.attention.recurrent import BACKENDS, Tensors
-from spanformer.attention.short_convolution import ShortConvolution
+from spanformer.attention.short_convolution import ShortConvolution, next_tail
 from spanformer.kinds import HeadSpec
 from spanformer.memory import MemoryShape
 from spanformer.ops import attend_delta
+from spanformer.ops.linear.layer import Convolution, Layer, run_layer
+from spanformer.ops.linear.matrix_call import make_call
 
 SHORTEST, LONGEST = 1e-3, 1e-1
 """softplus(b) at the beginning, as Mamba2"""
@@ -54,10 +55,13 @@ class GatedDelta(MatrixStateAttention):
     def build(cls, spec: HeadSpec) -> GatedDelta:
         return cls(spec.dim, spec.heads, spec.head_dim, spec.kv_heads, conv=spec.p.conv)
 
-    def gates(self, x: Tensor) -> Tensors:
-        rate = F.softplus(wide_linear(x, self.decay, self.bias))
-        decay = -self.log_rate.to(rate.dtype).exp() * rate
-        return {"beta": wide_linear(x, self.beta, None).sigmoid().transpose(1, 2), "decay": decay.transpose(1, 2)}
+    def gate_weights(self) -> list[Tensor]:
+        return [self.beta, self.decay]
+
+    def gates(self, found: list[Tensor]) -> Tensors:
+        beta, decay = (t.transpose(1, 2) for t in found)
+        rate = F.softplus(decay + self.bias.to(decay.dtype)[:, None])
+        return {"beta": beta.sigmoid(), "decay": -self.log_rate.to(rate.dtype).exp()[:, None] * rate}
 
     def query_inputs(self, q: Tensor) -> Tensors:
         return {"q": q} if self.conv > 1 else {}
@@ -86,6 +90,25 @@ class GatedDelta(MatrixStateAttention):
         q, k, v = (F.silu(t) for t in parts.values())
         q, k = (F.normalize(t, dim=3, eps=1e-6) for t in (q, k))
         return Ready(q, k, v, carried if self.conv > 1 else {})
+
+    def run_fused(
+        self, q: Tensor, inputs: Tensors, state: Tensors, padding: Tensor | None, documents: Tensor | None
+    ) -> tuple[Tensor, Tensors] | None:
+        parts = {"q": q, "k": inputs["k"], "v": inputs["v"]}
+        if self.conv:
+            weights = tuple(self.convolutions[name].weight for name in parts)
+        else:
+            weights = tuple(t.new_ones(t.shape[1], t.shape[3], 1) for t in parts.values())
+        tails = tuple(state[name] for name in parts) if self.conv > 1 else None
+        call = make_call(
+            q, inputs["k"], inputs["v"], inputs["beta"], inputs["decay"], state["s"], documents=documents, padding=None
+        )
+        layer = Layer(inputs["out_gate"], self.norm, self.eps, Convolution(weights, tails, padding))  # pyright: ignore
+        found = run_layer(call, layer, BACKENDS[self.backend])
+        if found is None or tails is None:
+            return found and (found[0], {"s": found[1]})
+        after = {name: next_tail(t, state[name], padding, documents) for name, t in parts.items()}
+        return found[0], {"s": found[1]} | after
 
     def operate(
         self, ready: Ready, inputs: Tensors, state: Tensor | None, padding: Tensor | None, documents: Tensor | None

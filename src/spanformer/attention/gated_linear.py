@@ -19,6 +19,8 @@ from spanformer.attention.recurrent import BACKENDS, Tensors
 from spanformer.kinds import HeadSpec
 from spanformer.memory import MemoryShape
 from spanformer.ops import attend_gated
+from spanformer.ops.linear.layer import Layer, run_layer
+from spanformer.ops.linear.matrix_call import make_call
 
 TAU = 16.0
 
@@ -42,15 +44,27 @@ class GatedLinear(MatrixStateAttention):
     def build(cls, spec: HeadSpec) -> GatedLinear:
         return cls(spec.dim, spec.heads, spec.head_dim, spec.kv_heads, rank=spec.p.rank)
 
-    def gates(self, x: Tensor) -> Tensors:
-        inner = wide_linear(wide_linear(x, self.down, None), self.up, self.bias)
-        gates = F.logsigmoid(inner).unflatten(2, (self.kv_heads, self.head_dim)) / TAU
-        return {"gates": gates.transpose(1, 2)}
+    def gate_weights(self) -> list[Tensor]:
+        return [self.down]
+
+    def gates(self, found: list[Tensor]) -> Tensors:
+        inner = wide_linear(found[0], self.up, self.bias)
+        gates: Tensor = _LogGate.apply(inner)  # pyright: ignore[reportAssignmentType]
+        return {"gates": gates.unflatten(2, (self.kv_heads, self.head_dim)).transpose(1, 2)}
 
     def more_inputs(self, shape: MemoryShape) -> Tensors:
         wide = torch.promote_types(shape.dtype, torch.float32)
         size = (shape.batch, shape.kv_heads, shape.slack, shape.head_dim)
         return {"gates": torch.zeros(size, dtype=wide, device=shape.device)}
+
+    def run_fused(
+        self, q: Tensor, inputs: Tensors, state: Tensors, padding: Tensor | None, documents: Tensor | None
+    ) -> tuple[Tensor, Tensors] | None:
+        call = make_call(
+            q, inputs["k"], inputs["v"], None, inputs["gates"], state["s"], documents=documents, padding=padding
+        )
+        found = run_layer(call, Layer(inputs["out_gate"], self.norm, self.eps), BACKENDS[self.backend])
+        return found and (found[0], {"s": found[1]})
 
     def operate(
         self, ready: Ready, inputs: Tensors, state: Tensor | None, padding: Tensor | None, documents: Tensor | None
@@ -62,3 +76,20 @@ class GatedLinear(MatrixStateAttention):
 
     def extra_repr(self) -> str:
         return super().extra_repr() + f", rank={self.rank}"
+
+
+class _LogGate(torch.autograd.Function):
+    """log σ(x)^(1/τ). Its slope (1 − σ(x))/τ follows from the result, so that nothing else is stored."""
+
+    @staticmethod
+    def forward(x):
+        return F.logsigmoid(x).div_(TAU)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (found,) = ctx.saved_tensors
+        return (found * TAU).expm1_().mul_(grad).div_(-TAU)

@@ -8,7 +8,6 @@ Shapes: B batch, H query heads, Hkv key/value heads, T tokens, D head size, dim 
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -49,9 +48,13 @@ class MatrixStateAttention(RecurrentAttention):
         self.norm = nn.Parameter(torch.ones(head_dim))
         """[D]: w"""
 
-    def gates(self, x: Tensor) -> Tensors:
-        """Of hidden states x [B, T, dim]: [B, Hkv, T, …] each, in float32 or wider."""
-        raise NotImplementedError
+    def gate_weights(self) -> list[Tensor]:
+        """[rows, dim] each, which hidden states are multiplied with."""
+        raise NotImplementedError(f"{type(self).__name__} has no gates; override gate_weights and gates")
+
+    def gates(self, found: list[Tensor]) -> Tensors:
+        """Of the products [B, T, rows] with `gate_weights`: [B, Hkv, T, …] each, in float32 or wider."""
+        raise NotImplementedError(f"{type(self).__name__} has no gates; override gate_weights and gates")
 
     def prepare(
         self, q: Tensor, inputs: Tensors, state: Tensors, padding: Tensor | None, documents: Tensor | None
@@ -62,26 +65,43 @@ class MatrixStateAttention(RecurrentAttention):
     def operate(
         self, ready: Ready, inputs: Tensors, state: Tensor | None, padding: Tensor | None, documents: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """y [B, H, T, D] and the state after the last token."""
-        raise NotImplementedError
+        """√D y [B, H, T, D] and the state after the last token."""
+        raise NotImplementedError(f"{type(self).__name__} has no operation; override operate")
+
+    def run_fused(
+        self, q: Tensor, inputs: Tensors, state: Tensors, padding: Tensor | None, documents: Tensor | None
+    ) -> tuple[Tensor, Tensors] | None:
+        """out and the state after these tokens by one pass of the kernel; None where that is not possible."""
+        raise NotImplementedError(f"{type(self).__name__} has no fused pass; override run_fused")
 
     # ---- what `Recurrent` asks for
 
     def token_inputs(self, k: Tensor, v: Tensor, view: View) -> Tensors:
-        x = key_states(view, self.dim)
-        gate = wide_linear(x, self.out_gate, None).unflatten(2, (self.heads, self.head_dim)).transpose(1, 2)
-        return {"k": k, "v": v, "out_gate": gate} | self.gates(x)  # a state needs no out_gate: `crop` does without
+        x, weights = key_states(view, self.dim), [self.out_gate, *self.gate_weights()]
+        found = wide_linear(x, torch.cat(weights) if len(weights) > 1 else self.out_gate)  # one product reads x once
+        gate, *others = found.split([len(w) for w in weights], 2)
+        gate = gate.unflatten(2, (self.heads, self.head_dim)).transpose(1, 2)
+        return {"k": k, "v": v, "out_gate": gate} | self.gates(others)  # a state needs no out_gate: `crop` does without
 
     def run(
         self, q: Tensor, inputs: Tensors, state: Tensors, padding: Tensor | None, documents: Tensor | None
     ) -> tuple[Attended, Tensors]:
         with full_precision(q.device):
-            ready = self.prepare(q, inputs, state, padding, documents)
-            ready = ready._replace(q=ready.q / math.sqrt(self.head_dim))
-            found, after = self.operate(ready, inputs, state["s"], padding, documents)
-            wide = found.to(torch.promote_types(found.dtype, torch.float32))
-            out = F.rms_norm(wide, wide.shape[3:], self.norm.to(wide.dtype), EPS) * F.silu(inputs["out_gate"])
-        return Attended(out.to(q.dtype), torch.zeros_like(out[..., 0])), {"s": after} | ready.carried
+            fused = self.run_fused(q, inputs, state, padding, documents)
+            if fused is None:
+                ready = self.prepare(q, inputs, state, padding, documents)
+                found, after = self.operate(ready, inputs, state["s"], padding, documents)
+                wide = found.to(torch.promote_types(found.dtype, torch.float32))
+                out = F.rms_norm(wide, wide.shape[3:], self.norm.to(wide.dtype), self.eps) * F.silu(inputs["out_gate"])
+                fused = out.to(q.dtype), {"s": after} | ready.carried
+        out, after = fused
+        lse = torch.zeros((), dtype=torch.promote_types(out.dtype, torch.float32), device=out.device)
+        return Attended(out, lse.expand(out.shape[:3])), after
+
+    @property
+    def eps(self) -> float:
+        """Of √D y, the norm of which is the one of y: so q need not be divided."""
+        return EPS * self.head_dim
 
     def advance(self, inputs: Tensors, state: Tensors, padding: Tensor) -> Tensors:
         k = inputs["k"]

@@ -22,7 +22,7 @@ from spanformer.attention.recurrent import KeyFeatures, RecurrentAttention, Tens
 from spanformer.attention.running_max import running_max
 from spanformer.kinds import HeadSpec
 from spanformer.memory import MemoryShape
-from spanformer.ops import Attended, LinearState
+from spanformer.ops import Divide
 
 FLOOR = 1e-3
 """of ReLU features, so that no sum is 0"""
@@ -48,7 +48,7 @@ class Performer(RecurrentAttention):
             )
         if redraw < 0:
             raise ValueError(f"redraw is {redraw}; expected a number of training steps, or 0 for never")
-        self.relu, self.redraw = relu, redraw
+        self.relu, self.redraw, self.stores_features = relu, redraw, causal
         seed = torch.randint(1 << 62, (1,), device="cpu")
         self.register_buffer("omega", orthogonal_features(features, head_dim, _generator(seed, 0)).to(torch.empty(0)))
         """[m, D]"""
@@ -91,15 +91,8 @@ class Performer(RecurrentAttention):
         decay = torch.where(before.isneginf(), 0, before - peak)  # an empty state stays empty
         return KeyFeatures((found - _finite(peak)[..., None]).exp(), decay, peak)
 
-    def combine(
-        self, a: Tensor, keys: KeyFeatures, v: Tensor, state: LinearState | None, padding: Tensor | None,
-        documents: Tensor | None,
-    ) -> tuple[Attended, LinearState]:  # fmt: skip
-        (mixed, total), after = self.sums(a, keys, v, state, padding, documents)
-        gone = total < LEAST
-        total = total.masked_fill(gone, 1)
-        out = (mixed / total[..., None]).masked_fill(gone[..., None], 0)
-        return Attended(out, total.log().masked_fill(gone, -torch.inf)), after
+    def divide(self) -> Divide:
+        return Divide("sum", LEAST)
 
     def empty_state(self, shape: MemoryShape) -> Tensors:
         found = super().empty_state(shape)

@@ -8,15 +8,18 @@ Shapes: B batch, H query heads, Hkv key/value heads, T tokens, D and Dv head siz
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from spanformer.attention.base import Attention, View, adds_rule, full_precision, given_terms
+from spanformer.attention.recomputed import attend_again, serves
 from spanformer.kinds import POSITIONS
 from spanformer.memory import MemoryShape, Recurrent, empty_rows
-from spanformer.ops import AnyRule, Attended, LinearState, Rule, sum_linear
+from spanformer.ops import AnyRule, Attended, Divide, LinearState, Rule, attend_linear
+from spanformer.ops.linear.call import BY_SUM
 
 Tensors = dict[str, Tensor]
 BACKENDS = {"auto": "auto", "native": "native", "reference": "reference", "banded": "portable", "flex": "portable"}
@@ -54,32 +57,31 @@ class RecurrentAttention(Attention):
         if features > MOST_FEATURES:
             raise ValueError(f"there are {features} features; expected at most {MOST_FEATURES:,}")
         self.heads, self.features, self.kv_heads, self.causal = heads, features, kv_heads, causal
+        self.stores_features = False
+        """φ(q) and φ(k) are larger than q and k: long texts make them again in the backward pass"""
 
     def query_features(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
         """q [B, H, T, D] → a [B, H, T, m], and peak [B, H, T] where φ(q) is e^peak a."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no features; override query_features")
 
     def key_features(
         self, inputs: Tensors, state: Tensors, padding: Tensor | None, documents: Tensor | None
     ) -> KeyFeatures:
         """Of what `token_inputs` returned; arguments as in `run`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no features; override key_features")
+
+    def divide(self) -> Divide:
+        """What sums of weighted values are divided by."""
+        return BY_SUM
 
     def combine(
         self, a: Tensor, keys: KeyFeatures, v: Tensor, state: LinearState | None, padding: Tensor | None,
         documents: Tensor | None,
     ) -> tuple[Attended, LinearState]:  # fmt: skip
         """The output [B, H, T, Dv] of a [B, H, T, m], keys and v [B, Hkv, T, Dv], and the state after them."""
-        raise NotImplementedError
-
-    def sums(
-        self, a: Tensor, keys: KeyFeatures, v: Tensor, state: LinearState | None, padding: Tensor | None,
-        documents: Tensor | None,
-    ) -> tuple[tuple[Tensor, Tensor], LinearState]:  # fmt: skip
-        """For `combine`, before any division: Σ_j w_ij v_j [B, H, T, Dv] and Σ_j w_ij [B, H, T]."""
-        return sum_linear(
+        return attend_linear(
             a, keys.b, v, keys.decay, state, causal=self.causal, padding=padding, documents=documents,
-            backend=BACKENDS[self.backend],
+            divide=self.divide(), backend=BACKENDS[self.backend],
         )  # fmt: skip
 
     # ---- what `Recurrent` asks for
@@ -94,6 +96,9 @@ class RecurrentAttention(Attention):
         self, q: Tensor, inputs: Tensors, state: Tensors, padding: Tensor | None, documents: Tensor | None
     ) -> tuple[Attended, Tensors]:
         with full_precision(q.device):
+            if self.stores_features and padding is None and documents is None and serves(self, q, inputs):
+                found, after, peak = attend_again(self, q, inputs, state, self.divide())
+                return found, {"s": after.s, "z": after.z} | ({} if peak is None else {"peak": peak})
             a, query_peak = self.query_features(q)
             keys = self.key_features(inputs, state, padding, documents)
             before = LinearState(state["s"], state["z"]) if self.causal and state else None
@@ -121,6 +126,8 @@ class RecurrentAttention(Attention):
         return empty_rows(state, rows, peak=-torch.inf)
 
     def new_memory(self, shape: MemoryShape) -> Recurrent:
+        if shape.in_place and (said := self.advice()):  # a KV cache is made: once for a text, and not in training
+            raise ValueError(said)
         kept = (shape.batch, shape.kv_heads, shape.slack)
         k, v = (torch.zeros(*kept, shape.head_dim, dtype=shape.dtype, device=shape.device) for _ in range(2))
         inputs = {"k": k, "v": v} | self.more_inputs(shape)
@@ -145,7 +152,7 @@ class RecurrentAttention(Attention):
         return [f"{unsupported_position(self)}: a sum over the past has no scores to add to; use {ABSOLUTE} or rotary"]
 
     def rule(self, view: View | None = None) -> Rule:
-        return Rule(self.heads, causal=self.causal)
+        return _rule(self.heads, self.causal)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rule: AnyRule, view: View) -> Attended:
         """A whole text, without a state before it."""
@@ -165,6 +172,16 @@ class RecurrentAttention(Attention):
         state = self.empty_state(shape) if self.causal else {}
         return type(self).run(self, q, inputs | {"v": ones}, state, padding, documents)[0].out
 
+    def advice(self) -> str | None:
+        """Gates that are not finite would make every later token NaN."""
+        for name, p in self.named_parameters():
+            if p.device.type != "meta" and not bool(p.detach().isfinite().all()):
+                return (
+                    f"{type(self).__name__}.{name} holds numbers that are not finite, and every output would be NaN; "
+                    "go back to an earlier checkpoint, with a lower learning rate or gradients clipped"
+                )
+        return None
+
     def context_length(self) -> list[int]:
         """No key of an earlier token is needed: the state has them all."""
         return [0] * self.heads
@@ -175,6 +192,12 @@ class RecurrentAttention(Attention):
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, features={self.features}" + ("" if self.causal else ", causal=False")
+
+
+@functools.cache
+def _rule(heads: int, causal: bool) -> Rule:
+    """The same object for every token that is decoded."""
+    return Rule(heads, causal=causal)
 
 
 def unsupported_position(mechanism: Attention) -> str:

@@ -10,15 +10,12 @@ this. Shapes: B batch, H query heads, Hkv key/value heads, T tokens, D head size
 
 from __future__ import annotations
 
-import math
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spanformer.attention.recurrent import KeyFeatures, RecurrentAttention, Tensors
+from spanformer.attention.recurrent import BACKENDS, KeyFeatures, RecurrentAttention, Tensors
 from spanformer.kinds import HeadSpec
-from spanformer.ops import Attended, LinearState
+from spanformer.ops import Divide, sum_linear
 
 EPS = 1e-6
 SHORTEST, LONGEST = 1.0, 20.0
@@ -44,7 +41,7 @@ class Retention(RecurrentAttention):
         return cls(spec.heads, spec.head_dim, spec.kv_heads, learned=bool(spec.p.learned))
 
     def query_features(self, q: Tensor) -> tuple[Tensor, None]:
-        return q / math.sqrt(q.shape[3]), None
+        return q, None  # `divide` has the √D
 
     def key_features(
         self, inputs: Tensors, state: Tensors, padding: Tensor | None, documents: Tensor | None
@@ -53,19 +50,16 @@ class Retention(RecurrentAttention):
         decay = torch.log1p(-torch.exp2(-self.log_span.to(wide)))  # log γ
         return KeyFeatures(inputs["k"], decay[None, :, None])
 
-    def combine(
-        self, a: Tensor, keys: KeyFeatures, v: Tensor, state: LinearState | None, padding: Tensor | None,
-        documents: Tensor | None,
-    ) -> tuple[Attended, LinearState]:  # fmt: skip
-        (mixed, _), after = self.sums(a, keys, v, state, padding, documents)
-        wide = mixed.to(torch.promote_types(mixed.dtype, torch.float32))
-        return Attended(F.rms_norm(wide, wide.shape[3:], eps=EPS), torch.zeros_like(wide[..., 0])), after
+    def divide(self) -> Divide:
+        return Divide("rms", EPS * self.features)  # the norm of √D out is the one of out
 
     def pair_weights(self, q: Tensor, inputs: Tensors, padding: Tensor | None, documents: Tensor | None) -> Tensor:
         """With signs, divided by the sum of their sizes."""
         ones = torch.eye(q.shape[2], dtype=q.dtype, device=q.device).expand(*inputs["v"].shape[:3], -1)
         keys = self.key_features(inputs, {}, padding, documents)
-        (found, _), _ = self.sums(self.query_features(q)[0], keys, ones, None, padding, documents)
+        (found, _), _ = sum_linear(
+            q, keys.b, ones, keys.decay, padding=padding, documents=documents, backend=BACKENDS[self.backend]
+        )
         return found / found.abs().sum(3, keepdim=True).clamp(min=EPS)
 
     def supports(

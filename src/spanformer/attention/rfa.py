@@ -20,7 +20,7 @@ from spanformer.attention.base import View, key_states, wide_linear
 from spanformer.attention.recurrent import KeyFeatures, RecurrentAttention, Tensors
 from spanformer.kinds import HeadSpec
 from spanformer.memory import MemoryShape
-from spanformer.ops import Attended, LinearState
+from spanformer.ops import Divide
 
 LEAST = 1e-3
 """of a sum of weights; also added to the length of a vector"""
@@ -33,6 +33,7 @@ class RFA(RecurrentAttention):
         self, heads: int, head_dim: int, frequencies: int = 64, kv_heads: int = 0, *, causal: bool = True
     ) -> None:  # fmt: skip
         super().__init__(heads, 2 * frequencies, kv_heads, causal=causal)
+        self.stores_features = causal
         if self.features < head_dim:
             raise ValueError(
                 f"frequencies is {frequencies}, which gives {self.features} features; expected at least the head size, "
@@ -53,7 +54,10 @@ class RFA(RecurrentAttention):
         x = x / (x.norm(dim=3, keepdim=True) + LEAST)
         scale = self.sigma.to(x.dtype).repeat_interleave(x.shape[1] // self.kv_heads, 0)
         angle = wide_linear(x * scale[:, None], self.frequency)
-        return torch.cat([angle.sin(), angle.cos()], 3) * len(self.frequency) ** -0.5
+        by = len(self.frequency) ** -0.5
+        if not torch.is_grad_enabled():
+            return torch.cat([angle.sin(), angle.cos()], 3).mul_(by)
+        return _SinCos.apply(angle, by)  # pyright: ignore[reportReturnType]
 
     def query_features(self, q: Tensor) -> tuple[Tensor, None]:
         return self._features(q), None
@@ -63,13 +67,30 @@ class RFA(RecurrentAttention):
     ) -> KeyFeatures:
         return KeyFeatures(self._features(inputs["k"]))
 
-    def combine(
-        self, a: Tensor, keys: KeyFeatures, v: Tensor, state: LinearState | None, padding: Tensor | None,
-        documents: Tensor | None,
-    ) -> tuple[Attended, LinearState]:  # fmt: skip
-        (mixed, total), after = self.sums(a, keys, v, state, padding, documents)
-        total = total.clamp(min=LEAST)
-        return Attended(mixed / total[..., None], total.log()), after
+    def divide(self) -> Divide:
+        return Divide("clamped", LEAST)
+
+
+class _SinCos(torch.autograd.Function):
+    """by · [sin x, cos x]; the gradient needs the result alone."""
+
+    @staticmethod
+    def forward(x, by):
+        n = x.shape[-1]
+        found = x.new_empty((*x.shape[:-1], 2 * n))
+        torch.sin(x, out=found[..., :n])
+        torch.cos(x, out=found[..., n:])
+        return found.mul_(by)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output)
+
+    @staticmethod
+    def backward(ctx, grad):
+        sin, cos = ctx.saved_tensors[0].chunk(2, -1)
+        of_sin, of_cos = grad.chunk(2, -1)
+        return of_sin * cos - of_cos * sin, None
 
 
 class GatedRFA(RFA):

@@ -42,7 +42,25 @@ class ShortConvolution(nn.Module):
             out = out + nn.functional.pad(shifted * tap, (0, 0, m, 0))
         if order is not None:
             out = torch.empty_like(out).scatter(2, order[:, None, :, None].expand_as(out), out)
-        tail = every[:, :, tokens:]
-        if run is not None:  # of the newest document alone
-            tail = tail * (run[:, tokens:] == run.amax(1, keepdim=True))[:, None, :, None]
-        return out[:, :, before:], tail
+        out = out[:, :, before:]
+        if padding is not None:
+            out = out.masked_fill(padding[:, None, :, None], 0)
+        return out, next_tail(x, tail, padding, documents)
+
+
+def next_tail(x: Tensor, tail: Tensor, padding: Tensor | None, documents: Tensor | None) -> Tensor:
+    """The tail [B, H, width − 1, D] after x [B, H, T, D]: its last tokens, of the newest document alone."""
+    tokens, before = x.shape[2], tail.shape[2]
+    if padding is not None:
+        absent = torch.cat([padding.new_zeros(len(x), before), padding], 1)
+        order = absent.logical_not().to(torch.int8).argsort(dim=1, stable=True)[:, tokens:]
+        every = torch.cat([tail, x.to(tail.dtype)], 2)
+        found = every.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+    else:
+        order = torch.arange(tokens, tokens + before, device=x.device).expand(len(x), -1)
+        found = torch.cat([tail[:, :, tokens:], x[:, :, max(0, tokens - before) :].to(tail.dtype)], 2)
+    if documents is None:
+        return found
+    begins = (documents[:, 1:] != documents[:, :-1]).cumsum(1)
+    run = torch.cat([begins.new_zeros(len(x), before + 1), begins], 1)  # of the tail and of x
+    return found.masked_fill((run.gather(1, order) != run[:, -1:])[:, None, :, None], 0)

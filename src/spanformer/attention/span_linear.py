@@ -176,6 +176,9 @@ class SpanLinear(RecurrentAttention):
     @torch.no_grad()
     def advance(self, inputs: Tensors, state: Tensors, padding: Tensor | None) -> Tensors:
         """The newest tokens of each head stay stored; what leaves joins the state. None: nothing is padding."""
+        new = inputs["k"].shape[2]
+        if padding is None and all(n >= new and state[f"k{g}"].shape[1] == n for g, n in enumerate(self._lengths())):
+            return self._shift(inputs, state, new)
         fresh = torch.zeros_like(inputs["k"][:, 0, :, 0], dtype=torch.bool) if padding is None else padding
         found, lengths = {"s": state["s"].clone(), "z": state["z"].clone()}, self._lengths()
         for g in range(self.kv_heads):
@@ -193,6 +196,18 @@ class SpanLinear(RecurrentAttention):
             found["z"][:, g] += b.sum(1)
             found |= {f"k{g}": k[:, leaves:].clone(), f"v{g}": v[:, leaves:].clone()}
             found[f"absent{g}"] = absent[:, leaves:].clone()
+        return found
+
+    def _shift(self, inputs: Tensors, state: Tensors, new: int) -> Tensors:
+        """`advance` by tokens none of which is padding, where every head lets go of as many: all heads at once."""
+        heads, wide = range(self.kv_heads), state["s"].dtype
+        fresh = {name: inputs[name].to(wide).unbind(1) for name in "kv"}
+        fresh["absent"] = (torch.zeros_like(state["absent0"][:, :new]),) * self.kv_heads
+        k, v, gone = (torch.stack([state[f"{name}{g}"][:, :new] for g in heads], 1) for name in ("k", "v", "absent"))
+        b = (F.elu(k) + 1).masked_fill(gone[..., None], 0)
+        found = {"s": state["s"] + b.mT @ v.masked_fill(gone[..., None], 0), "z": state["z"] + b.sum(2)}
+        for name, tokens in fresh.items():
+            found |= {f"{name}{g}": torch.cat([state[f"{name}{g}"][:, new:], tokens[g]], 1) for g in heads}
         return found
 
     def reset(self, state: Tensors, rows: Tensor) -> Tensors:

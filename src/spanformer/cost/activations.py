@@ -16,6 +16,10 @@ TILE = 64, 256
 """queries and keys per tile of additive scores"""
 SEGMENT = 256
 """tokens between two stored matrix states"""
+AGAIN = 1024
+"""tokens of a segment whose features the backward pass computes again"""
+LONG = 4096
+"""tokens; shorter texts keep their features"""
 
 
 @dataclass(frozen=True)
@@ -142,42 +146,43 @@ def linear(s: Sizes) -> Kept:
     return softmax(s) + Kept(features, _states(s, s.head_dim))
 
 
-def retention(s: Sizes) -> Kept:
-    """The decay of every key, and the normaliser of each output."""
-    return linear(s) + Kept(0, s.rows + s.groups * s.length)
-
-
 def performer(s: Sizes, m: int, relu: bool) -> Kept:
     """Features, and the inputs of their function: queries and keys, or ReLU's results."""
+    if s.causal and s.length > LONG:
+        return _made_again(s, m) + Kept(0, 0 if relu else s.rows)
     made_of = m if relu else s.head_dim
-    sums = _states(s, m) + 2 * s.rows + s.groups * s.length
+    sums = _states(s, m) + s.rows + (0 if relu else s.groups * s.length)
     return Kept(s.queried + s.keyed / 2, (m + made_of) * _tokens(s) + sums)
 
 
 def rfa(s: Sizes, m: int) -> Kept:
-    """Features, angles, vectors before and after normalisation, and their lengths."""
-    return Kept(
-        s.queried + s.keyed / 2, (m + m // 2 + 2 * s.head_dim + 2) * _tokens(s) + _states(s, m) + 2 * s.rows
-    )  # fmt: skip
+    """Features, vectors before and after normalisation, and their lengths."""
+    if s.causal and s.length > LONG:
+        return _made_again(s, m)
+    return Kept(s.queried + s.keyed / 2, (m + 2 * s.head_dim + 2) * _tokens(s) + _states(s, m) + s.rows)
 
 
 def gated_rfa(s: Sizes, m: int) -> Kept:
     """The keys' features before their gates, and the gates."""
-    return rfa(s, m) + Kept(0, (m + 4) * s.groups * s.length)
+    again = s.length > LONG
+    return rfa(s, m) + Kept(0, (1 if again else m + 4) * s.groups * s.length)
+
+
+def _made_again(s: Sizes, m: int) -> Kept:
+    """Features are not kept; states at the borders of segments are."""
+    return softmax(s) + Kept(0, s.groups * m * (s.head_dim + 1) * (1 + -(-s.length // AGAIN)))
 
 
 def gated_linear(s: Sizes, rank: int) -> Kept:
-    """Besides q, k and v: the output before and after its norm and its gate, the keys' gates, and states."""
-    gates = rank * s.length + 3 * s.keyed / 2
-    return Kept(s.queried + s.keyed, 5 * s.queried + s.rows + gates + _marks(s))
+    """Besides q, k and v: the output's gate, the keys' gates, and states."""
+    gates = rank * s.length + s.keyed / 2
+    return Kept(s.queried + s.keyed, s.queried + gates + _marks(s))
 
 
 def gated_delta(s: Sizes, conv: int) -> Kept:
-    """The same, and q, k and v before SiLU and before their norms, and once more if there is a convolution."""
-    inputs = s.queried + s.keyed
-    gates = 3 * s.rows + 6 * s.groups * s.length
-    convolved = inputs + 2 * (conv - 1) * inputs / s.length if conv else 0
-    return Kept(0, 8 * s.queried + 5 * s.keyed / 2 + gates + convolved + _marks(s))
+    """The same with one gate for a token and head of keys, and the last inputs of the convolution."""
+    tails = max(0, conv - 1) * (s.queried + s.keyed) / s.length
+    return Kept(s.queried + s.keyed, s.queried + 6 * s.groups * s.length + tails + _marks(s))
 
 
 def _marks(s: Sizes) -> float:

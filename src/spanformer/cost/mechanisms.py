@@ -68,6 +68,8 @@ class Cost:
     """(D, p): numbers of one KV head's recurrent state, in float32 or wider"""
     codes: Callable[[Params], int] | None = None
     """numbers that the KV cache holds of a key for all heads together, as an index does"""
+    recurrent_queries: Callable[[int, Params], int] = lambda d, p: 0
+    """(D, p): further numbers of the state for each query head"""
     noted: bool = False
     """the KV cache also stores one number per key and query head"""
     kept: Callable[[Sizes, Params], activations.Kept] | None = lambda s, p: activations.softmax(s)
@@ -180,7 +182,8 @@ def _cache(cost: Cost, p: Params, sizes: Sizes) -> int | None:
     item, state = sizes.item, 0
     if cost.recurrent is not None:  # keys beside a state are as wide
         item = max(sizes.item, STATE)
-        state = item * sizes.times * sizes.groups * cost.recurrent(sizes.head_dim, p)
+        numbers = sizes.groups * cost.recurrent(sizes.head_dim, p)
+        state = item * sizes.times * (numbers + sizes.heads * cost.recurrent_queries(sizes.head_dim, p))
     keys = cost.cached(sizes.length, p)
     keys = keys if cost.source else min(sizes.length, keys)
     note = NOTE * sizes.times * sizes.heads if cost.noted else 0

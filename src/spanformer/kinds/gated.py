@@ -43,8 +43,8 @@ def _gated_delta(s: Sizes, p: Params) -> int:
 
 
 def _convolved(d: int, p: Params) -> int:
-    """Numbers that the convolution holds of the last tokens, for as many query heads as KV heads."""
-    return 3 * max(0, p.conv - 1) * d
+    """Numbers of q, k or v that the convolution holds of the last tokens, of one head."""
+    return max(0, p.conv - 1) * d
 
 
 GATED_LINEAR = Kind(
@@ -76,8 +76,9 @@ GATED_DELTA = Kind(
         None,
         lambda n, p: 0,
         extra=_gated_delta,
-        stored=lambda n, d, p: d * d + _convolved(d, p),
-        recurrent=lambda d, p: d * d + _convolved(d, p),
+        stored=lambda n, d, p: d * d + 3 * _convolved(d, p),
+        recurrent=lambda d, p: d * d + 2 * _convolved(d, p),
+        recurrent_queries=_convolved,
         kept=lambda s, p: activations.gated_delta(s, p.conv),
     ),
     drawn="gated_delta",

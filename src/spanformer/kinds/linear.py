@@ -108,7 +108,7 @@ RETENTION = Kind(
     "every earlier token, fading by a fixed or learned factor per head",
     "spanformer.attention.retention:Retention.build",
     params={"learned": False},
-    cost=_cost(lambda d, p: d, lambda s, p: 0, lambda s, p, m: activations.retention(s)),
+    cost=_cost(lambda d, p: d, lambda s, p: 0, lambda s, p, m: activations.linear(s)),
     drawn="retention",
     timed="retention",
     tested=("retention", "retention(learned=true)"),

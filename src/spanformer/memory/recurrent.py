@@ -70,18 +70,34 @@ class Undo:
     """[B, Hkv, slack, …], the newest token last"""
     absent: Tensor
     """[B, slack] bool: True before the first token of a short text"""
+    ids: Tensor
+    """[B, slack + 2, 2]: how many documents had begun, and the document's id; of the state's last token, of the tokens,
+    and of the last token that was read"""
+
+    @classmethod
+    def start(cls, state: Tensors, inputs: Tensors, document: Tensor, slack: int) -> Undo:
+        absent = torch.ones(len(document), slack, dtype=torch.bool, device=document.device)
+        ids = torch.stack([torch.zeros_like(document), document], 1)[:, None].repeat(1, slack + 2, 1)
+        return cls({name: t.clone() for name, t in state.items()}, inputs, absent, ids)
 
     @torch.no_grad()
-    def add(self, mechanism: Recurrence, inputs: Tensors, padding: Tensor | None) -> Undo:
-        """With these tokens [B, Hkv, T, …] behind; as many that are no padding move into the state."""
+    def add(self, mechanism: Recurrence, inputs: Tensors, padding: Tensor | None, documents: Tensor | None) -> Undo:
+        """With these tokens [B, Hkv, T, …] behind; as many that are no padding move into the state. documents [B, T]"""
         new, slack = next(iter(inputs.values())).shape[2], self.absent.shape[1]
         padding = self.absent.new_zeros(len(self.absent), new) if padding is None else padding
+        fresh = self.ids[:, -1:].repeat(1, new, 1)
+        if documents is not None:
+            begins = documents != torch.cat([self.ids[:, -1:, 1], documents[:, :-1]], 1)
+            fresh = torch.stack([fresh[..., 0] + begins.cumsum(1), documents], 2)
         every = {name: torch.cat([t, inputs[name].to(t.dtype)], 2) for name, t in self.inputs.items()}
-        every, absent = _real_last(every, torch.cat([self.absent, padding], 1))
-        old = {name: t[:, :, : t.shape[2] - slack] for name, t in every.items()}
-        state = mechanism.advance(old, self.state, absent[:, : absent.shape[1] - slack])
-        kept = {name: t[:, :, t.shape[2] - slack :].clone() for name, t in every.items()}
-        return Undo(state, kept, absent[:, absent.shape[1] - slack :].clone())
+        ids = torch.cat([self.ids[:, 1:-1], fresh], 1)
+        every, ids, absent = _real_last(every, ids, torch.cat([self.absent, padding], 1))
+        old = {name: t[:, :, :new] for name, t in every.items()}
+        state, of_state = _advance(mechanism, self.state, self.ids[:, 0], old, ids[:, :new], absent[:, :new])
+        kept = {name: t[:, :, new:].clone() for name, t in every.items()}
+        ids = torch.cat([of_state[:, None], ids[:, new:], fresh[:, -1:]], 1)
+        assert ids.shape[1] == slack + 2
+        return Undo(state, kept, absent[:, new:].clone(), ids)
 
     @torch.no_grad()
     def take_back(self, mechanism: Recurrence, back: Tensor) -> tuple[Tensors, Undo]:
@@ -95,8 +111,25 @@ class Undo:
                 f"{int(held[row])}; make the KV cache with a larger slack"
             )
         gone = torch.arange(slack, device=back.device) >= slack - back[:, None]
-        inputs, absent = _real_last(self.inputs, self.absent | gone)
-        return mechanism.advance(inputs, self.state, absent), Undo(self.state, inputs, absent)
+        inputs, ids, absent = _real_last(self.inputs, self.ids[:, 1:-1], self.absent | gone)
+        state, newest = _advance(mechanism, self.state, self.ids[:, 0], inputs, ids, absent)
+        newest = torch.where((back == 0)[:, None], self.ids[:, -1], newest)
+        return state, Undo(self.state, inputs, absent, torch.cat([self.ids[:, :1], ids, newest[:, None]], 1))
+
+    @property
+    def document(self) -> Tensor:
+        """[B]: the id of the last token's document"""
+        return self.ids[:, -1, 1]
+
+
+def _advance(
+    mechanism: Recurrence, state: Tensors, of_state: Tensor, inputs: Tensors, ids: Tensor, absent: Tensor
+) -> tuple[Tensors, Tensor]:
+    """The state after these tokens, of their last document alone, and its ids [B, 2]. What is absent comes first."""
+    newest = torch.where(absent[:, -1:], of_state, ids[:, -1])
+    ended = ids[..., 0] != newest[:, :1]
+    state = mechanism.reset(state, of_state[:, 0] != newest[:, 0])
+    return mechanism.advance(inputs, state, absent | ended), newest
 
 
 class Recurrent:
@@ -115,8 +148,7 @@ class Recurrent:
         document = torch.full((shape.batch,), NO_DOCUMENT, device=shape.device)
         if not shape.slack:
             return cls(mechanism, state, document)
-        absent = torch.ones(shape.batch, shape.slack, dtype=torch.bool, device=shape.device)
-        return cls(mechanism, state, document, Undo({name: t.clone() for name, t in state.items()}, inputs, absent))
+        return cls(mechanism, state, document, Undo.start(state, inputs, document, shape.slack))
 
     def attend(self, call: LayerCall) -> tuple[Attended, Tensor | None]:
         mechanism = call.mechanism
@@ -130,14 +162,15 @@ class Recurrent:
             state, document = mechanism.reset(state, document != documents[:, 0]), documents[:, -1]
         inputs = mechanism.token_inputs(k, call.v, view) | mechanism.query_inputs(q)
         found, state = mechanism.run(q, inputs, state, view.padding, documents)
-        undo = None if self.undo is None else self.undo.add(mechanism, inputs, view.padding)
+        undo = None if self.undo is None else self.undo.add(mechanism, inputs, view.padding, documents)
         self._next = Recurrent(mechanism, _detached(state), document, undo)
         return found, mechanism.penalty(mechanism.rule(view), view)
 
     def _check(self, q: Tensor) -> None:
         wide = torch.promote_types(q.dtype, torch.float32)
+        rows, device = q.shape[0], q.device
         for name, t in self.state.items():
-            if len(t) != len(q) or (t.is_floating_point() and t.dtype != wide) or t.device != q.device:
+            if t.shape[0] != rows or (t.dtype != wide and t.is_floating_point()) or t.device != device:
                 raise ValueError(
                     f"the recurrent state {name} has {len(t)} rows of {t.dtype} on {t.device}, and the new tokens need "
                     f"{len(q)} rows of {wide} on {q.device}; begin with this model's start() or cache()"
@@ -156,7 +189,7 @@ class Recurrent:
         back = back.to(self.document.device)
         state, undo = self.undo.take_back(self.mechanism, back)
         state = {name: torch.where(_rows(back == 0, t), self.state[name], t) for name, t in state.items()}
-        return Recurrent(self.mechanism, state, self.document, undo)
+        return Recurrent(self.mechanism, state, undo.document, undo)
 
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
@@ -164,7 +197,8 @@ class Recurrent:
     def tensors(self) -> Tensors:
         found = {"document": self.document} | {f"state.{name}": t for name, t in self.state.items()}
         if self.undo is not None:
-            found |= {f"undo.{name}": t for name, t in self.undo.state.items()} | {"absent": self.undo.absent}
+            found |= {f"undo.{name}": t for name, t in self.undo.state.items()}
+            found |= {"absent": self.undo.absent, "ids": self.undo.ids}
             found |= {f"token.{name}": t for name, t in self.undo.inputs.items()}
         return found
 
@@ -174,7 +208,7 @@ class Recurrent:
 
         undo = self.undo
         if undo is not None:
-            undo = Undo(named("undo", undo.state), named("token", undo.inputs), tensors["absent"])
+            undo = Undo(named("undo", undo.state), named("token", undo.inputs), tensors["absent"], tensors["ids"])
         return Recurrent(self.mechanism, named("state", self.state), tensors["document"], undo)
 
 
@@ -186,6 +220,8 @@ def empty_rows(state: Tensors, rows: Tensor, **empty: float) -> Tensors:
 def _of_new_tokens(call: LayerCall) -> Any:
     """The view of the new tokens alone, with their positions in the text: a state has no place of its own."""
     view, new = call.view, call.q.shape[2]
+    if view.documents is None and view.padding is None and not getattr(call.position, "rotates", False):
+        return view  # as every token that is decoded: nothing of it depends on where it is
     documents = view.documents[1] if isinstance(view.documents, tuple) else view.documents
     at = view.q_positions
     if at is None and view.start:
@@ -199,14 +235,15 @@ def _last(ids: Tensor | None, new: int) -> Tensor | None:
     return None if ids is None else ids[:, ids.shape[1] - new :]
 
 
-def _real_last(inputs: Tensors, absent: Tensor) -> tuple[Tensors, Tensor]:
+def _real_last(inputs: Tensors, ids: Tensor, absent: Tensor) -> tuple[Tensors, Tensor, Tensor]:
     """Each row with what is absent [B, N] first; the order of the others stays."""
     order = absent.logical_not().to(torch.int8).argsort(dim=1, stable=True)
 
     def ordered(t: Tensor) -> Tensor:
         return t.gather(2, order.view(len(order), 1, -1, *[1] * (t.ndim - 3)).expand_as(t))
 
-    return {name: ordered(t) for name, t in inputs.items()}, absent.gather(1, order)
+    ids = ids.gather(1, order[..., None].expand_as(ids))
+    return {name: ordered(t) for name, t in inputs.items()}, ids, absent.gather(1, order)
 
 
 def _rows(rows: Tensor, like: Tensor) -> Tensor:
@@ -214,4 +251,4 @@ def _rows(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def _detached(tensors: Tensors) -> Tensors:
-    return {name: t.detach() for name, t in tensors.items()}
+    return {name: t.detach() if t.requires_grad else t for name, t in tensors.items()}

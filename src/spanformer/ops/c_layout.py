@@ -120,9 +120,11 @@ DECODE = Table(
 LINEAR = Table(
     "Linear",
     "int dtype threads B H Hkv Tq T M Dv normalize elu",
-    "float ramp",
+    "float ramp eps",
     "rows a b v out",
-    "address den decay near",
+    "address den decay",
+    "int decay_batch decay_head decay_row",
+    "address near",
     "int near_batch near_head near_row",
     "address starts s0 z0 s1 z1",
     "rows g da db dv",
@@ -134,18 +136,26 @@ DELTA = Table(
     "int dtype threads B H Hkv T D Dv segment",
     "rows q k v out",
     "address beta decay starts state final_state marks",
-    "rows g dq dk dv",
-    "address g_state d_beta d_decay d_state",
+    "int conv",
+    "float eps",
+    "address conv_q conv_k conv_v tail_q tail_k tail_v padding",
+    "rows gate",
+    "address norm",
+    "rows g dq dk dv d_gate",
+    "address g_state d_beta d_decay d_state d_conv_q d_conv_k d_conv_v d_norm",
 )
-"""the gated delta rule over a text; from `g` on, for the backward pass alone"""
+"""the gated delta rule over a text, with what a layer has around it; from `g` on, for the backward pass alone"""
 
 GLA = Table(
     "Gla",
     "int dtype threads B H Hkv T D Dv segment",
     "rows q k v out",
     "address gates starts state final_state marks",
-    "rows g dq dk dv",
-    "address g_state d_gates d_state",
+    "float eps",
+    "rows gate",
+    "address norm",
+    "rows g dq dk dv d_gate",
+    "address g_state d_gates d_state d_norm",
 )
 """gated linear attention over a text; from `g` on, for the backward pass alone"""
 TABLES = (CALL, DECODE, LINEAR, DELTA, GLA)

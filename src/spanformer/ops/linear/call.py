@@ -6,7 +6,7 @@ Shapes: B batch, H query heads, Hkv key/value heads, T tokens, m features, Dv si
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,18 @@ class LinearState(NamedTuple):
     z: Tensor
 
 
+class Divide(NamedTuple):
+    """What the numerator of a row is divided by."""
+
+    by: Literal["sum", "clamped", "rms"] = "sum"
+    """the denominator; the denominator or eps, whichever is larger; the numerator's root mean square"""
+    eps: float = 0.0
+    """rows whose denominator is smaller give zeros and −inf; the least denominator; added to the mean square"""
+
+
+BY_SUM = Divide()
+
+
 class LinearCall(NamedTuple):
     """Padding is already removed: b and v are 0 there, and so is the decay."""
 
@@ -34,15 +46,15 @@ class LinearCall(NamedTuple):
     v: Tensor
     """[B, Hkv, T, Dv]"""
     decay: Tensor | None
-    """[B, Hkv, T] logarithms, at most 0"""
+    """[1 or B, Hkv, 1 or T] logarithms, at most 0"""
     near: Tensor | None
     """[1 or B, H, 1 or Tq]: the weight of a pair at distance d is multiplied by clip((d − near) / ramp, 0, 1)"""
     ramp: float
     starts: Tensor | None
     """[B, T] bool, True where a document begins: the state is emptied before that token"""
     state: LinearState | None
-    normalize: bool
-    """return out and lse; else numerator and denominator"""
+    divide: Divide | None
+    """return out and lse; None: numerator and denominator"""
     elu: bool = False
     """a and b are queries and keys; their features are elu + 1"""
 
@@ -52,11 +64,13 @@ class LinearCall(NamedTuple):
         return torch.promote_types(self.v.dtype, torch.float32)
 
     def with_features(self) -> LinearCall:
-        """The same call with features in the place of queries and keys, for paths that do not make them."""
+        """The same call with features in the place of queries and keys, for paths that do not make them, and a decay
+        [B, Hkv, T]."""
+        call = self if self.decay is None else self._replace(decay=self.decay.expand(self.b.shape[:3]))
         if not self.elu:
-            return self
+            return call
         a, b = (F.elu(t.to(self.wide)) + 1 for t in (self.a, self.b))
-        return self._replace(a=a, b=b, elu=False)
+        return call._replace(a=a, b=b, elu=False)
 
     def initial(self) -> LinearState:
         """The state before the first token; zeros if none was given."""
@@ -69,7 +83,7 @@ class LinearCall(NamedTuple):
 
 def make_call(
     a: Tensor, b: Tensor, v: Tensor, decay: Tensor | None, state: LinearState | None, *,
-    documents: Tensor | None, padding: Tensor | None, near: Tensor | None, ramp: float, normalize: bool,
+    documents: Tensor | None, padding: Tensor | None, near: Tensor | None, ramp: float, divide: Divide | None,
     elu: bool = False,
 ) -> LinearCall:  # fmt: skip
     _check_features(a, b, v, far=near is not None)
@@ -84,14 +98,14 @@ def make_call(
         padding = _check_padding(padding, rows, kv, tokens)
         hidden = padding[..., None]
         b, v = b.masked_fill(hidden, -math.inf if elu else 0), v.masked_fill(hidden, 0)  # elu(−∞) + 1 is 0
-        decay = None if decay is None else decay.masked_fill(padding, 0)
+        decay = None if decay is None else decay.expand(rows, kv, tokens).masked_fill(padding, 0)
     starts = None
     if documents is not None:
         if tuple(documents.shape) != (rows, tokens):
             raise ValueError(f"documents has shape {list(documents.shape)}; expected [{rows}, {tokens}]")
         starts = torch.zeros(documents.shape, dtype=torch.bool, device=documents.device)
         starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return LinearCall(a, b, v, decay, near, float(ramp), starts, state, normalize, elu)
+    return LinearCall(a, b, v, decay, near, float(ramp), starts, state, divide, elu)
 
 
 def _check_features(a: Tensor, b: Tensor, v: Tensor, *, far: bool) -> None:
@@ -119,7 +133,7 @@ def _check_features(a: Tensor, b: Tensor, v: Tensor, *, far: bool) -> None:
 def _check_decay(decay: Tensor, rows: int, kv: int, tokens: int) -> Tensor:
     if decay.ndim != 3 or decay.shape[1] != kv or decay.shape[0] not in (1, rows) or decay.shape[2] not in (1, tokens):
         raise ValueError(f"decay has shape {list(decay.shape)}; expected [1 or {rows}, {kv}, 1 or {tokens}]")
-    return decay.to(torch.promote_types(decay.dtype, torch.float32)).expand(rows, kv, tokens)
+    return decay.to(torch.promote_types(decay.dtype, torch.float32))
 
 
 def _check_near(near: Tensor, ramp: float, rows: int, heads: int, tokens: int) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spanformer.ops.attended import Attended
-from spanformer.ops.linear.call import LinearCall, LinearState, make_call
+from spanformer.ops.linear.call import BY_SUM, Divide, LinearCall, LinearState, make_call
 from spanformer.ops.linear.portable import run_portable, run_whole
 from spanformer.ops.linear.reference import run_reference
 
@@ -32,6 +32,7 @@ def attend_linear(
     documents: Tensor | None = None,
     padding: Tensor | None = None,
     elu: bool = False,
+    divide: Divide = BY_SUM,
     backend: str = "auto",
 ) -> tuple[Attended, LinearState]:
     """Linear attention: out [B, H, T, Dv] and lse [B, H, T], and the state after the last token.
@@ -43,10 +44,11 @@ def attend_linear(
     tokens neither join nor decay.
     elu: a and b are queries and keys, and their features elu + 1; the kernel then stores no features.
     causal=False: every token sees every other, without decay or state.
+    divide: by what a row is divided; the lse of rows divided by their root mean square is 0.
     A row whose sum is 0 gives zeros and −inf. All results are differentiable.
     """
     call = make_call(
-        a, b, v, decay, state, documents=documents, padding=padding, near=None, ramp=0.0, normalize=True, elu=elu
+        a, b, v, decay, state, documents=documents, padding=padding, near=None, ramp=0.0, divide=divide, elu=elu
     )  # fmt: skip
     out, lse, after = _run(call, causal, backend)
     assert after is not None
@@ -74,7 +76,7 @@ def attend_far(
     The others as in `attend_linear`. Returns out [B, H, Tq, Dv] and lse [B, H, Tq].
     """
     call = make_call(
-        a, b, v, None, state, documents=documents, padding=padding, near=near, ramp=ramp, normalize=True, elu=elu
+        a, b, v, None, state, documents=documents, padding=padding, near=near, ramp=ramp, divide=BY_SUM, elu=elu
     )  # fmt: skip
     out, lse, _ = _run(call, True, backend)
     return Attended(out, lse)
@@ -95,7 +97,7 @@ def sum_linear(
     """As `attend_linear`, before the division: (numerator [B, H, T, Dv], denominator [B, H, T]) and the state. For
     features that may be negative, and for mechanisms that norm their output instead."""
     call = make_call(
-        a, b, v, decay, state, documents=documents, padding=padding, near=None, ramp=0.0, normalize=False
+        a, b, v, decay, state, documents=documents, padding=padding, near=None, ramp=0.0, divide=None
     )  # fmt: skip
     numerator, denominator, after = _run(call, causal, backend)
     assert after is not None

@@ -83,8 +83,8 @@ def make_call(
         _check_ids("padding", padding, rows, tokens)
         if padding.dtype != torch.bool:
             raise ValueError(f"padding has dtype {padding.dtype}; expected torch.bool, True where a token is padding")
-        k, v = _hide(k, padding), _hide(v, padding)
-        beta, decay = (None if t is None else _hide(t, padding) for t in (beta, decay))
+        k, v = hide(k, padding), hide(v, padding)
+        beta, decay = (None if t is None else hide(t, padding) for t in (beta, decay))
     starts = None
     if documents is not None:
         _check_ids("documents", documents, rows, tokens)
@@ -93,7 +93,8 @@ def make_call(
     return MatrixCall(q, k, v, beta, decay, starts, state)
 
 
-def _hide(t: Tensor, padding: Tensor) -> Tensor:
+def hide(t: Tensor, padding: Tensor) -> Tensor:
+    """[B, Hkv, T] or [B, Hkv, T, D] with 0 at padding."""
     return t.masked_fill(padding[:, None] if t.ndim == 3 else padding[:, None, :, None], 0)
 
 

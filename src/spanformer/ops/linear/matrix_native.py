@@ -6,6 +6,8 @@ Shapes as in matrix_call.py; marks [B, Hkv, ceil(T / SEGMENT), D, Dv]: states fr
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -44,24 +46,48 @@ def run_native(call: MatrixCall) -> tuple[Tensor, Tensor]:
         return out, state
     if learning:
         return _Matrix.apply(*inputs, call.starts)  # pyright: ignore[reportReturnType]
-    return _forward(inputs, call.starts, False)[:2]
+    return run_forward(laid(inputs), call.starts, False)[:2]
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
+class Around(NamedTuple):
+    """A layer around the operation (see layer.py), as the kernel reads it; all None: the operation alone."""
+
+    gate: Tensor | None = None
+    norm: Tensor | None = None
+    eps: float = 0.0
+    weights: tuple[Tensor | None, ...] = (None, None, None)
+    """[H or Hkv, conv, D or Dv]"""
+    tails: tuple[Tensor | None, ...] = (None, None, None)
+    padding: Tensor | None = None
+
+
+ALONE = Around()
+
+
 def _pack(
-    inputs, starts: Tensor | None, out: Tensor | None, state: Tensor | None, marks: Tensor | None, grads
+    inputs, starts: Tensor | None, out: Tensor | None, state: Tensor | None, marks: Tensor | None, grads, around: Around
 ) -> bytes:
     """grads: the last fields, from `g` on; a `Gla` has no beta and no gradient of it."""
     q, k, v, beta, decay, before = inputs
     (b, h, t, d), hkv, dv = q.shape, k.shape[1], v.shape[3]
-    g, dq, dk, dv_, g_state, d_beta, d_decay, d_state = grads or (None,) * 8
-    gates, d_gates = ((decay,), (d_decay,)) if beta is None else ((beta, decay), (d_beta, d_decay))
-    return (GLA if beta is None else DELTA).struct.pack(
-        DTYPES[q.dtype], torch.get_num_threads(), b, h, hkv, t, d, dv, SEGMENT,
-        *rows(q), *rows(k), *rows(v), *_rows(out), *map(_ptr, (*gates, starts, before, state, marks)),
-        *_rows(g), *_rows(dq), *_rows(dk), *_rows(dv_), *map(_ptr, (g_state, *d_gates, d_state)),
+    g, dq, dk, dv_, d_beta, d_decay, d_state, g_state, d_gate, d_norm, *d_weights = grads or (None,) * 13
+    sizes = (DTYPES[q.dtype], torch.get_num_threads(), b, h, hkv, t, d, dv, SEGMENT)
+    texts = (*rows(q), *rows(k), *rows(v), *_rows(out))
+    after = (starts, before, state, marks)
+    gradients = (*_rows(g), *_rows(dq), *_rows(dk), *_rows(dv_), *_rows(d_gate), _ptr(g_state))
+    if beta is None:
+        return GLA.struct.pack(
+            *sizes, *texts, *map(_ptr, (decay, *after)), around.eps, *_rows(around.gate), _ptr(around.norm),
+            *gradients, *map(_ptr, (d_decay, d_state, d_norm)),
+        )  # fmt: skip
+    conv = 0 if around.weights[0] is None else around.weights[0].shape[1]
+    return DELTA.struct.pack(
+        *sizes, *texts, *map(_ptr, (beta, decay, *after)), conv, around.eps,
+        *map(_ptr, (*around.weights, *around.tails, around.padding)), *_rows(around.gate), _ptr(around.norm),
+        *gradients, *map(_ptr, (d_beta, d_decay, d_state, *d_weights, d_norm)),
     )  # fmt: skip
 
 
@@ -73,16 +99,15 @@ def _ptr(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 
 
-def _dense(t: Tensor) -> Tensor:
+def dense(t: Tensor) -> Tensor:
     """Rows of a head must be contiguous and apart; anything else is served in place."""
     return t if t.stride(3) == 1 and 1 not in t.stride()[:3] and not t.is_neg() else as_laid(t)
 
 
-def _laid(inputs, starts: Tensor | None):
+def laid(inputs):
     """As the kernel reads them."""
     q, k, v, *others = inputs
-    others = (None if t is None else as_laid(t.detach()) for t in others)
-    return (*map(_dense, (q, k, v)), *others), None if starts is None else as_laid(starts)
+    return (*map(dense, (q, k, v)), *(None if t is None else as_laid(t.detach()) for t in others))
 
 
 def _empty(inputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,34 +119,53 @@ def _empty(inputs) -> tuple[Tensor, Tensor, Tensor]:
     return out, state, q.new_empty((b, hkv, -(-t // SEGMENT), d, dv), dtype=torch.float32)
 
 
-def _forward(inputs, starts: Tensor | None, learning: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    inputs, starts = _laid(inputs, starts)
+def run_forward(
+    inputs, starts: Tensor | None, learning: bool, around: Around = ALONE
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of inputs that are `laid`."""
+    starts = None if starts is None else as_laid(starts)
     out, state, marks = _empty(inputs)
     marks = marks if learning else None
     library = kernel.library()
     run = library.gla_forward if inputs[3] is None else library.delta_forward
-    run(_pack(inputs, starts, out, state, marks, None))
+    run(_pack(inputs, starts, out, state, marks, None, around))
     return out, state, marks
 
 
-def _backward(g_out: Tensor | None, g_state: Tensor | None, marks: Tensor, inputs, starts: Tensor | None):
-    """Gradients of the six inputs; None for one that is None."""
-    inputs, starts = _laid(inputs, starts)
+def run_backward(
+    g_out: Tensor | None,
+    g_state: Tensor | None,
+    marks: Tensor,
+    inputs,
+    starts: Tensor | None,
+    around: Around = ALONE,
+) -> list[Tensor | None]:
+    """Gradients of the six inputs, and of gate, norm and the three weights; None for one that is None."""
+    starts = None if starts is None else as_laid(starts)
     if g_out is None:
         g_out = torch.zeros_like(_empty(inputs)[0])
-    g_out, g_state = _dense(g_out), None if g_state is None else as_laid(g_state)
+    g_out, g_state = dense(g_out), None if g_state is None else as_laid(g_state)
     made = [None if t is None else torch.empty_like(t) for t in inputs]
+    b, h = inputs[0].shape[:2]
+    gate = None if around.gate is None else torch.empty_like(around.gate)
+    norm = None if around.norm is None else around.norm.new_empty((b, h, *around.norm.shape))
+    weights = [None if w is None else w.new_empty((b, *w.shape)) for w in around.weights]  # a text's share each
     library = kernel.library()
     run = library.gla_backward if inputs[3] is None else library.delta_backward
-    run(_pack(inputs, starts, None, None, marks, (g_out, *made[:3], g_state, *made[3:])))
-    return made
+    run(_pack(inputs, starts, None, None, marks, (g_out, *made, g_state, gate, norm, *weights), around))
+    return [
+        *made,
+        gate,
+        None if norm is None else norm.sum((0, 1)),
+        *(None if w is None else w.sum(0) for w in weights),
+    ]
 
 
 class _Matrix(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *arguments):
         *inputs, starts = arguments
-        out, state, marks = _forward(inputs, starts, True)
+        out, state, marks = run_forward(laid(inputs), starts, True)
         ctx.save_for_backward(*inputs, starts, marks)
         ctx.set_materialize_grads(False)
         return out, state
@@ -130,7 +174,7 @@ class _Matrix(torch.autograd.Function):
     def backward(ctx, g_out, g_state):
         refuse_second_derivative("native")
         *inputs, starts, marks = ctx.saved_tensors
-        found = _backward(g_out, g_state, marks, inputs, starts)
+        found = run_backward(g_out, g_state, marks, laid(inputs), starts)
         return *(g if want else None for g, want in zip(found, ctx.needs_input_grad, strict=False)), None
 
 
@@ -146,19 +190,19 @@ torch.library.define(
 @torch.library.impl("spanformer::matrix_state", "cpu")
 def _matrix_cpu(*args):
     *inputs, starts, learning = args
-    out, state, marks = _forward(inputs, starts, learning)
+    out, state, marks = run_forward(laid(inputs), starts, learning)
     return out, state, out.new_empty(0, dtype=torch.float32) if marks is None else marks
 
 
 @torch.library.register_fake("spanformer::matrix_state")
 def _matrix_fake(*args):
-    out, state, marks = _empty((_dense(args[0]), *args[1:3]))
+    out, state, marks = _empty((dense(args[0]), *args[1:3]))
     return out, state, marks if args[-1] else out.new_empty(0, dtype=torch.float32)
 
 
 @torch.library.impl("spanformer::matrix_state_backward", "cpu")
 def _matrix_backward_cpu(g_out, g_state, marks, *args):
-    found = _backward(g_out, g_state, marks, args[:COUNT], args[COUNT])
+    found = run_backward(g_out, g_state, marks, laid(args[:COUNT]), args[COUNT])[:COUNT]
     return [marks.new_empty(0) if g is None else g.contiguous() for g in found]
 
 

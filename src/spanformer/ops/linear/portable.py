@@ -145,7 +145,7 @@ def _by_document(a: Tensor, b: Tensor, v: Tensor, starts: Tensor, shared: int) -
     """Tokens see their own document: forward in time, and backward in time without themselves."""
     reversed_starts = torch.zeros_like(starts)
     reversed_starts[:, 1:] = starts.flip(1)[:, :-1]
-    plain = LinearCall(a, b, v, None, None, 0.0, starts, None, normalize=False)
+    plain = LinearCall(a, b, v, None, None, 0.0, starts, None, None)
     before = _run_chunks(plain)
     after = _run_chunks(plain._replace(a=a.flip(2), b=b.flip(2), v=v.flip(2), starts=reversed_starts))
     b, v = (t.repeat_interleave(shared, 1) for t in (b, v))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spanformer.ops.linear.call import LinearCall, LinearState
@@ -64,9 +65,14 @@ def far_weight(distance: Tensor, near: Tensor, ramp: float) -> Tensor:
 
 def finish(call: LinearCall, numerator: Tensor, denominator: Tensor) -> tuple[Tensor, Tensor]:
     """out and lse, or the sums as they are, in the dtypes that a call returns."""
-    if not call.normalize:
+    if call.divide is None:
         return numerator.to(call.v.dtype), denominator
-    nothing = denominator == 0
-    safe = torch.where(nothing, 1, denominator)
+    by, eps = call.divide
+    if by == "rms":
+        return F.rms_norm(numerator, numerator.shape[3:], eps=eps).to(call.v.dtype), torch.zeros_like(denominator)
+    nothing = denominator < eps if eps else denominator == 0
+    safe = torch.where(nothing, eps if by == "clamped" else 1, denominator)
+    if by == "clamped":
+        return (numerator / safe[..., None]).to(call.v.dtype), safe.log()
     out = torch.where(nothing[..., None], 0, numerator / safe[..., None])
     return out.to(call.v.dtype), torch.where(nothing, -math.inf, safe.log())
