@@ -60,6 +60,7 @@ TRAIN = (
     "--train.threads 1 --train.no-measure --train.tensorboard off"
 )
 REDUCED = {
+    r"(train|compare) runs/(recall|duplicate)": TRAIN.replace("block 32", "block 256"),
     r"train runs/(seq2seq|hard|masked|etc)": TRAIN.replace("--data.limit 20000 ", "").replace("block 32", "block 72"),
     r"train": TRAIN,
     r"compare .*--kinds": f"{TRAIN} --model.kv-heads 0",

@@ -13,6 +13,7 @@ import torch
 
 from spanformer.cli.runfile import read_run
 from spanformer.core import processor
+from spanformer.data import parse_task
 from spanformer.report.events import read_run as read_events
 from spanformer.train.config import RunConfig
 from spanformer.train.run import train
@@ -35,8 +36,10 @@ PAPER = (
         "wiki103_pers": (36, 512, 8, 0, 2048, 2048, 256, 64, 0.3, 2.5e-4, 8_000, 800_000, 5e-7),
     },
 )
-OTHERS = tuple(f"runs/{name}.toml" for name in ("seq2seq", "hard", "masked", "etc", "linformer", "sinkhorn"))
-"""runs of what is no language model"""
+TASKS = ("runs/recall.toml", "runs/duplicate.toml")
+SEQ2SEQ = ("runs/seq2seq.toml", "runs/hard.toml")
+OTHERS = (*SEQ2SEQ, "runs/masked.toml", "runs/etc.toml", "runs/linformer.toml", "runs/sinkhorn.toml", *TASKS)
+"""runs of what reads no stream of text"""
 THEN = {
     "enwik8_large": 20_000, "text8_large": 20_000, "enwik8_pers_small": 30_000, "enwik8_pers": 10_000,
     "wiki103_pers": 50_000,
@@ -116,7 +119,9 @@ def shrink(config: RunConfig, folder: Path) -> RunConfig:
     tokens, of another text."""
     m = config.model
     heads = min(m.heads, 4)
-    pairs = m.kind == "seq2seq"  # these keep their own text, which is made in a moment
+    pairs = m.kind == "seq2seq" or parse_task(
+        config.data.source
+    )  # these keep their own text, which is made in a moment
     block = config.train.block if pairs else 48 if config.train.cpc_mask_ratio else 16
     source = config.data.source if pairs else str(write_text(folder / "text.txt"))
     return RunConfig(

@@ -221,3 +221,23 @@ def test_all_tokens_in_one_bucket_work_and_are_named() -> None:
     m.eval()
     run(m, q, v)
     assert m.advice() == said
+
+
+def test_further_rounds_show_more_and_never_less() -> None:
+    mechanism, view = LSH(2, 8, 64, buckets=8, rounds=2), View()
+    q = torch.randn(1, 2, 33, 8)
+    ones = torch.eye(33).expand(1, 2, 33, 33)
+
+    def seen() -> Tensor:
+        return mechanism(q, q, ones, mechanism.rule(view), view).out > 0
+
+    two, kept = seen(), mechanism.rotations.clone()
+    mechanism.set_rounds(6)
+    more = seen()
+    alone = two.sum(-1) == 1  # a token sees itself only if it sees nothing else
+    assert (more | ~two)[~alone].all() and more.sum() > two.sum()
+    assert torch.equal(mechanism.rotations, LSH(2, 8, 64, buckets=8, rounds=6).rotations)
+    mechanism.set_rounds(2)
+    assert torch.equal(seen(), two) and torch.equal(mechanism.rotations, kept)
+    with pytest.raises(ValueError, match="rounds is 0; expected 1 … 1,024"):
+        mechanism.set_rounds(0)

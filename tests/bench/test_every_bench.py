@@ -321,3 +321,31 @@ def test_time_per_token_is_relative_within_each_round():
     assert relative_per_token(times, (10, 20)) == [1.0, 1.0]
     times["20"] = Timing([6.0, 12.0, 24.0])  # three times as long a token, in slow rounds and quick ones
     assert relative_per_token(times, (10, 20)) == pytest.approx([0.5, 1.5])
+
+
+def test_tasks(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    found = bench(tmp_path, "tasks", "--parts", "recall", "duplicate", "--kinds", "lsh(4, 4, 2)")
+    row = found["recall"]["lsh(4, 4, 2)"]
+    assert row["steps"] == 2 and list(row["right"]) == ["16", "32", "64", "128", "256", "512"]
+    assert all(0 <= share <= 1 for share in row["right"].values())
+    assert list(found["duplicate"]["lsh(4, 4, 2)"]["right"]) == ["1", "2", "4", "8"]
+    assert (tmp_path / "tasks.png").stat().st_size > 1000
+    shown = capsys.readouterr().out
+    assert "| `lsh(4, 4, 2)` |" in shown
+    again = bench(tmp_path, "tasks", "--parts", "recall", "--kinds", "window(3)")
+    assert list(again["recall"]) == ["lsh(4, 4, 2)", "window(3)"] and again["duplicate"] == found["duplicate"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--parts", "needles"], "parts holds 'needles'; expected any of recall, copy, duplicate, needle, table"),
+        (["--kinds", "windw(3)"], "kinds is 'windw(3)'; did you mean window?"),
+        (["--steps", "-1"], "steps is -1; expected 0 or more"),
+    ],
+)
+def test_tasks_that_cannot_be(tmp_path, options, message, capsys):
+    with pytest.raises(SystemExit):
+        bench(tmp_path, "tasks", *options)
+    assert message in capsys.readouterr().err.replace("\n", " ")

@@ -111,6 +111,8 @@ READ: dict[tuple[str, ...], str] = {
     ("eval", "{}", "--lanes", HUGE): f"lanes is {HUGE}; expected at most 315, the tokens of the text",
     ("eval", "{}", "--block", "-1"): "block is -1; expected 0 or more",
     ("eval", "{}", "--beams", "0"): "beams is 0; expected 1 or more",
+    ("eval", "{}", "--rounds", "-1"): "rounds is -1; expected 0 or more",
+    ("eval", "{}", "--rounds", HUGE): f"rounds is {HUGE}, and the model has no attention of kind lsh; expected 0",
     ("heatmap", "{}", "--text", "x" * 5000): "--text has 5,000 tokens; expected 1 … 1,024, the limit of a picture",
     ("heatmap", "{}", "--text", ""): "text is empty; expected a text for the model to process",
     ("heatmap", "{}", "--text", "abc", "--layer", HUGE): f"layer is {HUGE}; the model has 2, counted from 1",

@@ -25,6 +25,7 @@ def commands(config: RunConfig) -> list[str]:
         ("lm", "text8", ["""generate 'out/a run' --prompt "the\"""", "spans 'out/a run'"]),
         ("seq2seq", "numbers", ["eval 'out/a run' --split test", "generate 'out/a run' --prompt 31407"]),
         ("seq2seq", "pairs.tsv", ["eval 'out/a run' --split test"]),
+        ("lm", "recall(pairs=2)", ["eval 'out/a run' --split test", "spans 'out/a run'"]),
         ("encoder", "stdlib", ["eval 'out/a run' --split test", "spans 'out/a run'"]),
     ],
 )

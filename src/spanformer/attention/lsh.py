@@ -29,6 +29,7 @@ from spanformer.ops.bucket_rounds import SHORTEST, attend_alike
 from spanformer.ops.buckets import Placed, Seen, Sorted, with_itself
 
 FACTORED = 128  # more buckets than this are the product of two numbers
+MOST_ROUNDS = 1024
 
 
 class LSH(Bucketed):
@@ -44,15 +45,24 @@ class LSH(Bucketed):
     ) -> None:  # fmt: skip
         super().__init__(heads, window, buckets, rounds)
         self.factors, self.chunked = factors_of(buckets), chunked
+        _check_rounds(rounds)
         if learned and chunked:
             raise ValueError("learned is true beside chunked; a span needs ranks, which chunks do not have; drop one")
-        own = torch.Generator().manual_seed(seed)  # never the global one, which is the user's
-        columns = sum(self.factors) // 2
-        self.register_buffer("rotations", torch.randn(heads, rounds, head_dim, columns, generator=own))
+        self.seed, sizes = seed, (heads, head_dim, sum(self.factors) // 2)
+        self.register_buffer("rotations", torch.stack([_rotations(seed, n, sizes) for n in range(rounds)], 1))
         self._alike: Tensor | None = None  # whether all tokens of the last training step were in one bucket
         if learned:
             self.span = AdaptiveSpan(heads, window, ramp=ramp, init=init, penalty=penalty)
             self.window = window + math.ceil(ramp)
+
+    def set_rounds(self, rounds: int) -> None:
+        """Hash in more or fewer rounds than the model was trained with. The first ones stay, so that with more rounds a
+        token sees what it saw, and more."""
+        _check_rounds(rounds)
+        heads, known, *sizes = self.rotations.shape
+        more = [_rotations(self.seed, n, (heads, *sizes)).to(self.rotations) for n in range(known, rounds)]
+        self.rotations = torch.cat([self.rotations[:, :rounds], *(each[:, None] for each in more)], 1)
+        self.rounds = rounds
 
     @classmethod
     def build(cls, spec: HeadSpec) -> LSH:
@@ -139,6 +149,16 @@ class LSH(Bucketed):
     def extra_repr(self) -> str:
         more = (", learned=True" if self.span is not None else "") + (", chunked=True" if self.chunked else "")
         return f"heads={self.heads}, window={self.window}, buckets={self.buckets}, rounds={self.rounds}{more}"
+
+
+def _check_rounds(rounds: int) -> None:
+    if not 1 <= rounds <= MOST_ROUNDS:
+        raise ValueError(f"rounds is {rounds}; expected 1 … {MOST_ROUNDS:,}")
+
+
+def _rotations(seed: int, round_: int, sizes: tuple[int, ...]) -> Tensor:
+    """[H, D, columns] of one round, by a generator of its own: never by the global one, which is the user's."""
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(1000 * seed + round_))
 
 
 def factors_of(buckets: int) -> tuple[int, ...]:

@@ -63,4 +63,4 @@ DECODE, FIT_SPANS, GALLERY, HF = _command("decode"), _command("fit-spans"), _com
 LINEAR, LONGFORMER = _command("linear"), _command("longformer")
 PATTERNS, PER_TOKEN = _command("patterns"), _command("per-token")
 POSITIONS, PRODUCTS = _command("positions"), _command("products")
-QUALITY, TRAIN_STEP = _command("quality"), _command("train-step")
+QUALITY, TASKS, TRAIN_STEP = _command("quality"), _command("tasks"), _command("train-step")

@@ -1,5 +1,6 @@
 """`spanformer eval CHECKPOINT --split test`: measure how well a language model predicts every token of a text, how many
-sources an encoder–decoder answers exactly, or how many masked tokens an encoder predicts."""
+sources an encoder–decoder answers exactly, how many masked tokens an encoder predicts, or how many answers of a task a
+language model knows."""
 
 from __future__ import annotations
 
@@ -36,11 +37,13 @@ class EvalOptions:
     """evaluate only this many tokens (encoder–decoder: pairs); 0: all"""
     beams: int = 1
     """encoder–decoder only: above 1, search for each answer with this many beams"""
+    rounds: int = 0
+    """attention of kind lsh only: hash in this many rounds; 0: as in training"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: compute matrix products in bfloat16 (autocast)"""
 
     def __post_init__(self) -> None:
-        for name in ("lanes", "block", "limit"):
+        for name in ("lanes", "block", "limit", "rounds"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more")
         if self.beams < 1:
@@ -48,9 +51,9 @@ class EvalOptions:
 
 
 def run(options: EvalOptions) -> None:
-    from spanformer.cli.eval_tasks import eval_encoder, eval_pairs
+    from spanformer.cli.eval_tasks import eval_encoder, eval_pairs, eval_task, set_rounds
     from spanformer.core.events import UNIT_NAMES
-    from spanformer.data import prepare
+    from spanformer.data import parse_task, prepare
     from spanformer.model.lm import LM
     from spanformer.model.load import load_any, load_meta
     from spanformer.model.seq2seq import Seq2Seq
@@ -60,10 +63,18 @@ def run(options: EvalOptions) -> None:
         report(f"loading {options.checkpoint}", 0, 0)
         meta, lm = load_meta(options.checkpoint), load_any(options.checkpoint)
         config = data_config(options, meta)
+        if options.rounds:
+            set_rounds(lm, options.rounds)
         data = prepare(config, on_progress=report, vocab=vocabulary(options, meta))
         check_vocabulary(meta, data.vocab.to_json(), lm.config.vocab, data.vocab.size)
+        task, streams = parse_task(config.source), options.protocol != "every" or options.lanes
+        if isinstance(lm, LM) and task is not None:
+            if streams:
+                raise ValueError(f"the data is the task {task.name}; --protocol and --lanes are for streams of text")
+            print(eval_task(lm, task, data, options, report))
+            return
         if not isinstance(lm, LM):
-            if options.protocol != "every" or options.lanes:
+            if streams:
                 raise ValueError(
                     f"the model is of kind {lm.config.kind!r}; --protocol and --lanes are for language models"
                 )

@@ -1,4 +1,4 @@
-"""Evaluate models other than language models: exact matches of an encoder–decoder, masked tokens of an encoder."""
+"""Evaluate exact matches of an encoder–decoder, masked tokens of an encoder, or answers of a task."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from spanformer.attention import LSH
 from spanformer.core.progress import OnProgress
 from spanformer.core.text import printable
-from spanformer.data import Prepared
+from spanformer.data import Prepared, Task, texts_of
 from spanformer.infer import answer
 from spanformer.model.encoder import Encoder
+from spanformer.model.lm import LM
 from spanformer.model.seq2seq import Seq2Seq
+from spanformer.model.stack import TransformerStack
 from spanformer.train.config import RunConfig
-from spanformer.train.evaluate import Score, evaluate_masked, evaluate_pairs
+from spanformer.train.evaluate import Score, evaluate_masked, evaluate_pairs, evaluate_task
 from spanformer.train.objective import pairs_of
 
 if TYPE_CHECKING:
@@ -63,6 +66,29 @@ def eval_encoder(model: Encoder, data: Prepared, config: RunConfig, options: Eva
     assert score.exact is not None
     right = f"{options.split}: {100 * score.exact:.2f} % of {score.tokens:,} masked tokens right"
     return f"{right}\n{_bits(score, 'masked')}"
+
+
+def eval_task(model: LM, task: Task, data: Prepared, options: EvalOptions, report: OnProgress) -> str:
+    """Every answer, given the correct tokens before it."""
+    texts = texts_of(task, data.splits[options.split].ids, options.split)
+    if options.limit:
+        texts = texts[: max(1, options.limit // task.length)]
+    score = evaluate_task(
+        model, texts, task.counted, dtype=options.dtype,
+        on_progress=functools.partial(report, f"reading {options.split}"),
+    )  # fmt: skip
+    assert score.exact is not None
+    right = f"{options.split}: {100 * score.exact:.2f} % of {score.tokens:,} answers right"
+    return f"{right}\n{_bits(score, 'answer')}"
+
+
+def set_rounds(model: TransformerStack, rounds: int) -> None:
+    """Hash in this many rounds in every LSH head."""
+    found = [module for module in model.modules() if isinstance(module, LSH)]
+    if not found:
+        raise ValueError(f"rounds is {rounds}, and the model has no attention of kind lsh; expected 0")
+    for mechanism in found:
+        mechanism.set_rounds(rounds)
 
 
 def _bits(score: Score, asked: str) -> str:

@@ -69,6 +69,7 @@ COMMANDS = {
     "bench positions": Route("spanformer.cli.bench", "POSITIONS", "time position encodings against none"),
     "bench products": Route("spanformer.cli.bench", "PRODUCTS", "time matrix products, MKL against oneDNN"),
     "bench quality": Route("spanformer.cli.bench", "QUALITY", "train the paper's recipe and spanformer's on enwik8"),
+    "bench tasks": Route("spanformer.cli.bench", "TASKS", "train tiny models to recall, copy and find"),
     "bench train-step": Route("spanformer.cli.bench", "TRAIN_STEP", "time a training step against the paper's code"),
     "report attention": Route(
         "spanformer.cli.report", "ATTENTION", "print and draw the results of an attention benchmark"

@@ -37,9 +37,9 @@ def as_typed(program: str) -> str:
 
 
 def _commands(folder: str, config: RunConfig) -> list[str]:
-    kind, source = config.model.kind, config.data.source
+    kind, source = config.objective, config.data.source
     if kind == "seq2seq":
         return [f"eval {folder} --split test", *([f"generate {folder} --prompt 31407"] if source == "numbers" else [])]
-    if kind == "encoder":
+    if kind in ("encoder", "task"):
         return [f"eval {folder} --split test", f"spans {folder}"]
     return [f'generate {folder} --prompt "{PROMPTS.get(source, "the")}"', f"spans {folder}"]

@@ -35,7 +35,7 @@ class Screen:
         self.first = os.environ.get("RANK", "0") == "0"
         self.progress = Progress(shown=self.first)
         self.unit, self.latest = "token", ""
-        asked = ASKED.get(config.model.kind)
+        asked = ASKED.get(config.objective)
         self.asked = asked and f"{asked} token"
 
     def __enter__(self) -> Screen:

@@ -19,7 +19,7 @@ FILE = "events.jsonl"
 FORMAT = 1
 UNIT_NAMES = {"byte": "byte", "char": "character", "word": "word"}
 """units of bits: name in files, name in text"""
-ASKED = {"encoder": "masked", "seq2seq": "target"}
+ASKED = {"encoder": "masked", "seq2seq": "target", "task": "answer"}
 """objectives that predict only some tokens, and the adjective for such a token"""
 
 

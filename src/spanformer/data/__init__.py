@@ -7,6 +7,7 @@ from spanformer.data.masking import HiddenSegments, MaskedBatch, mask_segments, 
 from spanformer.data.pairs import PairBatch, Pairs, PairStream
 from spanformer.data.prepare import Prepared, Split, load, prepare
 from spanformer.data.sources import SOURCES
+from spanformer.data.tasks import Task, TaskStream, parse_task, texts_of
 from spanformer.data.vocab import Bytes, Chars, Vocab, Words, from_json
 
 __all__ = [
@@ -25,6 +26,8 @@ __all__ = [
     "Prepared",
     "Scored",
     "Split",
+    "Task",
+    "TaskStream",
     "Vocab",
     "Words",
     "every_token",
@@ -32,5 +35,7 @@ __all__ = [
     "load",
     "mask_segments",
     "mask_tokens",
+    "parse_task",
     "prepare",
+    "texts_of",
 ]

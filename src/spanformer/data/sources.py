@@ -14,12 +14,12 @@ from typing import Any
 
 from spanformer.core.paths import check_regular, expand_home
 from spanformer.core.progress import OnProgress
-from spanformer.data import numbers
+from spanformer.data import numbers, tasks
 from spanformer.data.config import DataConfig
 from spanformer.data.corpora import NAMED, SPLITS, pieces_of
 from spanformer.data.pieces import Piece, is_archive, reading, whole
 
-SOURCES = ("stdlib", "numbers", *NAMED)
+SOURCES = ("stdlib", "numbers", *tasks.TASKS, *NAMED)
 OWN_SPLITS = {"train": {"train"}, "valid": {"valid", "validation", "val", "dev"}, "test": {"test"}}
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -52,6 +52,8 @@ def find(config: DataConfig) -> Corpus:
         return Corpus(
             source, [source, numbers.VERSION], lambda _tell: {k: [whole(p)] for k, p in numbers.write(made).items()}
         )
+    if (task := tasks.parse_task(source)) is not None:
+        return _task(task, config)
     path = expand_home(source, "source")
     check_regular(path, "source")
     if path.is_dir():
@@ -81,6 +83,19 @@ def _named(config: DataConfig) -> Corpus:
         return _none_empty(config, pieces_of(config.source, copy, config.cache_folder() / "downloads", on_progress))
 
     return Corpus(config.source, identity, splits)
+
+
+def _task(task: tasks.Task, config: DataConfig) -> Corpus:
+    if config.tokens != "byte":
+        raise ValueError(
+            f"tokens is {config.tokens!r}; expected 'byte', since the tokens of the task {task.name} are bytes"
+        )
+    made = config.cache_folder() / "generated"
+    return Corpus(
+        task.name,
+        [tasks.written(task), task.version],
+        lambda _tell: {split: [whole(path)] for split, path in tasks.write(task, made).items()},
+    )
 
 
 def _refuse_archives(files: Sequence[Path]) -> None:

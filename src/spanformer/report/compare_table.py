@@ -11,6 +11,7 @@ from spanformer.report.measures import (
     amount,
     counted_per_token,
     counted_share,
+    exact,
     lasting,
     looks_back,
     peak_bytes,
@@ -26,7 +27,7 @@ from spanformer.report.measures import evals as evals_of
 from spanformer.report.pareto import fronts
 
 BITS = "bits per unit"
-HEADER = ["run", BITS, "test bits", "parameters", "tokens", "time", "a step", "FLOPs a token",
+HEADER = ["run", BITS, "test bits", "exactly right", "parameters", "tokens", "time", "a step", "FLOPs a token",
           "FLOPs, of full", "peak memory", "average span", "longest span", "best by"]  # fmt: skip
 
 
@@ -63,6 +64,7 @@ def numbers(runs: Sequence[Run], names: Sequence[str]) -> list[dict]:
         curve, last = quality(run), run.steps[-1] if run.steps else None
         values = {
             "bits": float(curve.bits[-1]) if len(curve.bits) else math.nan,
+            "exact": math.nan if (right := exact(run)) is None else right[1],
             "seconds": last.seconds if last else math.nan,
             "seconds_per_step": seconds_per_step(run),
             "flops_per_token": counted_per_token(run),
@@ -85,7 +87,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _row(run: Run, name: str, best: list[str]) -> list[str]:
     curve, test, costs = quality(run).bits, evals_of(run, "test"), predicted(run)
     row = [name, f"{curve[-1]:.3f}" if len(curve) else NOTHING, f"{test[-1].bits:.3f}" if test else NOTHING,
-           amount(run.start.parameters)]  # fmt: skip
+           NOTHING if (right := exact(run)) is None else f"{right[1]:.1%}", amount(run.start.parameters)]  # fmt: skip
     if not run.steps:
         return [*row, *[NOTHING] * (len(HEADER) - len(row))]
     last, peak = run.steps[-1], peak_bytes(run)

@@ -96,7 +96,7 @@ def share(learned: float, whole: float) -> float:
     return learned / whole if whole else math.nan
 
 
-EXACT = {"seq2seq": "exact match", "encoder": "masked tokens right"}
+EXACT = {"seq2seq": "exact match", "encoder": "masked tokens right", "task": "answers right"}
 
 
 def exact(run: Run) -> tuple[str, float] | None:

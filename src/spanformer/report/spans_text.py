@@ -100,9 +100,9 @@ def summary(run: Run) -> str:
         said.append("Its last loss is not a number.")
     if (right := exact(run)) is not None:
         said.append(f"{right[0].capitalize()}: {100 * right[1]:.2f} %.")
-    looks = looks_back(last)
+    looks, back = looks_back(last), "back " if run.start.objective in ("lm", "task") else ""
     said.append(
-        f"Heads look {'back ' * (run.start.objective == 'lm')}{tokens(float(looks.mean()))} tokens on average and "
+        f"Heads look {back}{tokens(float(looks.mean()))} tokens on average and "
         f"{tokens(float(looks.max()))} at most, of {run.start.shape.max_span:,} allowed"
     )
     costs = predicted(run)

@@ -106,6 +106,13 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
+    @property
+    def objective(self) -> str:
+        """What the model learns: model.kind, or "task" for a language model on a synthetic task."""
+        from spanformer.data.tasks import parse_task
+
+        return self.model.kind if parse_task(self.data.source) is None else "task"
+
     def __post_init__(self) -> None:
         if self.train.checkpointing and self.model.stack == "reversible":
             raise ValueError(

@@ -28,7 +28,7 @@ class Score(NamedTuple):
     units: float
     """bytes, characters or words of the text"""
     exact: float | None = None
-    """share predicted exactly: whole targets of pairs, or masked tokens"""
+    """share predicted exactly: whole targets of pairs, masked tokens, or answers of a task"""
 
     @property
     def loss(self) -> float:
@@ -140,6 +140,31 @@ def evaluate_pairs(
             if on_progress is not None:
                 on_progress(min(at + batch, len(order)), len(order))
     return Score(float(total), tokens, tokens, right / len(order))
+
+
+@torch.no_grad()
+def evaluate_task(
+    model: LM, texts: np.ndarray, counted: np.ndarray, *, batch: int = 64, dtype: str = "float32",
+    on_progress: OnCount | None = None,
+) -> Score:  # fmt: skip
+    """Score the answers of a task's texts [N, T], each text from its start. counted [T − 1]: where the next token is an
+    answer."""
+    device = next(model.parameters()).device
+    total, right, at = torch.zeros((), dtype=torch.float64, device=device), 0, torch.from_numpy(np.flatnonzero(counted))
+    with _not_training(model):
+        for first in range(0, len(texts), batch):
+            some = torch.from_numpy(texts[first : first + batch].astype(np.int64)).to(device)
+            y = some[:, 1:][:, at]
+            with autocast(dtype, device):
+                found = model(some[:, :-1]).logits
+            assert found is not None
+            logits = found[:, at]
+            total += _nll(logits, y).sum()
+            right += int((logits.argmax(-1) == y).sum())
+            if on_progress is not None:
+                on_progress(min(first + batch, len(texts)), len(texts))
+    tokens = len(texts) * len(at)
+    return Score(float(total), tokens, tokens, right / tokens)
 
 
 @torch.no_grad()

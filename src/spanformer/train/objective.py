@@ -1,4 +1,5 @@
-"""Training objectives by kind of model: next token, target given its source, or masked tokens.
+"""Training objectives by kind of model and data: next token, answers of a task, target given its source, or masked
+tokens.
 
 An objective yields batches from streams that a checkpoint can resume, and scores a model on the validation split. All
 objectives share one training loop. Shapes: B rows of this process, T tokens, N masked positions.
@@ -13,19 +14,30 @@ import torch
 
 from spanformer.core.paths import expand_home
 from spanformer.core.progress import OnCount
-from spanformer.data import Lanes, Pairs, PairStream, Prepared, mask_segments, mask_tokens
+from spanformer.data import (
+    Lanes,
+    Pairs,
+    PairStream,
+    Prepared,
+    Task,
+    TaskStream,
+    mask_segments,
+    mask_tokens,
+    parse_task,
+    texts_of,
+)
 from spanformer.model.encoder import Encoder
 from spanformer.model.lm import LM
 from spanformer.model.seq2seq import Seq2Seq
 from spanformer.model.stack import TransformerStack
 from spanformer.train.config import RunConfig
-from spanformer.train.evaluate import Score, evaluate, evaluate_masked, evaluate_pairs
+from spanformer.train.evaluate import Score, evaluate, evaluate_masked, evaluate_pairs, evaluate_task
 from spanformer.train.step import Batch
 
 
 class Objective(Protocol):
     @property
-    def stream(self) -> Lanes | PairStream: ...
+    def stream(self) -> Lanes | PairStream | TaskStream: ...
 
     def draw(self) -> Batch: ...
 
@@ -37,6 +49,8 @@ class Objective(Protocol):
 def make_objective(data: Prepared, config: RunConfig, rows: slice) -> Objective:
     """rows: this process's rows of a batch. Expects config.model.vocab to be set."""
     kind = config.model.kind
+    if (task := parse_task(config.data.source)) is not None:
+        return TaskAnswers(task, data, config, rows)
     if kind == "seq2seq":
         return Answers(data, config, rows)
     return NextToken(data, config, rows) if kind == "lm" else Masked(data, config, rows)
@@ -62,6 +76,38 @@ class NextToken:
         lanes = max(1, min(t.batch, len(ids) // (8 * t.block)))
         units = self.valid.units * len(ids) / self.valid.tokens
         return evaluate(model, ids, units=units, lanes=lanes, block=t.block, dtype=t.dtype, on_progress=on_progress)
+
+
+class TaskAnswers:
+    """Predict the answers of a task, each text from its start."""
+
+    def __init__(self, task: Task, data: Prepared, config: RunConfig, rows: slice) -> None:
+        t = config.train
+        if config.model.kind != "lm":
+            raise ValueError(
+                f"data.source is the task {task.name}, and model.kind is {config.model.kind!r}; expected 'lm'"
+            )
+        if t.block < task.length:
+            raise ValueError(
+                f"train.block is {t.block}; a text of the task {task.name} has {task.length} tokens, so expected at "
+                "least that"
+            )
+        train, self.valid = (texts_of(task, data.splits[name].ids, name) for name in ("train", "valid"))
+        self.stream = TaskStream(train, t.batch, seed=t.seed, rows=rows)
+        asked = t.eval_tokens // task.length if t.eval_tokens else len(self.valid)
+        self.config, self.task, self.asked = config, task, max(1, asked)
+
+    def draw(self) -> Batch:
+        texts, counted = torch.from_numpy(next(self.stream)), torch.from_numpy(self.task.counted)
+        tokens = self.config.train.batch * int(counted.sum())
+        return Batch({"x": texts[:, :-1], "targets": texts[:, 1:]}, tokens, counted=counted.expand(len(texts), -1))
+
+    def evaluate(self, model: TransformerStack, on_progress: OnCount | None = None) -> Score:
+        assert isinstance(model, LM)
+        t, texts = self.config.train, self.valid[: self.asked]
+        return evaluate_task(
+            model, texts, self.task.counted, batch=t.batch, dtype=t.dtype, on_progress=on_progress
+        )  # fmt: skip
 
 
 class Masked:

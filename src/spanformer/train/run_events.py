@@ -33,7 +33,7 @@ def start_event(run: TrainingLoop) -> StartEvent:
         shape=shape_of(run),
         machine=describe_machine(str(run.world.device), run.world.size),
         version=VERSION,
-        objective=run.config.model.kind,
+        objective=run.config.objective,
     )
 
 
