@@ -5,10 +5,13 @@ python tests/support/compatibility.py
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 if __name__ == "__main__":
@@ -112,4 +115,6 @@ def refusals(text: str, tables: Iterable[Table] = tuple(TABLES.values())) -> dic
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page({case: refused(case) for case in product()}), encoding="utf-8")
+    cases = list(product())
+    with multiprocessing.get_context("spawn").Pool(initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        PAGE.write_text(page(dict(zip(cases, pool.map(refused, cases, chunksize=50), strict=True))), encoding="utf-8")
