@@ -45,7 +45,7 @@ SEAL = b"spanformer-sha256:"  # followed by the digest of all that comes before:
 PORTABLE = {"portable": []}
 X86 = {
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
-    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"],
+    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"],
 }
 X86["avx512"] += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]  # GCC 12 warns of its own AVX-512 header
 

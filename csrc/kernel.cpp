@@ -5,6 +5,7 @@
 #include "gla.h"
 #include "gradients.h"
 #include "linear_backward.h"
+#include "scan.h"
 #include "span_edge_gradient.h"
 
 namespace spanformer {
@@ -27,6 +28,8 @@ const Kernel kernel = {
     [](const Delta& c) { c.dtype == kFloat32 ? delta_backward<float>(c) : delta_backward<bf16>(c); },
     [](const Gla& c) { c.dtype == kFloat32 ? gla_forward<float>(c) : gla_forward<bf16>(c); },
     [](const Gla& c) { c.dtype == kFloat32 ? gla_backward<float>(c) : gla_backward<bf16>(c); },
+    [](const Scan& c) { scan_all(c); },
+    [](const Rescore& c) { rescore_all(c); },
 };
 
 }  // namespace SPANFORMER_ISA

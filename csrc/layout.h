@@ -26,6 +26,8 @@ std::string kind_of() {
 #define LINEAR(FIELD) AT(Linear, FIELD)
 #define DELTA(FIELD) AT(Delta, FIELD)
 #define GLA(FIELD) AT(Gla, FIELD)
+#define SCAN(FIELD) AT(Scan, FIELD)
+#define RESCORE(FIELD) AT(Rescore, FIELD)
 
 // clang-format off
 inline std::string layout() {
@@ -66,6 +68,12 @@ inline std::string layout() {
   GLA(gates) GLA(starts) GLA(state) GLA(final_state) GLA(marks) GLA(eps) GLA(gate) GLA(norm) GLA(g)
   GLA(dq) GLA(dk) GLA(dv) GLA(d_gate) GLA(g_state) GLA(d_gates) GLA(d_state) GLA(d_norm)
   text += "Gla " + std::to_string(sizeof(Gla)) + " bytes\n";
+  SCAN(threads) SCAN(bits) SCAN(B) SCAN(N) SCAN(Q) SCAN(D) SCAN(k) SCAN(keys) SCAN(keys_batch) SCAN(keys_row) SCAN(scales)
+  SCAN(bias) SCAN(row_batch) SCAN(counts) SCAN(queries) SCAN(padded) SCAN(query_scales) SCAN(scores) SCAN(ids)
+  text += "Scan " + std::to_string(sizeof(Scan)) + " bytes\n";
+  RESCORE(threads) RESCORE(bits) RESCORE(Q) RESCORE(D) RESCORE(m) RESCORE(keys) RESCORE(keys_row)
+  RESCORE(scales) RESCORE(queries) RESCORE(ids) RESCORE(out)
+  text += "Rescore " + std::to_string(sizeof(Rescore)) + " bytes\n";
   return text;
 }
 // clang-format on
@@ -76,5 +84,7 @@ inline std::string layout() {
 #undef LINEAR
 #undef DELTA
 #undef GLA
+#undef SCAN
+#undef RESCORE
 
 }  // namespace spanformer

@@ -63,7 +63,9 @@ SPANFORMER_INLINE vf vmax(vf a, vf b) {
 #endif
 }
 SPANFORMER_INLINE bool any(vi m) {
-#if defined(SPANFORMER_USE_AVX2)
+#if defined(SPANFORMER_USE_AVX512)
+  return _mm512_test_epi32_mask((__m512i)m, (__m512i)m) != 0;
+#elif defined(SPANFORMER_USE_AVX2)
   return _mm256_movemask_epi8((__m256i)m) != 0;
 #else
   int32_t r = 0;

@@ -69,6 +69,7 @@ REDUCED = {
     r"compare": TRAIN,
     r"eval": "--limit 100",
     r"calibrate-exits": "--prompts 30 --prompt-tokens 4 --max-tokens 3",
+    r"datastore (build|fit|eval)": "--limit 200",
     r"generate out/seq2seq": "--max-tokens 4",
     r"generate .*--draft": "--draft 1:2 --max-tokens 4",
     r"generate": "--max-tokens 4 --chunk 4096",

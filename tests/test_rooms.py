@@ -32,7 +32,8 @@ DOORS: dict[str, set[str]] = {
     "data": set(),
     "train": {"model", "data", "cost", "inspect"},
     "infer": {"model", "memory", "ops", "depth"},
-    "hf": {"model", "infer", "ops", "attention", "memory"},
+    "retrieve": {"model", "memory", "ops"},
+    "hf": {"model", "infer", "ops", "attention", "memory", "retrieve"},
     "report": {"cost"},
 }
 for _room in DOORS.keys() - {"core"}:

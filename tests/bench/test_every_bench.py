@@ -37,7 +37,7 @@ def bench(tmp_path: Path, name: str, *options: str) -> dict:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_help_explains_the_shared_options(name, capsys):
-    if name in ("hf", "fit-spans"):
+    if name in ("hf", "fit-spans", "knn"):
         pytest.importorskip("transformers")
     with pytest.raises(SystemExit) as end:
         main(["bench", name, "--help"])
@@ -202,6 +202,30 @@ def test_fit_spans(llama, tmp_path, capsys):
     assert found["state_bytes"] >= 0 and 0 < found["share"] <= 1 / 3 and found["bits"] > 0 and found["kl"]
 
 
+def test_knn(llama, tmp_path, capsys):
+    (tmp_path / "other.txt").write_text("The market stood behind the river, and it was quiet.\n" * 8)
+    found = bench(
+        tmp_path, "knn", "--model", str(llama), "--train", str(llama / "train.txt"), "--valid",
+        str(tmp_path / "other.txt"), "--test", str(tmp_path / "other.txt"), "--store", str(tmp_path / "store"),
+        "--name", "prose", "--k", "8",
+    )["prose"]  # fmt: skip
+    (row,) = found["sizes"]
+    assert row["entries"] == found["entries"] == 73 * 40 - 1 and row["change"] < -0.1
+    assert set(found["forms"]["rows"]) == {"float16", "int8"}  # its keys have fewer than 256 numbers
+    assert (
+        found["forms"]["rows"]["float16"]["recall"] == 1 and found["forms"]["rows"]["int8"]["recall"] > 0.5
+    )  # of keys that are nearly alike
+    assert "frequencies of its tokens alone" in capsys.readouterr().out
+
+
+@needs_native
+def test_search(tmp_path, capsys):
+    found = bench(tmp_path, "search", "--k", "8")
+    assert set(found) == {"heads", "store"} and found["store"]["dim"] == 576
+    assert all(row["recall"] > 0.9 for rows in found["heads"]["queries"].values() for row in rows.values())
+    assert "700 keys of 576, k 8, 64 queries at a time" in capsys.readouterr().out
+
+
 # ---- published figures
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -217,7 +241,7 @@ PUBLISHED = sorted({
 @pytest.mark.parametrize("line", PUBLISHED)
 def test_published_commands_have_options_that_exist(line, tmp_path):
     name, *options = line.split()
-    if name in ("hf", "fit-spans"):
+    if name in ("hf", "fit-spans", "knn"):
         pytest.importorskip("transformers")
     for file in ("models.py", "train.txt", "valid.txt"):
         (tmp_path / file).touch()

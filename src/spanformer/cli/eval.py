@@ -41,17 +41,22 @@ class EvalOptions:
     """attention of kind lsh only: hash in this many rounds; 0: as in training"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: compute matrix products in bfloat16 (autocast)"""
+    datastore: str = ""
+    """folder of a datastore to mix in (spanformer datastore build, then fit)"""
 
     def __post_init__(self) -> None:
         for name in ("lanes", "block", "limit", "rounds"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected 0 or more")
+        if self.datastore and self.dtype != "float32":
+            raise ValueError(f"dtype is {self.dtype} with a datastore; expected float32, as its keys were made")
         if self.beams < 1:
             raise ValueError(f"beams is {self.beams}; expected 1 or more")
 
 
 def run(options: EvalOptions) -> None:
     from spanformer.cli.eval_tasks import eval_encoder, eval_pairs, eval_task, set_rounds
+    from spanformer.cli.retrieval import used, with_datastore
     from spanformer.core.events import UNIT_NAMES
     from spanformer.data import parse_task, prepare
     from spanformer.model.lm import LM
@@ -91,20 +96,23 @@ def run(options: EvalOptions) -> None:
         block = min(options.block, len(ids)) or (meta.get("config", {}).get("train", {}).get("block") or 512)
         units = split.units * len(ids) / split.tokens
         read = functools.partial(report, f"reading {options.split}")
-        if options.protocol == "original":
-            score = evaluate_as_original(
-                lm, ids, block=block, lanes=options.lanes or 8, dtype=options.dtype, on_progress=read,
-            )  # fmt: skip
-        else:
-            score = evaluate(
-                lm, ids, units=units, lanes=options.lanes or 1, block=block, dtype=options.dtype, on_progress=read,
-            )  # fmt: skip
+        with with_datastore(lm, data.vocab, options.datastore, options.checkpoint) as retrieval:
+            if options.protocol == "original":
+                score = evaluate_as_original(
+                    lm, ids, block=block, lanes=options.lanes or 8, dtype=options.dtype, on_progress=read,
+                )  # fmt: skip
+            else:
+                score = evaluate(
+                    lm, ids, units=units, lanes=options.lanes or 1, block=block, dtype=options.dtype, on_progress=read,
+                )  # fmt: skip
     print(
         f"{options.split}: {score.loss / math.log(2):.4f} bits per token, perplexity {score.perplexity:.2f} "
         f"({score.tokens:,} of {len(ids):,} tokens)"
     )
     if options.protocol == "every":
         print(f"{score.bits:.4f} bits per {UNIT_NAMES[data.unit]}")
+    for line in used(retrieval):
+        print(line)
     unknown = 0 if data.vocab.unknown is None or not options.data else int((ids == data.vocab.unknown).sum())
     if unknown:
         print(f"{unknown:,} of the tokens are not in the model's vocabulary; they count as its unknown token")

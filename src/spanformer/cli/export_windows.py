@@ -33,11 +33,12 @@ class ExportOptions:
 
 def run(options: ExportOptions) -> None:
     from spanformer.core.processor import computing_dtype
+    from spanformer.core.text import read_text
     from spanformer.hf.attach import CONFIG
     from spanformer.hf.export import to_windows
     from spanformer.hf.saved import load_fitted
     from spanformer.hf.spans import cache_bytes
-    from spanformer.hf.text import bits_per_byte, check_logits, make_chunks, read_text
+    from spanformer.hf.text import bits_per_byte, check_logits, make_chunks
 
     out = Path(options.out)
     if out.exists():

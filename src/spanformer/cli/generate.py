@@ -19,6 +19,7 @@ from spanformer.cli.command import Command
 if TYPE_CHECKING:
     import numpy as np
 
+    from spanformer.cli.text_input import TextFile
     from spanformer.data import Vocab
     from spanformer.depth import Exits
     from spanformer.infer import Piece, Sampling
@@ -76,6 +77,8 @@ class GenerateOptions:
     """prompt tokens per forward pass"""
     cache_bits: Literal[0, 8] = 0
     """8: store the KV cache in 8 bits per number; 0: in the model's dtype, or as stored in --load-cache"""
+    datastore: str = ""
+    """folder of a datastore to mix in (spanformer datastore build, then fit)"""
     save_cache: str = ""
     """save the KV cache of the prompt to this file (give --lookup too if you will load it with --lookup)"""
     load_cache: str = ""
@@ -83,13 +86,11 @@ class GenerateOptions:
 
 
 def run(options: GenerateOptions) -> None:
-    from spanformer.cli.generate_exits import read_draft, use_exits
+    from spanformer.cli.generate_exits import use_exits
     from spanformer.cli.progress import Progress
-    from spanformer.cli.text_input import TextFile, model_vocabulary, prompt_ids
-    from spanformer.infer import generate_batch
+    from spanformer.cli.retrieval import used, with_datastore
+    from spanformer.cli.text_input import TextFile, model_vocabulary
     from spanformer.infer.counts import check_counts
-    from spanformer.infer.exits import by_exits
-    from spanformer.memory.cache import Cache
     from spanformer.model.lm import LM
     from spanformer.model.load import load_any, load_meta
     from spanformer.model.seq2seq import Seq2Seq
@@ -106,8 +107,30 @@ def run(options: GenerateOptions) -> None:
         return
     if not isinstance(lm, LM):
         raise ValueError(f"{options.checkpoint} holds a model of kind {lm.config.kind!r}, which cannot generate")
-    cache = Cache.load(options.load_cache, lm) if options.load_cache else _cache(lm, len(prompts), options)
-    exits = use_exits(lm, meta, options) if options.exits else None
+    with with_datastore(lm, vocab, options.datastore, options.checkpoint) as retrieval:
+        exits = use_exits(lm, meta, options) if options.exits else None
+        _generate(lm, vocab, prompts, file, options, sampling, exits)
+    for line in used(retrieval):
+        print(line, file=sys.stderr)
+
+
+def _generate(
+    lm: LM, vocab: Vocab, prompts: list[str], file: TextFile | None, options: GenerateOptions,
+    sampling: Sampling | None, exits: Exits | None,
+) -> None:  # fmt: skip
+    from spanformer.cli.generate_exits import read_draft
+    from spanformer.cli.progress import Progress
+    from spanformer.cli.text_input import prompt_ids
+    from spanformer.infer import generate_batch
+    from spanformer.infer.exits import by_exits
+    from spanformer.memory.cache import Cache
+
+    draft = read_draft(options.draft)
+    if options.load_cache:
+        cache = Cache.load(options.load_cache, lm)
+    else:
+        slack = options.lookup if draft is None else draft.tokens
+        cache = lm.cache(len(prompts), slack=slack, bits=options.cache_bits)
     count = _Count(int(cache.seen.sum()), options.beams, [0] * len(prompts), exits)
     with Progress(transient=True) as report:
 
@@ -130,7 +153,7 @@ def run(options: GenerateOptions) -> None:
         pieces = generate_batch(
             lm, list(map(watched, range(len(prompts)))), vocab=vocab, sampling=sampling, max_tokens=options.max_tokens,
             stop=options.stop, seed=options.seed, beams=options.beams,
-            lookup=options.lookup, draft=read_draft(options.draft), chunk=options.chunk, cache=cache, on_read=on_read,
+            lookup=options.lookup, draft=draft, chunk=options.chunk, cache=cache, on_read=on_read,
         )  # fmt: skip
         pieces = pieces if exits is None else by_exits(exits, pieces)
         first = next(pieces)
@@ -140,13 +163,6 @@ def run(options: GenerateOptions) -> None:
     finally:
         count.note(cache)
         print(count.summary(cache), file=sys.stderr)
-
-
-def _cache(lm: LM, rows: int, options: GenerateOptions) -> Cache:
-    from spanformer.cli.generate_exits import read_draft
-
-    draft = read_draft(options.draft)
-    return lm.cache(rows, slack=options.lookup if draft is None else draft.tokens, bits=options.cache_bits)
 
 
 def _answers(model: Seq2Seq, prompts: list[str], vocab: Vocab, options: GenerateOptions) -> None:

@@ -43,6 +43,15 @@ COMMANDS = {
     "cost": Route("spanformer.cli.cost", "COST", "compute FLOPs, memory and KV cache of each mechanism"),
     "compare": Route("spanformer.cli.compare", "COMPARE", "train several mechanisms under equal conditions and report"),
     "sweep": Route("spanformer.cli.sweep", "SWEEP", "train with several span limits and compare the runs"),
+    "datastore build": Route(
+        "spanformer.cli.datastore", "BUILD", "store a text's contexts with the tokens that followed (kNN-LM)"
+    ),
+    "datastore fit": Route("spanformer.cli.datastore", "FIT", "fit temperature and λ on held-out text"),
+    "datastore eval": Route("spanformer.cli.datastore", "EVAL", "measure bits per byte with and without a datastore"),
+    "datastore index": Route("spanformer.cli.datastore", "INDEX", "make an index for a very large datastore (faiss)"),
+    "datastore explain": Route(
+        "spanformer.cli.datastore", "EXPLAIN", "print the neighbours of a context with their text"
+    ),
     "data": Route("spanformer.cli.data", "DATA", "prepare a corpus and print its sizes"),
     "import-original": Route(
         "spanformer.cli.original", "IMPORT", "convert a checkpoint of the original adaptive-span code"
@@ -62,6 +71,7 @@ COMMANDS = {
         "spanformer.cli.bench", "GALLERY", "time every mechanism and position; write docs/gallery.md"
     ),
     "bench hf": Route("spanformer.cli.bench", "HF", "time a Hugging Face model with and without spans"),
+    "bench knn": Route("spanformer.cli.bench", "KNN", "measure what a datastore saves a pretrained model"),
     "bench linear": Route("spanformer.cli.bench", "LINEAR", "time attention with a recurrent state against SDPA"),
     "bench longformer": Route("spanformer.cli.bench", "LONGFORMER", "time Longformer's pattern against a dense mask"),
     "bench patterns": Route("spanformer.cli.bench", "PATTERNS", "time fixed patterns against a dense mask"),
@@ -69,6 +79,7 @@ COMMANDS = {
     "bench positions": Route("spanformer.cli.bench", "POSITIONS", "time position encodings against none"),
     "bench products": Route("spanformer.cli.bench", "PRODUCTS", "time matrix products, MKL against oneDNN"),
     "bench quality": Route("spanformer.cli.bench", "QUALITY", "train the paper's recipe and spanformer's on enwik8"),
+    "bench search": Route("spanformer.cli.bench", "SEARCH", "time exact search over keys against faiss"),
     "bench tasks": Route("spanformer.cli.bench", "TASKS", "train tiny models to recall, copy and find"),
     "bench train-step": Route("spanformer.cli.bench", "TRAIN_STEP", "time a training step against the paper's code"),
     "report attention": Route(

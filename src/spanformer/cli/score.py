@@ -36,10 +36,13 @@ class ScoreOptions:
     (the totals then go to standard error)"""
     chunk: int = 512
     """tokens per forward pass"""
+    datastore: str = ""
+    """folder of a datastore to mix in (spanformer datastore build, then fit)"""
 
 
 def run(options: ScoreOptions) -> None:
     from spanformer.cli.progress import Progress
+    from spanformer.cli.retrieval import used, with_datastore
     from spanformer.cli.text_input import TextFile, model_vocabulary
     from spanformer.infer import score
     from spanformer.model.load import load, load_meta
@@ -51,15 +54,16 @@ def run(options: ScoreOptions) -> None:
         meta, lm = load_meta(options.checkpoint), load(options.checkpoint)
         vocab = model_vocabulary(meta, options.checkpoint)
         start = time.perf_counter()
-        for scored in score(lm, vocab.stream(file.parts(vocab)), chunk=options.chunk):
-            if lines is not None:
-                lines.writelines(_rows(scored, tokens, vocab))
-            tokens += len(scored.ids)
-            nats += float(scored.nats.sum())
-            unknown += 0 if vocab.unknown is None else int((scored.ids == vocab.unknown).sum())
-            rate = tokens / (time.perf_counter() - start)
-            title = f"{file.name} · {nats / tokens / math.log(2):.3f} bits per token · {rate:,.0f} tokens/s"
-            report(title, file.done, file.size)
+        with with_datastore(lm, vocab, options.datastore, options.checkpoint) as retrieval:
+            for scored in score(lm, vocab.stream(file.parts(vocab)), chunk=options.chunk):
+                if lines is not None:
+                    lines.writelines(_rows(scored, tokens, vocab))
+                tokens += len(scored.ids)
+                nats += float(scored.nats.sum())
+                unknown += 0 if vocab.unknown is None else int((scored.ids == vocab.unknown).sum())
+                rate = tokens / (time.perf_counter() - start)
+                title = f"{file.name} · {nats / tokens / math.log(2):.3f} bits per token · {rate:,.0f} tokens/s"
+                report(title, file.done, file.size)
     if not tokens:
         raise ValueError(f"{file.name} is empty; expected some text")
     bits = nats / math.log(2)
@@ -70,6 +74,8 @@ def run(options: ScoreOptions) -> None:
         f"{bits / tokens:.4f} bits per token, perplexity {math.exp(min(nats / tokens, 700)):.2f}",
         file=out,
     )
+    for line in used(retrieval):
+        print(line, file=out)
     if unknown:
         print(f"{unknown:,} of the tokens are not in the model's vocabulary; they count as its unknown token", file=out)
 

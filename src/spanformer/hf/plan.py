@@ -13,6 +13,7 @@ from torch import Tensor
 
 from spanformer.core.events import NoteEvent, ProgressEvent
 from spanformer.core.shape import Shape
+from spanformer.core.text import read_text
 from spanformer.hf.attach import attach
 from spanformer.hf.baselines import by_mass, uniform
 from spanformer.hf.controller import Budget, allocate
@@ -23,7 +24,7 @@ from spanformer.hf.lora import check_peft, learn_lora
 from spanformer.hf.saved import save_fitted
 from spanformer.hf.spans import head_spans
 from spanformer.hf.survey import Survey, survey
-from spanformer.hf.text import TextChunks, bits_per_byte, check_logits, load_model, make_chunks, read_text
+from spanformer.hf.text import TextChunks, bits_per_byte, check_logits, load_model, make_chunks
 from spanformer.hf.transfer import TransferConfig
 
 TRIALS = 2

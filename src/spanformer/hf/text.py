@@ -8,7 +8,6 @@ Shapes: N windows, T tokens of one, E width of the hidden states.
 
 from __future__ import annotations
 
-import glob
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -81,17 +80,6 @@ def _forget_packing(model: PreTrainedModel, name: str) -> None:
     model.hf_quantizer = None  # pyright: ignore[reportArgumentType]
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def read_text(source: str) -> str:
-    """The text of a file, of all files in a folder, or of a glob (** for all depths), in the order of their names."""
-    path = Path(source)
-    names = [source] if path.is_file() else sorted(map(str, path.rglob("*"))) if path.is_dir() else []
-    names = names or sorted(glob.glob(source, recursive=True))
-    files = [name for name in names if Path(name).is_file()]
-    if not files:
-        raise ValueError(f"{source} names no text; give a file, a folder or a glob")
-    return "\n".join(Path(name).read_text(encoding="utf-8", errors="replace") for name in files)
 
 
 def beginning(tokenizer: Any) -> list[int]:

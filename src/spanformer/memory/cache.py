@@ -271,14 +271,15 @@ def _check_numbers(name: str, t: Tensor, shape: tuple[int, ...], least: int) -> 
 
 def digest(model: Maker) -> str:
     """The digest of a model's configuration and of the names and values of its weights."""
-    return _digest(f"{model.config!r}\n", model.state_dict())
+    return digest_tensors(f"{model.config!r}\n", model.state_dict())
 
 
 def _content(tensors: dict[str, Tensor]) -> str:
-    return _digest("", tensors)
+    return digest_tensors("", tensors)
 
 
-def _digest(text: str, tensors: dict[str, Tensor]) -> str:
+def digest_tensors(text: str, tensors: dict[str, Tensor]) -> str:
+    """The digest of a text, and of the names and values of tensors."""
     found = hashlib.sha256(text.encode())
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())

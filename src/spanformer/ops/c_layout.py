@@ -158,7 +158,28 @@ GLA = Table(
     "address g_state d_gates d_state d_norm",
 )
 """gated linear attention over a text; from `g` on, for the backward pass alone"""
-TABLES = (CALL, DECODE, LINEAR, DELTA, GLA)
+SCAN = Table(
+    "Scan",
+    "int threads bits B N Q D k",
+    "address keys",
+    "int keys_batch keys_row",
+    "address scales bias",
+    "int row_batch",
+    "address counts queries",
+    "int padded",
+    "address query_scales scores ids",
+)
+"""the best rows of a matrix for each query"""
+
+RESCORE = Table(
+    "Rescore",
+    "int threads bits Q D m",
+    "address keys",
+    "int keys_row",
+    "address scales queries ids out",
+)
+"""squared distances to chosen rows"""
+TABLES = (CALL, DECODE, LINEAR, DELTA, GLA, SCAN, RESCORE)
 
 
 def differs(layout: str, tables: tuple[Table, ...] = TABLES) -> str | None:
