@@ -18,6 +18,7 @@ from support.compatibility import PAGE, page, refusals
 from support.covering import covering
 from support.linear_oracle import WEIGHTS
 from support.low_rank_oracle import POOLED
+from support.memory_oracle import MEMORIES
 from support.oracles import BY_CONTENT, ORACLES, TWO_STREAMS, parts
 from support.product import (
     KIND_ROWS,
@@ -83,7 +84,7 @@ def test_covering_array_has_every_pair() -> None:
 
 def test_every_kind_has_a_row_and_an_oracle() -> None:
     assert {spec.kind for row in KIND_ROWS for spec in parts(row)} == set(KINDS), "a kind without `tested`"
-    missing = set(KINDS) - {*ORACLES, *TWO_STREAMS, *BY_CONTENT, *WEIGHTS, *STATES, *POOLED}
+    missing = set(KINDS) - {*ORACLES, *TWO_STREAMS, *BY_CONTENT, *WEIGHTS, *STATES, *POOLED, *MEMORIES}
     assert not missing, f"{sorted(missing)} have no dense oracle; add one to ORACLES in tests/support/oracles.py"
 
 

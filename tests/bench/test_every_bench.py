@@ -373,3 +373,20 @@ def test_tasks_that_cannot_be(tmp_path, options, message, capsys):
     with pytest.raises(SystemExit):
         bench(tmp_path, "tasks", *options)
     assert message in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_memories(tmp_path, capsys):
+    found = bench(tmp_path, "memories", "--parts", "compression", "--source", str(_text(tmp_path)))["compression"]
+    assert found.keys() == {"conv", "mean", "max"} and all(error > 0 for error in found.values())
+    assert "of the squared output of attention" in capsys.readouterr().out
+
+
+def test_stream_through_a_memory_keeps_every_row_right(tmp_path):
+    found = bench(tmp_path, "memories", "--parts", "stream")["stream"]
+    assert found["wrong"] == 0 and found["checks"] > 3 and len(found["seconds"]) >= 9
+
+
+def _text(folder: Path) -> Path:
+    path = folder / "text.txt"
+    path.write_text("".join(f"line {n} of a text about {n * n}\n" for n in range(2000)))
+    return path

@@ -340,7 +340,8 @@ KEPT = (
     "linformer(64, 801)",
     "linformer(32, 1000, key_value)", "linformer(64, 801, project=mean)", "linformer(64, 801, project=max)",
     "linformer(64, 801, project=convolution)", "low_rank(32)", "low_rank(50, project=max)",
-    "low_rank(32, project=convolution)",
+    "low_rank(32, project=convolution)", "compressive(804, 804, 201)",
+    "memorizing(801, 8, 801, 801)", "retrieval(801, 8, 801, 801)",
 )  # fmt: skip
 
 
@@ -361,7 +362,18 @@ def test_activations_are_what_autograd_keeps(kind, causal, batch, kv_heads, n):
     pytest.importorskip("spanformer.ops.backends.native")
     if (
         name_of(kind)
-        in ("forgetting", "gated_rfa", "retention", "gated_linear", "gated_delta", "span_linear", "low_rank")
+        in (
+            "forgetting",
+            "gated_rfa",
+            "retention",
+            "gated_linear",
+            "gated_delta",
+            "span_linear",
+            "low_rank",
+            "compressive",
+            "memorizing",
+            "retrieval",
+        )
         and not causal
     ):
         pytest.skip("it looks back only")
@@ -462,6 +474,10 @@ CACHED = {
     "gated_delta(conv=0)": "gated_delta(conv=0)",
     "low_rank(32)": "low_rank(32, 500)",
     "low_rank(7, 100, convolution)": "low_rank(7, 100, convolution)",
+    "compressive(32, 64, 16)": "compressive(32, 64, 16)",
+    "compressive(32, 32, 16, 4, most_used)": "compressive(32, 32, 16, 4, most_used)",
+    "memorizing(256, 8, 32, 32)": "memorizing(256, 8, 32, 32)",
+    "retrieval(32, 8, 256, 32)": "retrieval(32, 8, 256, 32)",
 }
 """the kind of a run file, and the same with its numbers"""
 
@@ -502,8 +518,17 @@ def test_caches_hold_what_was_predicted(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", ["window(64)", "lsh(9, 16, 3)", "routing(12, 8)", "linear", "gated_linear", "gated_delta"]
-)
+    "kind",
+    [
+        "window(64)",
+        "lsh(9, 16, 3)",
+        "routing(12, 8)",
+        "linear",
+        "gated_linear",
+        "gated_delta",
+        "compressive(32, 64, 16)",
+    ],
+)  # fmt: skip
 def test_a_grouped_cache_holds_what_was_predicted(kind):
     attention = AttentionConfig(kind=kind)
     lm = LM(
@@ -520,7 +545,8 @@ def test_a_grouped_cache_holds_what_was_predicted(kind):
 def test_a_cache_never_holds_more_than_there_is():
     for kind in KINDS:
         few, many = (layer_cost(kind, Sizes(n, 2, 4)) for n in (10, 100_000))
-        if kind != "span_linear" and (KINDS[kind].cost.recurrent is not None or KINDS[kind].cost.state is not None):
+        cost = KINDS[kind].cost
+        if kind != "span_linear" and any(each is not None for each in (cost.recurrent, cost.state, cost.held)):
             assert few.cache_bytes == many.cache_bytes  # of one size for any text
         elif few.cache_bytes is not None:
             a_key = 2 * 2 * 4 * 4 + 2 * 8 * KINDS[kind].cost.noted + 4 * 16 * (kind == "indexed")

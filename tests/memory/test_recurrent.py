@@ -152,7 +152,7 @@ def test_crop_goes_back_over_the_beginning_of_a_document(kind: str, pieces: list
         for at in torch.arange(tokens).split(sizes):
             view = View(x=x[row][:, at], documents=DOCUMENTS[row][:, at], padding=real[row][:, at])
             queries, keys, values = (t[row][:, :, at] for t in (q, k, v))
-            memory.attend(LayerCall(mechanism, Position(), view, queries, keys.clone, values, project=never))
+            memory.attend(LayerCall(mechanism, Position(), view, queries, keys.clone, values, never, never))
             memory = memory.keep(x)
         return memory
 
@@ -161,7 +161,7 @@ def test_crop_goes_back_over_the_beginning_of_a_document(kind: str, pieces: list
         some = slice(0, 2) if row is None else slice(row, row + 1)
         view = View(x=x[some, :1], documents=memory.document[:, None])
         queries, keys, values = (t[some, :, :1] for t in (q, k, v))
-        call = LayerCall(mechanism, Position(), view, queries, keys.clone, values, project=never)
+        call = LayerCall(mechanism, Position(), view, queries, keys.clone, values, never, never)
         return memory.attend(call)[0].out
 
     whole = read(pieces, 14, slice(0, 2), padding)

@@ -16,6 +16,7 @@ from support.content_oracle import by_content
 from support.etc_oracle import PARTS, oracle
 from support.linear_oracle import WEIGHTS, output
 from support.low_rank_oracle import POOLED, pooled
+from support.memory_oracle import MEMORIES, remembered
 from support.oracles import BY_CONTENT, distances, full, log_weights, parts
 from support.position_oracles import PER_LAYER, absolute, rotated, scores, values
 from support.state_oracle import STATES, outputs
@@ -80,6 +81,8 @@ def attended(layer, kind: str, place, position: str, x: Tensor, padding: Padding
     if scoring in BY_CONTENT:
         q, k, v = (split(x, linear, layer.heads) for linear in (layer.query, layer.key, layer.value))
         return joined(by_content(m, scoring, q, k, v, causal), layer.out)
+    if scoring in MEMORIES:
+        return joined(remembered(layer, parts(kind)[0], place, position, x), layer.out)
     if scoring in POOLED:
         q, k, v = (split(x, linear, layer.heads) for linear in (layer.query, layer.key, layer.value))
         q, k = (rotated(t, position) for t in (q, k)) if position.startswith("rotary") else (q, k)

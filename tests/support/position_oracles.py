@@ -47,8 +47,9 @@ def speed(c: int, half: int, how: str) -> float:
     return plain
 
 
-def rotated(x: Tensor, how: str) -> Tensor:
-    half, at = x.shape[-1] // 2, torch.arange(x.shape[-2], dtype=torch.float64)
+def rotated(x: Tensor, how: str, at: Tensor | None = None) -> Tensor:
+    """At positions at [T], or 0 … T − 1."""
+    half, at = x.shape[-1] // 2, torch.arange(x.shape[-2]).double() if at is None else at.double()
     angle = torch.stack([at * speed(c, half, how) for c in range(half)], -1)
     a, b = x[..., :half], x[..., half:]
     longer = 0.1 * math.log(SCALED[how][1]) + 1 if how == "rotary, yarn" else 1.0

@@ -5,6 +5,7 @@ from spanformer.attention.base import Attention, Choices, View, remembers_itself
 from spanformer.attention.big_bird import BigBird
 from spanformer.attention.blockwise import Blockwise
 from spanformer.attention.chunked import Chunked
+from spanformer.attention.compressive import Compressive
 from spanformer.attention.cross import Cross
 from spanformer.attention.dilated import DilatedWindow
 from spanformer.attention.dynamic_span import DynamicSpan
@@ -22,12 +23,14 @@ from spanformer.attention.linformer import Linformer
 from spanformer.attention.longformer import Longformer
 from spanformer.attention.low_rank import LowRank
 from spanformer.attention.lsh import LSH
+from spanformer.attention.memorizing import Memorizing
 from spanformer.attention.mixed import Mixed
 from spanformer.attention.mixed_memory import MixedMemory, mix, new_memory
 from spanformer.attention.patterned import Patterned
 from spanformer.attention.performer import Performer
 from spanformer.attention.recurrent import RecurrentAttention
 from spanformer.attention.retention import Retention
+from spanformer.attention.retrieval import Retrieval
 from spanformer.attention.rfa import RFA, GatedRFA
 from spanformer.attention.routing import Routing
 from spanformer.attention.scoring import Additive, Bilinear, Dot, General
@@ -48,6 +51,7 @@ __all__ = [
     "Blockwise",
     "Choices",
     "Chunked",
+    "Compressive",
     "Cross",
     "DilatedWindow",
     "Dot",
@@ -69,12 +73,14 @@ __all__ = [
     "Linformer",
     "Longformer",
     "LowRank",
+    "Memorizing",
     "Mixed",
     "MixedMemory",
     "Patterned",
     "Performer",
     "RecurrentAttention",
     "Retention",
+    "Retrieval",
     "Routing",
     "Sinkhorn",
     "Sinks",

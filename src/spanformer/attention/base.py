@@ -156,6 +156,11 @@ class Attention(nn.Module):
     def start_from(self, query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
         """A layer calls this with its initial projections; a mechanism with its own projections may copy them."""
 
+    def auxiliary_parameters(self) -> list[nn.Parameter]:
+        """Parameters that only the mechanism's own loss (`penalty`) trains: training clips their gradients apart, so
+        that neither loss scales the other's."""
+        return []
+
     def advice(self) -> str | None:
         """What a user should know about how it trains, in a sentence; None while all is well."""
         return None

@@ -46,7 +46,7 @@ class Reader:
             raise AssertionError("a recurrent state projects no earlier hidden states")
 
         view = View(x=x, start=self.seen, length=q.shape[2])
-        return LayerCall(self.mechanism, self.position, view, q, lambda: k, v, project)
+        return LayerCall(self.mechanism, self.position, view, q, lambda: k, v, project, project)
 
     def read(self, until: int) -> Reader:
         """Itself, after this many tokens."""

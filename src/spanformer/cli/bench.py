@@ -60,7 +60,8 @@ def _command(name: str) -> Command:
 
 ATTENTION, CONTENT = Command(AttentionBench, run_attention), _command("content")
 DECODE, FIT_SPANS, GALLERY, HF = _command("decode"), _command("fit-spans"), _command("gallery"), _command("hf")
-KNN, LINEAR, LONGFORMER = _command("knn"), _command("linear"), _command("longformer")
+KNN, LINEAR = _command("knn"), _command("linear")
+LONGFORMER, MEMORIES = _command("longformer"), _command("memories")
 PATTERNS, PER_TOKEN = _command("patterns"), _command("per-token")
 POSITIONS, PRODUCTS = _command("positions"), _command("products")
 QUALITY, SEARCH = _command("quality"), _command("search")

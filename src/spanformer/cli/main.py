@@ -74,6 +74,7 @@ COMMANDS = {
     "bench knn": Route("spanformer.cli.bench", "KNN", "measure what a datastore saves a pretrained model"),
     "bench linear": Route("spanformer.cli.bench", "LINEAR", "time attention with a recurrent state against SDPA"),
     "bench longformer": Route("spanformer.cli.bench", "LONGFORMER", "time Longformer's pattern against a dense mask"),
+    "bench memories": Route("spanformer.cli.bench", "MEMORIES", "measure what memories lose, and their time per token"),
     "bench patterns": Route("spanformer.cli.bench", "PATTERNS", "time fixed patterns against a dense mask"),
     "bench per-token": Route("spanformer.cli.bench", "PER_TOKEN", "measure time per token as the sequence grows"),
     "bench positions": Route("spanformer.cli.bench", "POSITIONS", "time position encodings against none"),

@@ -70,6 +70,8 @@ class Cost:
     """numbers that the KV cache holds of a key for all heads together, as an index does"""
     recurrent_queries: Callable[[int, Params], int] = lambda d, p: 0
     """(D, p): further numbers of the state for each query head"""
+    held: Callable[[Sizes, Params], int] | None = None
+    """bytes that decoding keeps of one text in one layer, where they are neither keys and values nor a state alone"""
     noted: bool = False
     """the KV cache also stores one number per key and query head"""
     kept: Callable[[Sizes, Params], activations.Kept] | None = lambda s, p: activations.softmax(s)
@@ -177,6 +179,8 @@ def attention_cost(name: str, about: str, cost: Cost, params: Mapping[str, float
 def _cache(cost: Cost, p: Params, sizes: Sizes) -> int | None:
     if cost.cached is None:
         return None
+    if cost.held is not None:
+        return sizes.times * cost.held(sizes, p)
     if cost.state is not None:
         return sizes.item * sizes.times * sizes.heads * cost.state(sizes.head_dim, p)
     item, state = sizes.item, 0

@@ -15,12 +15,15 @@ from spanformer.hf.attach import attach, detach
 from spanformer.hf.cache import SpanCache
 from spanformer.hf.export import compare_losses, to_windows
 from spanformer.hf.modeling import SpanformerConfig, SpanformerForCausalLM
+from spanformer.hf.retrieval_cache import RetrievalCache
+from spanformer.hf.retrieval_heads import retrieve, stop_retrieving
 from spanformer.hf.saving import from_pretrained
 from spanformer.hf.spans import HeadSpans, cache_bytes, clamp_spans, head_spans, span_penalty
 from spanformer.hf.trainer import SpanCallback
 
 __all__ = [
     "HeadSpans",
+    "RetrievalCache",
     "SpanCache",
     "SpanCallback",
     "SpanformerConfig",
@@ -32,6 +35,8 @@ __all__ = [
     "detach",
     "from_pretrained",
     "head_spans",
+    "retrieve",
     "span_penalty",
+    "stop_retrieving",
     "to_windows",
 ]

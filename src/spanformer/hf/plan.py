@@ -21,6 +21,8 @@ from spanformer.hf.far_learner import start_states, states_in_tokens, states_off
 from spanformer.hf.fit import FitConfig, budget_of, check_layers, learn, set_windows
 from spanformer.hf.fit_events import Measured, OnFitEvent, ignore
 from spanformer.hf.lora import check_peft, learn_lora
+from spanformer.hf.retrieval_fit import RING, K, retrieval_windows
+from spanformer.hf.retrieval_heads import retrieve, stop_retrieving
 from spanformer.hf.saved import save_fitted
 from spanformer.hf.spans import head_spans
 from spanformer.hf.survey import Survey, survey
@@ -62,6 +64,10 @@ class FitPlan:
     """rank of LoRA updates, trained after the spans; 0: no LoRA, the weights stay unchanged"""
     lora_steps: int = 60
     lora_lr: float = 1e-3
+    retrieve: float = 0.0
+    """share of the KV heads, those with the longest windows, that keep a ring of 64 tokens and 8-bit codes of all older
+    keys, from which each query reads the best 64; windows, rings and codes then share the budget, as bytes of an 8-bit
+    KV cache; 0: none"""
     measure: int = 4
     """held-out texts on which to measure bits per byte"""
     baselines: bool = True
@@ -91,6 +97,8 @@ class FitPlan:
                     f"{name} is {getattr(self, name):g} beside far 'linear'; linear states are fitted to a budget, "
                     f"without {name}: leave one of them out"
                 )
+        if not 0 <= self.retrieve <= 1:
+            raise ValueError(f"retrieve is {self.retrieve:g}; expected a share of the KV heads, such as 0.15")
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance is {self.tolerance:g}; expected a share of the loss, such as 0.01")
         Budget(self.budget, self.context, self.sink_tokens)
@@ -218,6 +226,9 @@ class FitRun:
             }
             with states_off(self.layers):
                 bits |= {name: self.measure(other, name, on_event) for name, other in others.items()}
+        if plan.retrieve:
+            windows = retrieval_windows(found, windows, plan.retrieve, budget)
+            bits["retrieval heads"] = self._retrieving(windows, on_event)
         if plan.lora:
             learn_lora(self.model, self.train, windows, budget, rank=plan.lora, steps=plan.lora_steps,
                        minutes=plan.minutes, lr=plan.lora_lr, on_event=on_event)  # fmt: skip
@@ -245,6 +256,17 @@ class FitRun:
         return bits_per_byte(
             self.model, texts, lambda done, total: _progress(on_event, f"measuring: {title}", done, total)
         )
+
+    def _retrieving(self, windows: Tensor, on_event: OnFitEvent) -> float:
+        """Bits per byte of held-out text if the longest of these windows become rings with a store behind them."""
+        set_windows(self.model, windows)
+        retrieve(self.model, share=self.plan.retrieve, ring=RING, k=K)
+        try:
+            return bits_per_byte(
+                self.model, self.held_out, lambda done, total: _progress(on_event, "measuring: retrieval", done, total)
+            )
+        finally:
+            stop_retrieving(self.model)
 
     def _tolerated(self, found: Survey, on_event: OnFitEvent) -> float:
         """The smallest share at which the survey's windows raise the loss on the validation texts by no
@@ -282,6 +304,8 @@ class FitRun:
             figures |= {"state_bytes": outcome.state_bytes, "states": [
                 [] if layer.far is None else layer.far.kv_on() for layer in self.layers
             ]}  # fmt: skip
+        if self.plan.retrieve:
+            figures["retrieve"] = {"share": self.plan.retrieve, "ring": RING, "k": K}
         save_fitted(model, self.tokenizer, out, figures)
 
 

@@ -9,7 +9,7 @@ Shapes: H heads, Hkv key/value heads, T tokens, S tokens of a source, M remember
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from spanformer.attention import Attention, GlobalLocal, MixedMemory, RecurrentAttention
+from spanformer.attention import (
+    Attention,
+    Compressive,
+    GlobalLocal,
+    Memorizing,
+    MixedMemory,
+    RecurrentAttention,
+    Retrieval,
+)
+from spanformer.inspect.block_maps import PieceSeen, block_map
 from spanformer.memory.groups import group_heads
 from spanformer.model.cross_attention import CrossAttention
 from spanformer.model.encoder import Encoder
@@ -101,9 +110,9 @@ def _watch_heads(attention: SelfAttention | CrossAttention) -> list[_Watch]:
     """One watch per part of a layer, if its heads have different memories."""
     whole, first, found = attention.mechanism, 0, []
     for mechanism in whole.each() if isinstance(whole, MixedMemory) else [whole]:
-        found.append(
-            (_WatchState if isinstance(mechanism, RecurrentAttention) else _Watch)(attention, mechanism, first)
-        )
+        watch = _WatchState if isinstance(mechanism, RecurrentAttention) else _Watch
+        watch = _WatchBlocks if isinstance(mechanism, Compressive | Retrieval) else watch
+        found.append(watch(attention, mechanism, first))
         first += mechanism.heads
     return found
 
@@ -227,3 +236,39 @@ class _WatchState(_Watch):
     def end(self) -> None:
         super().end()
         self.mechanism.__dict__.pop("run", None)
+
+
+class _WatchBlocks(_Watch):
+    """The same of heads whose memory calls `forward` for each block of a text."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.pieces: list[PieceSeen] = []
+        self.raw: dict[str, Tensor] = {}
+        if isinstance(self.mechanism, Memorizing):  # what it retrieves has no positions
+            for name, take in (("q", "query_vectors"), ("k", "key_vectors")):
+                setattr(self.mechanism, take, self._noted(name, getattr(self.mechanism, take)))
+
+    def _noted(self, name: str, take: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def noted(t: Tensor) -> Tensor:
+            self.raw.setdefault(name, found := take(t))  # later calls project blocks that leave the ring
+            return found
+
+        return noted
+
+    def _observe(self, mechanism: Attention, arguments: tuple, real: Attended) -> None:
+        super()._observe(mechanism, arguments, real)
+        q, k, _, _, view = arguments
+        self.pieces.append(PieceSeen(q, k, view, self.found[-1][0]))
+
+    def end(self) -> None:
+        super().end()
+        for take in ("query_vectors", "key_vectors"):
+            self.mechanism.__dict__.pop(take, None)
+
+    def map(self, layer: int) -> Tensor:
+        assert isinstance(self.attention, SelfAttention)
+        shared = self.attention.heads // self.attention.kv_heads
+        whole = block_map(self.mechanism, self.pieces, self.mechanism.heads // shared, self.raw)
+        self.found, self.keys, self.past = [(whole, max(off for _, off in self.found))], whole.out.shape[3], 0
+        return super().map(layer)

@@ -87,6 +87,8 @@ KINDS: Registry[Kind] = Registry(
         "linformer",
         "low_rank",
         "sinkhorn",
+        "compressive",
+        "retrieval",
     ),
 )
 POSITIONS: Registry[PositionKind] = Registry(

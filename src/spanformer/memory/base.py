@@ -2,6 +2,7 @@
 
     HiddenStates    training: hidden states of earlier segments, projected again so that gradients reach the projections
     RingMemory      decoding: keys and values in rings, one ring for each key/value head
+    Blocks          both: the newest blocks exactly, older ones compressed (Compressed) or searched (Retrieved)
     ByHead          several memories in one layer, each for some of its heads
 
 A mechanism with another memory, such as a recurrent state, returns it from `Attention.new_memory`; the same class
@@ -45,6 +46,8 @@ class LayerCall:
     v: Tensor
     """[B, Hkv, T, D] of the new tokens"""
     project: Project
+    project_frozen: Project
+    """the same with weights that get no gradient"""
 
     @functools.cached_property
     def k(self) -> Tensor:
@@ -62,11 +65,12 @@ class LayerCall:
         some = slice(first // self.shared, (first + heads) // self.shared)
         every = list(range(some.start, some.stop))
 
-        def project(states: Tensor, kv_heads: list[int] | None) -> tuple[Tensor, Tensor]:
-            return self.project(states, every if kv_heads is None else [every[g] for g in kv_heads])
+        def some_of(project: Project) -> Project:
+            return lambda states, kv: project(states, every if kv is None else [every[g] for g in kv])
 
         return replace(
-            self, mechanism=mechanism, position=self.position.for_heads(first, heads), project=project,
+            self, mechanism=mechanism, position=self.position.for_heads(first, heads),
+            project=some_of(self.project), project_frozen=some_of(self.project_frozen),
             q=self.q[:, first : first + heads], keys=lambda: self.k[:, some], v=self.v[:, some],
         )  # fmt: skip
 

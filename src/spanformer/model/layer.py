@@ -35,7 +35,7 @@ class SelfAttention(nn.Module):
         q = self.mechanism.map_queries(split_heads(self._queries(x, view.active), self.heads))
         v = self._project(x, self.value, None)
         keys = functools.partial(self._project, x, self.key, None)
-        call = LayerCall(self.mechanism, position, replace(view, x=x), q, keys, v, self.project)
+        call = LayerCall(self.mechanism, position, replace(view, x=x), q, keys, v, self.project, self.project_frozen)
         found, penalty = memory.attend(call)
         if self.persistent is not None:
             dropout = self.mechanism.dropout if self.training else 0.0
@@ -54,10 +54,21 @@ class SelfAttention(nn.Module):
         """Keys and values [B, heads, T, D] of hidden states [B, T, dim], of some key/value heads or all."""
         return self._project(states, self.key, kv_heads), self._project(states, self.value, kv_heads)
 
-    def _project(self, states: Tensor, linear: nn.Linear, kv_heads: list[int] | None) -> Tensor:
+    def project_frozen(self, states: Tensor, kv_heads: list[int] | None = None) -> tuple[Tensor, Tensor]:
+        """The same with weights that get no gradient, for losses of a mechanism's own."""
+        heads = list(range(self.kv_heads)) if kv_heads is None else kv_heads
+        return (
+            self._project(states, self.key, heads, frozen=True),
+            self._project(states, self.value, heads, frozen=True),
+        )
+
+    def _project(
+        self, states: Tensor, linear: nn.Linear, kv_heads: list[int] | None, frozen: bool = False
+    ) -> Tensor:  # fmt: skip
         if kv_heads is None:
             return split_heads(linear(states), self.kv_heads)
-        weight = linear.weight.view(self.kv_heads, self.head_dim, -1)[kv_heads].flatten(0, 1)
+        weight = linear.weight.detach() if frozen else linear.weight
+        weight = weight.view(self.kv_heads, self.head_dim, -1)[kv_heads].flatten(0, 1)
         return split_heads(product(states, weight), len(kv_heads))
 
 

@@ -207,6 +207,10 @@ class TransformerStack(nn.Module):
         read_spans(self.spans_modules())
         return [mechanism.spans() for mechanism in self.mechanisms()]
 
+    def auxiliary_parameters(self) -> list[nn.Parameter]:
+        """Parameters that only the mechanisms' own losses train, such as those of a compression."""
+        return [p for m in self.modules() if isinstance(m, Attention) for p in m.auxiliary_parameters()]
+
     def context_length(self) -> list[list[int]]:
         """[layers][heads] how many earlier tokens each head of `blocks` can see now."""
         read_spans(self.spans_modules())

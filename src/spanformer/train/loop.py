@@ -39,7 +39,7 @@ from spanformer.train.guard import Guard, TooManySkips
 from spanformer.train.measure import cost_event
 from spanformer.train.memory_check import check_memory
 from spanformer.train.objective import NextToken, make_objective
-from spanformer.train.optim import clip_global, model_optimizer, set_lr
+from spanformer.train.optim import clip_model, model_optimizer, set_lr
 from spanformer.train.progress import Progress, schedule_factor
 from spanformer.train.resume import restore, save
 from spanformer.train.run_events import learned_spans, start_event, step_event
@@ -175,7 +175,7 @@ class TrainingLoop:
         losses, state = backward(
             self.engine, self.model, world, batch, before, grad_accum_steps=t.grad_accum_steps, dtype=t.dtype
         )
-        norm = clip_global(self.named.values(), self.config.optim.global_clip)
+        norm = clip_model(self.model, self.config.optim.global_clip)
         clock = p.seconds + time.perf_counter() - began
         numbers = torch.stack([losses.loss, losses.penalty, norm]).double()
         numbers = torch.cat(

@@ -26,7 +26,7 @@ from spanformer.model.load import MODELS
 from spanformer.model.stack import TransformerStack
 from spanformer.train.config import RunConfig
 from spanformer.train.distributed import World
-from spanformer.train.optim import clip_global, model_optimizer, set_lr
+from spanformer.train.optim import clip_model, model_optimizer, set_lr
 from spanformer.train.step import Batch, backward
 
 ROUNDS = 3
@@ -100,7 +100,7 @@ class MeasuredStep:
         )
 
     def update(self) -> None:
-        clip_global(self.model.parameters(), self.config.optim.global_clip)
+        clip_model(self.model, self.config.optim.global_clip)
         self.optimizer.step()
         self.model.after_step()
 

@@ -162,6 +162,15 @@ def clip_global(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     return norm
 
 
+def clip_model(model: TransformerStack, max_norm: float) -> Tensor:
+    """`clip_global` of a model's gradients, and by itself of those that only an auxiliary loss makes: under one norm,
+    either loss would scale the other's steps. Returns the first norm."""
+    apart = {id(p): p for p in model.auxiliary_parameters()}
+    if apart:
+        clip_global(apart.values(), max_norm)
+    return clip_global((p for p in model.parameters() if id(p) not in apart), max_norm)
+
+
 def _whole(t: Tensor) -> Tensor:
     gather = getattr(t, "full_tensor", None)  # collective: all processes call it together
     return gather() if gather else t

@@ -1,0 +1,195 @@
+"""Retrieval heads of Hugging Face models: against full attention, decoding against one pass, certificates, bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from spanformer import hf
+from spanformer.cli.main import main
+from spanformer.hf.controller import Budget, allocate
+from spanformer.hf.retrieval_cache import RetrievalCache
+from spanformer.hf.retrieval_fit import ram_share, retrieval_windows
+from spanformer.hf.retrieval_heads import retrieve, retriever_of, stop_retrieving
+from spanformer.hf.survey import Survey
+from support.byte_llama import save_byte_llama
+from support.hf_models import tiny, tokens
+
+
+def made(share: float = 0.5, ring: int = 8, k: int = 5, name: str = "llama"):
+    model = hf.attach(tiny(name), max_span=64, ramp=4, sink_tokens=3)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for spans in hf.head_spans(model).values():
+            spans.ratio.uniform_(0.05, 0.6)
+    return retrieve(model, share=share, ring=ring, k=k)
+
+
+def test_heads_with_the_longest_spans_retrieve_and_get_a_short_ring() -> None:
+    model = hf.attach(tiny("llama"), max_span=64, ramp=4, sink_tokens=3)
+    layers = list(hf.head_spans(model).values())
+    with torch.no_grad():
+        for n, spans in enumerate(layers):
+            spans.ratio.copy_(torch.linspace(0.1, 0.5, spans.groups) + 0.1 * n)
+    before = [spans.keeps() for spans in layers]
+    retrieve(model, share=1 / sum(map(len, before)), ring=8, k=5)
+    longest = max(n for each in before for n in each)
+    changed = [
+        (n, g)
+        for n, spans in enumerate(layers)
+        for g in range(spans.groups)
+        if spans.keeps()[g] != before[n][g]
+    ]  # fmt: skip
+    assert [before[n][g] for n, g in changed] == [longest]
+    ((n, g),) = changed
+    found = retriever_of(layers[n])
+    assert found is not None and found.heads == [g] and layers[n].keeps()[g] == 8
+    stop_retrieving(model)
+    assert [spans.keeps() for spans in layers] == before and model.config._attn_implementation == "spanformer"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_retrieving_everything_is_full_attention(name: str) -> None:
+    ids = tokens(2, 60)
+    plain = tiny(name)
+    with torch.no_grad():
+        want = plain(ids, use_cache=False).logits
+    model = hf.attach(tiny(name), max_span=64, ramp=4, sink_tokens=3)
+    retrieve(model, share=1.0, ring=8, k=99)
+    with torch.no_grad():
+        found = model(ids, use_cache=False).logits
+        cache, parts = RetrievalCache(model), []
+        for piece in ids.split([20, 1, 1, 9, 29], 1):
+            parts.append(model(piece, past_key_values=cache).logits)
+    assert (found - want).abs().max() < 2e-5 * want.abs().max()
+    assert (torch.cat(parts, 1) - want).abs().max() < 2e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_decoding_equals_one_pass(in_files: bool, tmp_path: Path) -> None:
+    model, ids = made(), tokens(2, 63)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        cache, parts = RetrievalCache(model, folder=tmp_path if in_files else None), []
+        for piece in ids.split([17, 1, 1, 9, 1, 20, 1, 1, 12], 1):
+            parts.append(model(piece, past_key_values=cache).logits)
+    assert (torch.cat(parts, 1) - whole).abs().max() < 2e-5 * whole.abs().max()
+    assert not list(tmp_path.iterdir())  # files vanish with the cache, whatever happens to the process
+    detached = stop_retrieving(model)
+    with torch.no_grad():
+        assert (detached(ids, use_cache=False).logits - whole).abs().max() > 1e-3 * whole.abs().max()
+
+
+def test_cache_generates_crops_and_counts_its_bytes(tmp_path: Path) -> None:
+    model, ids = made(), tokens(1, 40)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    want = model.generate(ids, use_cache=False, **options)
+    ram, files = RetrievalCache(model), RetrievalCache(model, folder=tmp_path)
+    for cache in (ram, files):
+        assert torch.equal(model.generate(ids, past_key_values=cache, **options), want)
+    assert files.bytes() < ram.bytes()
+    plain = sum(layer.rings.bytes() for layer in files.layers)  # type: ignore[attr-defined]
+    heads = sum(len(layer.retriever.heads) for layer in files.layers if hasattr(layer, "retriever"))
+    head_dim = model.config.head_dim
+    assert files.bytes() - plain == heads * (files.get_seq_length() - 3) * (head_dim + 4)  # without sink tokens
+    beams = model.generate(ids, past_key_values=RetrievalCache(model), num_beams=3, **options)
+    assert torch.equal(beams, model.generate(ids, use_cache=False, num_beams=3, **options))
+
+
+def test_crop_forgets_what_was_read() -> None:
+    model, ids, other = made(), tokens(1, 40), tokens(1, 9)
+    with torch.no_grad():
+        cache = RetrievalCache(model, slack=8)
+        model(ids, past_key_values=cache)
+        model(other, past_key_values=cache)
+        cache.crop(-4)
+        after = model(ids[:, :5], past_key_values=cache).logits
+        whole = model(torch.cat([ids, other[:, :5], ids[:, :5]], 1), use_cache=False).logits
+    assert (after - whole[:, -5:]).abs().max() < 2e-5 * whole.abs().max()
+
+
+def test_certificates_hold_for_every_query() -> None:
+    """The share that the bound gives, against full attention's weights of the keys that were left out."""
+    model, ids = made(share=1.0, ring=8, k=4), tokens(1, 60)
+    layers = list(hf.head_spans(model).values())
+    calls: list[tuple] = []
+    for spans in layers:
+        found = retriever_of(spans)
+        assert found is not None
+        found.omitted = []
+    from spanformer.hf import retrieval_heads as module
+
+    original = module.attend_text
+
+    def watch(q, k, v, spans, found, scale):
+        calls.append((q, k, spans))
+        return original(q, k, v, spans, found, scale)
+
+    module.attend_text = watch
+    try:
+        with torch.no_grad():
+            model(ids, use_cache=False)
+    finally:
+        module.attend_text = original
+    for q, k, spans in calls:
+        found = retriever_of(spans)
+        assert found is not None and found.omitted
+        bound, at = found.omitted[0], torch.arange(60)
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        s = (q @ k.mT / q.shape[3] ** 0.5).masked_fill(at > at[:, None], -torch.inf)
+        older = (at[None] <= at[:, None] - 8) & (at >= 3)
+        best = s.masked_fill(~older, -torch.inf).topk(4, dim=3)
+        read = ~older | torch.zeros_like(s, dtype=torch.bool).scatter(3, best.indices, best.values > -torch.inf)
+        omitted = s.softmax(3).masked_fill(read, 0).sum(3)
+        assert bool((omitted <= bound + 1e-6).all()) and float(bound.max()) < 1 and float(omitted.max()) > 0.05
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"share": 0.0}, "share is 0.0; expected a share of the KV heads"),
+        ({"ring": 0}, "ring is 0 and k 5; expected at least 1 token each"),
+        ({"k": 0}, "ring is 8 and k 0; expected at least 1 token each"),
+    ],
+)
+def test_bad_options_are_refused(options: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        made(**options)
+
+
+def test_padding_and_a_second_time_are_refused() -> None:
+    model, ids = made(), tokens(2, 20)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    with pytest.raises(ValueError, match="a text has padding or is packed with others; retrieval heads read one text"):
+        model(ids, attention_mask=mask)
+    with pytest.raises(ValueError, match="retrieves already; call stop_retrieving first"):
+        retrieve(model)
+
+
+def test_fit_spans_measures_retrieval_heads(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    save_byte_llama(tmp_path / "model", 256)
+    (tmp_path / "prose.txt").write_text("The river stood behind the market, and nobody had seen it so quiet.\n" * 60)
+    main(["fit-spans", str(tmp_path / "model"), "--data", str(tmp_path / "prose.txt"), "--out", str(tmp_path / "fit"),
+          "--budget", "0.75", "--context", "128", "--steps", "1", "--survey", "2", "--measure", "2",
+          "--dtype", "float32", "--retrieve", "0.5"])  # fmt: skip
+    assert "retrieval heads" in capsys.readouterr().out
+    saved = json.loads((tmp_path / "fit" / "spans.json").read_text())
+    assert saved["retrieve"] == {"share": 0.5, "ring": 64, "k": 64}
+    assert sum(w == 124 for layer in saved["windows"] for w in layer) >= 2  # half of four heads, as long as the context
+
+
+def test_windows_rings_and_codes_share_one_budget() -> None:
+    budget = Budget(0.4, 2048, 4)
+    costs = torch.rand(3, 4, 4, generator=torch.Generator().manual_seed(0)).sort(2, True)[0]
+    found = Survey([16, 256, 1024, 2044], costs, torch.zeros(3, 4, 4))
+    windows = budget.whole(allocate(found.costs, found.grid, budget)[0])
+    made_for = retrieval_windows(found, windows, 0.25, budget)
+    chosen = made_for == 2044
+    assert int(chosen.sum()) == 3 and windows[chosen].min() >= windows[~chosen].max()
+    assert 0.39 < ram_share(made_for, chosen, budget) <= 0.4
+    with pytest.raises(ValueError, match=r"retrieve is 0.5 with a budget of 0.2: codes and rings of 6 heads take 0.26"):
+        retrieval_windows(found, windows, 0.5, Budget(0.2, 2048, 4))
