@@ -55,13 +55,12 @@ class EvalOptions:
 
 
 def run(options: EvalOptions) -> None:
-    from spanformer.cli.eval_tasks import eval_encoder, eval_pairs, eval_task, set_rounds
+    from spanformer.cli.eval_tasks import set_rounds
     from spanformer.cli.retrieval import used, with_datastore
     from spanformer.core.events import UNIT_NAMES
     from spanformer.data import parse_task, prepare
     from spanformer.model.lm import LM
     from spanformer.model.load import load_any, load_meta
-    from spanformer.model.seq2seq import Seq2Seq
     from spanformer.train.evaluate import evaluate, evaluate_as_original
 
     with Progress() as report:
@@ -72,22 +71,9 @@ def run(options: EvalOptions) -> None:
             set_rounds(lm, options.rounds)
         data = prepare(config, on_progress=report, vocab=vocabulary(options, meta))
         check_vocabulary(meta, data.vocab.to_json(), lm.config.vocab, data.vocab.size)
-        task, streams = parse_task(config.source), options.protocol != "every" or options.lanes
-        if isinstance(lm, LM) and task is not None:
-            if streams:
-                raise ValueError(f"the data is the task {task.name}; --protocol and --lanes are for streams of text")
-            print(eval_task(lm, task, data, options, report))
-            return
-        if not isinstance(lm, LM):
-            if streams:
-                raise ValueError(
-                    f"the model is of kind {lm.config.kind!r}; --protocol and --lanes are for language models"
-                )
-            trained = replace(run_config(meta, options.checkpoint), data=config)
-            if isinstance(lm, Seq2Seq):
-                print(eval_pairs(lm, data, trained, options, report))
-            else:
-                print(eval_encoder(lm, data, trained, options, report))
+        task = parse_task(config.source)
+        if not isinstance(lm, LM) or task is not None:
+            print(_eval_answers(options, meta, lm, config, data, task, report))
             return
         split = data.splits[options.split]
         ids = split.ids[: options.limit] if options.limit else split.ids
@@ -116,6 +102,23 @@ def run(options: EvalOptions) -> None:
     unknown = 0 if data.vocab.unknown is None or not options.data else int((ids == data.vocab.unknown).sum())
     if unknown:
         print(f"{unknown:,} of the tokens are not in the model's vocabulary; they count as its unknown token")
+
+
+def _eval_answers(options: EvalOptions, meta: dict, lm, config, data, task, report) -> str:
+    """The result of a model or a text whose answers are counted, not every token."""
+    from spanformer.cli.eval_tasks import eval_encoder, eval_pairs, eval_task
+    from spanformer.model.lm import LM
+    from spanformer.model.seq2seq import Seq2Seq
+
+    streams = options.protocol != "every" or options.lanes
+    if isinstance(lm, LM):
+        if streams:
+            raise ValueError(f"the data is the task {task.name}; --protocol and --lanes are for streams of text")
+        return eval_task(lm, task, data, options, report)
+    if streams:
+        raise ValueError(f"the model is of kind {lm.config.kind!r}; --protocol and --lanes are for language models")
+    trained = replace(run_config(meta, options.checkpoint), data=config)
+    return (eval_pairs if isinstance(lm, Seq2Seq) else eval_encoder)(lm, data, trained, options, report)
 
 
 def data_config(options: EvalOptions, meta: dict):

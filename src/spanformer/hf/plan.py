@@ -6,7 +6,6 @@ import math
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from spanformer.hf.controller import Budget, allocate
 from spanformer.hf.far_learner import start_states, states_in_tokens, states_off
 from spanformer.hf.fit import FitConfig, budget_of, check_layers, learn, set_windows
 from spanformer.hf.fit_events import Measured, OnFitEvent, ignore
+from spanformer.hf.fit_plan import FitPlan
 from spanformer.hf.lora import check_peft, learn_lora
 from spanformer.hf.retrieval_fit import RING, K, retrieval_windows
 from spanformer.hf.retrieval_heads import retrieve, stop_retrieving
@@ -32,85 +32,6 @@ from spanformer.hf.transfer import TransferConfig
 TRIALS = 2
 """validation texts: part of the training data, used to choose the best windows. Held-out text is only
 used for the final figures."""
-
-
-@dataclass(frozen=True)
-class FitPlan:
-    budget: float = 0.25
-    """share of the full KV cache to keep, sink tokens included"""
-    tolerance: float = 0.0
-    """use instead of a budget: largest rise of the loss (0.01 is 1 %), on validation texts taken from the
-    data; the budget is the smallest memory at which the survey's windows reach it, and learning improves on it"""
-    context: int = 2048
-    """tokens per text; KV memory is computed for this length"""
-    start: int = 0
-    """first position whose loss counts; 0: half the context"""
-    sink_tokens: int = 4
-    """number of first tokens that stay visible to every head"""
-    survey: int = 8
-    """texts used to choose the initial windows"""
-    steps: int = 48
-    """maximum number of training steps, one text each"""
-    minutes: float = 0.0
-    """stop training after this many minutes; 0: no limit"""
-    lr: float = 0.08
-    """learning rate of the logarithm of a window"""
-    far: Literal["none", "linear"] = "none"
-    """linear: heads also keep a linear state of what lies beyond their span, where it pays; its bytes are part of the
-    budget"""
-    far_features: int = 16
-    """features of a linear state"""
-    lora: int = 0
-    """rank of LoRA updates, trained after the spans; 0: no LoRA, the weights stay unchanged"""
-    lora_steps: int = 60
-    lora_lr: float = 1e-3
-    retrieve: float = 0.0
-    """share of the KV heads, those with the longest windows, that keep a ring of 64 tokens and 8-bit codes of all older
-    keys, from which each query reads the best 64; windows, rings and codes then share the budget, as bytes of an 8-bit
-    KV cache; 0: none"""
-    measure: int = 4
-    """held-out texts on which to measure bits per byte"""
-    baselines: bool = True
-    """also measure uniform windows, and windows chosen by attention mass, at the same memory"""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.context < 8:
-            raise ValueError(f"context is {self.context}; expected at least 8 tokens")
-        for name, least in (("survey", 1), ("steps", 0), ("measure", 1), ("lora", 0), ("lora_steps", 1), ("start", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected {least} or more")
-        if self.start >= self.context:
-            raise ValueError(f"start is {self.start}; expected a position inside the context of {self.context}")
-        for name in ("lr", "lora_lr"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name):g}; expected a positive number")
-        if not self.minutes >= 0:
-            raise ValueError(f"minutes is {self.minutes:g}; expected 0 (no limit) or more")
-        if self.far not in ("none", "linear"):
-            raise ValueError(f"far is {self.far!r}; expected 'none' or 'linear'")
-        if self.far_features < 1:
-            raise ValueError(f"far_features is {self.far_features}; expected at least 1")
-        for name in ("lora", "tolerance"):
-            if self.far == "linear" and getattr(self, name):
-                raise ValueError(
-                    f"{name} is {getattr(self, name):g} beside far 'linear'; linear states are fitted to a budget, "
-                    f"without {name}: leave one of them out"
-                )
-        if not 0 <= self.retrieve <= 1:
-            raise ValueError(f"retrieve is {self.retrieve:g}; expected a share of the KV heads, such as 0.15")
-        if not 0 <= self.tolerance < 1:
-            raise ValueError(f"tolerance is {self.tolerance:g}; expected a share of the loss, such as 0.01")
-        Budget(self.budget, self.context, self.sink_tokens)
-
-    @property
-    def first(self) -> int:
-        return self.start or self.context // 2
-
-    @property
-    def features(self) -> int:
-        """of linear states; 0: none"""
-        return self.far_features if self.far == "linear" else 0
 
 
 @dataclass(frozen=True)

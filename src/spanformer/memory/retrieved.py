@@ -71,7 +71,8 @@ class Retrieved(Blocks):
             k, v = call.project(states, kv_heads)
             return mechanism.key_vectors(k), v
 
-        return replace(call, q=mechanism.query_vectors(call.q), k=mechanism.key_vectors(call.k), project=project)
+        q = mechanism.query_vectors(call.q)
+        return replace(call, q=q, keys=lambda: mechanism.key_vectors(call.k), project=project)
 
     def _read(self, held: Tensors, call: LayerCall, piece: Piece, exact: Keys | None) -> Attended:
         near = read(self.layout, held, call, piece, exact)
