@@ -85,7 +85,7 @@ def test_wrong_mechanism_gets_no_speed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(linear_work, "attended", wrong)
     found = bench(tmp_path, "--parts", "speed", "--lengths", "128")["speed"]
-    assert all("out is off by" in row["wrong"] and "times_as_fast" not in row for row in found)
+    assert all("out differs by" in row["wrong"] and "times_as_fast" not in row for row in found)
 
 
 def test_peers_are_timed_or_skipped_with_a_reason(tmp_path, monkeypatch):

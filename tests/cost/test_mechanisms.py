@@ -403,6 +403,8 @@ def test_activations_are_what_autograd_keeps(kind, causal, batch, kv_heads, n):
 def test_layers_and_texts_multiply_what_is_kept():
     for kind in (*KINDS, *COSTED):
         one, more = (layer_cost(kind, Sizes(128, 2, 4, batch=2, layers=layers)) for layers in (1, 3))
+        if kind in KINDS and KINDS[kind].cost.kept is None:
+            continue
         assert one.activation_bytes is not None and more.activation_bytes == 3 * one.activation_bytes
 
 

@@ -12,7 +12,7 @@ def _pairs(n: int, causal: bool, p: SimpleNamespace) -> int:
     size, (whole, rest) = p.size, divmod(n, p.size)
     if not causal:
         return whole * size**2 + rest**2 + n * min(n, size)
-    stretch = p.max_span // size * size
+    stretch = max(1, p.max_span // size) * size
     own = whole * size * (size + 1) // 2 + rest * (rest + 1) // 2
     return own + size * sum(max(0, min(n - first, stretch) - size) for first in range(0, n, stretch))
 
