@@ -64,6 +64,7 @@ REDUCED = {
     r"train runs/(seq2seq|hard|masked|etc)": TRAIN.replace("--data.limit 20000 ", "").replace("block 32", "block 72"),
     r"train": TRAIN,
     r"compare .*--kinds": f"{TRAIN} --model.kv-heads 0",
+    r"compare runs/compare/depth": f"{TRAIN} --model.kv-heads 0",
     r"compare runs/compare/etc": f"{TRAIN} --train.block 64 --kinds full 'etc(16, 16)'",
     r"compare runs/compare/": f"{TRAIN} --kinds full adaptive_span",
     r"compare": TRAIN,

@@ -12,6 +12,7 @@ import torch
 
 from spanformer.bench import decode, positions
 from spanformer.bench.contenders import unusable_backend
+from spanformer.bench.depth import spearman
 from spanformer.bench.per_token import relative_per_token
 from spanformer.bench.results import PartsFile
 from spanformer.bench.session import Bench, BenchOptions, check_same
@@ -359,6 +360,25 @@ def test_tasks(tmp_path, capsys):
     assert "| `lsh(4, 4, 2)` |" in shown
     again = bench(tmp_path, "tasks", "--parts", "recall", "--kinds", "window(3)")
     assert list(again["recall"]) == ["lsh(4, 4, 2)", "window(3)"] and again["duplicate"] == found["duplicate"]
+
+
+def test_depth(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat; " * 2000)
+    found = bench(tmp_path, "depth", "--source", str(text))
+    assert list(found["chase"]["right"]) == list(found["chase"]["layers"]) == list("123456")
+    assert all(1 <= layers <= 8 for layers in found["chase"]["layers"].values())
+    sizes = [row["parameters"] for row in found["words"].values()]
+    assert len(sizes) == 4 and max(sizes) < 1.01 * min(sizes)
+    assert list(found["exits"]["static"]) == list("12345678") and 1 <= found["exits"]["classifier"]["layers"] <= 8
+    assert found["exits"]["step_ratio"] > 0 and set(found["calm"]) == {"0.25", "0.1", "tokens_per_second"}
+    with pytest.raises(SystemExit):
+        bench(tmp_path / "other", "depth", "--parts", "calm", "--source", str(text))
+
+
+def test_rank_correlation_of_layers():
+    assert spearman([1.0, 2.0, 3.0]) == 1.0 and spearman([3.0, 2.0, 1.0]) == -1.0 and spearman([2.0, 2.0]) == 0.0
+    assert spearman([1.0, 1.0, 2.0]) == pytest.approx(0.866)
 
 
 @pytest.mark.parametrize(

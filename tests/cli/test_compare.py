@@ -14,6 +14,7 @@ from spanformer.core.fields import as_dict
 from spanformer.core.peak import unsupported
 from spanformer.report.compare_table import HEADER
 from spanformer.report.events import read_run
+from spanformer.report.spans_text import summary
 from support.tiny_runs import _words, options, values, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,7 +94,7 @@ def test_encoders_are_compared_by_all_they_cost(tmp_path, capsys):
     main(["compare", file, "--out", str(tmp_path / "out")])
     shown = capsys.readouterr().out
     header = next(line for line in shown.splitlines() if line.startswith("| run")).strip("| ").split(" | ")
-    unknown = {"test bits"} if unsupported() is None else {"test bits", "peak memory"}
+    unknown = {"layers", "test bits"} | (set() if unsupported() is None else {"peak memory"})
     assert header == ["run", "bits per masked byte", *(name for name in HEADER[2:] if name not in unknown)]
     full, window = sorted(json.loads((tmp_path / "out" / "compare.json").read_text()), key=lambda row: row["run"])
     assert window["flops_per_token"] < full["flops_per_token"] and "FLOPs" in {*full["best_by"], *window["best_by"]}
@@ -117,6 +118,25 @@ def test_run_files_are_compared_as_they_are(tmp_path, capsys):
     capsys.readouterr()
 
 
+def test_depths_are_trained_and_their_layers_reported(tmp_path, capsys):
+    more = 'depths = ["fixed", "exits", "universal", "act"]\ndifferent = true\n'
+    file = run_file(tmp_path, "deep", {"train.steps": 2, "model.layers": 3, "model.depth.bias": 20.0}, more)
+    out = tmp_path / "out"
+    main(["compare", file, "--out", str(out)])
+    shown = capsys.readouterr().out
+    runs = {name: read_run(out / name) for name in ("fixed", "exits", "universal", "act")}
+    assert {name: run.start.config["model"]["stack"] for name, run in runs.items()} == {
+        "fixed": "residual", "exits": "residual", "universal": "universal", "act": "universal"
+    }  # fmt: skip
+    found = {row["run"]: row for row in json.loads((out / "compare.json").read_text())}
+    assert [found[name]["layers"] for name in runs] == [None, 3.0, None, 1.0]  # a bias of 20 halts at once
+    assert found["universal"]["parameters"] < found["fixed"]["parameters"] and "| layers |" in shown
+    assert runs["act"].evals[-1].depth == runs["act"].steps[-1].depth == 1.0
+    assert "A token takes 1.00 of 3 layers on average." in summary(runs["act"])
+    assert "A token takes" not in summary(runs["fixed"])
+    assert "layers of a token" in (out / "report" / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     "changes, said",
     [
@@ -136,9 +156,9 @@ def test_invalid_comparison_is_refused_before_training(tmp_path, capsys, changes
     "make, said",
     [
         (lambda folder: [], "no file is given; expected a comparison file or several run files"),
-        (lambda folder: [run_file(folder, "a")], "a.toml lists neither kinds nor positions"),
+        (lambda folder: [run_file(folder, "a")], "a.toml lists neither kinds nor positions nor depths"),
         (lambda folder: [run_file(folder, "a"), run_file(folder, "k", more='kinds = ["full"]\n')],
-         "k.toml lists kinds or positions; compare it by itself"),
+         "k.toml lists kinds, positions or depths; compare it by itself"),
         (lambda folder: [run_file(folder, "a"), "--kinds", "full", "full"], "full is listed twice"),
         (lambda folder: [run_file(folder, "a")] * 2, "names a run file twice"),
         (lambda folder: [run_file(folder, "a"), "--kinds", "fool"], "fool"),

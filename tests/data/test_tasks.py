@@ -10,10 +10,12 @@ import pytest
 
 from spanformer.data import DataConfig, TaskStream, parse_task, prepare, texts_of
 from spanformer.data.tasks import TASKS, DistanceTask, Task, written
+from spanformer.data.tasks.chase import Chase
 from spanformer.data.tasks.copy import Copy
 from spanformer.data.tasks.duplicate import Duplicate
 from spanformer.data.tasks.needle import Needle
 from spanformer.data.tasks.recall import FIRST_FILLER, Recall
+from spanformer.data.tasks.words import Repeat, Reverse
 
 SMALL = (
     Recall(distance=31, pairs=3), Recall(distance=6, pairs=3), Recall(distance=40, nearest=8, pairs=4),
@@ -92,6 +94,36 @@ def test_duplicate_is_the_papers() -> None:
     assert set(texts[:, 1:128].ravel()) == set(range(1, 128))
 
 
+@pytest.mark.parametrize("task", [Chase(), Chase(hops=1, nodes=2, questions=1), Chase(31, 5, 3, fewest=5)], ids=written)
+def test_chase_follows_pointers(task: Chase) -> None:
+    asked = set()
+    for text in drawn(task):
+        pointers = text[: task.nodes].astype(int) - 32
+        assert sorted(pointers) == list(range(task.nodes)) and (pointers != np.arange(task.nodes)).all()
+        for hops, start, end in text[task.nodes :].reshape(-1, 3).astype(int):
+            at = start - 32
+            for _ in range(hops):
+                at = pointers[at]
+            assert at == end - 32
+            asked.add(hops)
+        assert (text[task.answers()] == text[task.nodes + 2 :: 3]).all()
+    assert asked == set(range(task.fewest, task.hops + 1))
+
+
+@pytest.mark.parametrize("kind", [Repeat, Reverse])
+@pytest.mark.parametrize(("symbols", "fewest"), [(1, 0), (9, 0), (40, 3), (127, 1)])
+def test_words_are_repeated_and_reversed(kind: type[Repeat], symbols: int, fewest: int) -> None:
+    task, sizes = kind(symbols, fewest), set()
+    for text in drawn(task):
+        given, asked = text[1 : symbols + 1], text[task.answers()]
+        word = given[given > 0]
+        assert len(set(word)) == len(word) and text[0] == text[symbols + 1] == 0 and (given[: -len(word)] == 0).all()
+        want = word if kind is Repeat else word[::-1]
+        assert (asked == np.pad(want, (0, symbols - len(word)))).all()
+        sizes.add(len(word))
+    assert sizes == {symbols} if not fewest else min(sizes) < fewest + 3 and max(sizes) > symbols - 3
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_notation(name: str) -> None:
     task = parse_task(name)
@@ -120,6 +152,11 @@ def test_notation(name: str) -> None:
         ("copy(symbols=96)", "symbols of the task copy is 96; expected 1 … 95, as none comes twice"),
         ("copy(symbols=8, distance=8)", "distance of the task copy is 8; expected 9 … 65,536"),
         ("duplicate(symbols=0)", "symbols of the task duplicate is 0; expected 1 … 65,536"),
+        ("chase(hops=8)", "hops of the task chase is 8; expected 1 … 7, less than nodes and 32"),
+        ("chase(nodes=1)", "nodes of the task chase is 1; expected 2 … 96"),
+        ("chase(fewest=7)", "fewest of the task chase is 7; expected 1 … hops, 6"),
+        ("reverse(symbols=128)", "symbols of the task reverse is 128; expected 1 … 127, as none comes twice"),
+        ("repeat(symbols=5, fewest=6)", "fewest of the task repeat is 6; expected 0, .* or 1 … 5"),
         ("needle(facts=27)", "facts of the task needle is 27; expected 1 … 26, as there are 26 letters"),
         ("needle(facts=4, distance=15)", "distance of the task needle is 15; expected 16 … 65,536"),
     ],

@@ -11,6 +11,7 @@ import torch
 
 from spanformer.cli.main import main
 from spanformer.depth import Confidence, Exits
+from spanformer.depth.classifiers import Geometric
 from spanformer.infer import Sampling, generate, generate_batch
 from spanformer.infer.draft import Draft
 from spanformer.infer.exits import GRID, calibrate, continuations, exits_by, rouge_l
@@ -62,6 +63,17 @@ def test_calibration_stops_at_the_first_failure() -> None:
         assert found.threshold == (found.tested[-2]["threshold"] if len(passed) > 1 else None)
     layers = [row["layers"] for row in found.tested]
     assert layers == sorted(layers, reverse=True)
+
+
+def test_full_text_of_a_calibration_is_not_the_classifiers() -> None:
+    torch.manual_seed(0)
+    depth = DepthConfig(kind="exits", classifier="geometric")
+    lm = LM(ModelConfig(vocab=40, dim=32, layers=4, heads=4, depth=depth)).eval()
+    assert isinstance(lm.depth, Exits) and isinstance(lm.depth.classifier, Geometric)
+    torch.nn.init.constant_(lm.depth.classifier.score.bias, 20.0)  # it would leave after the first layer
+    assert continuations(lm, PROMPTS[:3], 6, None)[1] == 1
+    found = calibrate(lm, PROMPTS, PROMPTS, weights="w", measure="softmax", delta=0.25, max_tokens=6)
+    assert found.tested[0]["layers"] == 4 and found.tested[0]["loss"] == 0  # no token of this model is so sure
 
 
 def test_too_few_prompts_are_refused_with_the_number_needed() -> None:

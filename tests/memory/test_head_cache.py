@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -254,3 +255,19 @@ def test_cache_works_in_inference_mode() -> None:
         one.crop(torch.tensor([7] * one.batch))
         one.append(k[: one.batch], v[: one.batch])
         assert one.seen.tolist() == [16] * one.batch
+
+
+@pytest.mark.parametrize("bits", [0, 8])
+@pytest.mark.parametrize("sink_tokens", [0, 3])
+def test_storing_one_token_equals_storing_many(bits: Literal[0, 8], sink_tokens: int) -> None:
+    """Rings that wrap and do not, rows together and apart."""
+    k, v = torch.randn(2, 3, 31, 4), torch.randn(2, 3, 31, 4)
+    many = HeadCache(2, [1, 7, 40], 4, bits=bits, sink_tokens=sink_tokens)
+    ones = HeadCache(2, [1, 7, 40], 4, bits=bits, sink_tokens=sink_tokens)
+    many.append(k, v, torch.tensor([31, 29]))
+    ones.append(k[:, :, :2], v[:, :, :2], torch.tensor([2, 0]))
+    for n in range(29):
+        some = [torch.stack([t[0, :, n + 2 : n + 3], t[1, :, n : n + 1]]) for t in (k, v)]
+        ones.append(some[0], some[1])
+    for name, want in many.store.tensors().items():
+        assert torch.equal(ones.store.tensors()[name], want), name

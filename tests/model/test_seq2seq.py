@@ -348,7 +348,9 @@ def test_every_kind_works_in_an_encoder_or_is_refused(kind: str) -> None:
 def _check_directions(kind: str, place: str) -> None:
     source, hidden, x = texts()
     encoder_only = kind.startswith(("etc", "linformer"))
-    small = KINDS[kind].tested[0] if kind in ("linformer", "low_rank", "sinkhorn") else kind  # their sizes must fit the text
+    small = (
+        KINDS[kind].tested[0] if kind in ("linformer", "low_rank", "sinkhorn") else kind
+    )  # their sizes must fit the text
     attention = AttentionConfig(kind=small, max_span=32, window=8)
     position = PositionConfig(kind=place)
     try:

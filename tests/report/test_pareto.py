@@ -12,7 +12,7 @@ from spanformer.report.events import read_run
 from spanformer.report.measures import NOTHING, attention_per_token
 from support import synthetic_runs as synthetic
 
-COLUMNS = [name for name in HEADER[2:] if name != "exactly right"]  # these runs have no such share
+COLUMNS = [name for name in HEADER[2:] if name not in ("exactly right", "layers")]  # these runs have neither
 
 
 def made(folder, name, *, flops=6.1e10, peak=5.1e8, **options):

@@ -49,6 +49,11 @@ class View:
     encode: Callable[[Tensor, Tensor, View], tuple[Tensor, Tensor]] | None = None
     """The layer's encoding of q and k, for a mechanism that has its own projections."""
 
+    @property
+    def nobody(self) -> bool:
+        """Whether no token is active: a layer's memory only takes their keys and values."""
+        return self.active is not None and not len(self.active)
+
     def rule(self, heads: int, *, causal: bool = True) -> Rule:
         """The rule that hides other documents and padded keys."""
         bias = None
@@ -89,6 +94,8 @@ class Attention(nn.Module):
         """dropout of attention weights, in training"""
         self.sink_tokens = 0
         """how many first tokens of the text all heads always see"""
+        self.keys_are_queries = False
+        """whether other tokens see a token's queries instead of its keys"""
 
     def supports(
         self, *, position: object | None = None, cache: bool = False, mixed: bool = False, persistent: bool = False

@@ -84,6 +84,7 @@ class LSH(Bucketed):
         return [*reasons, *(own_output(self, cache=False, mixed=mixed) if self.chunked else [])]
 
     def start_from(self, query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
+        self.keys_are_queries = True
         key.requires_grad_(False)  # keys are the queries: what is not used must not wait for a gradient
 
     def keys(self, x: Tensor) -> Tensor:

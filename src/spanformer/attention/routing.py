@@ -91,6 +91,7 @@ class Routing(Bucketed):
 
     def start_from(self, query: nn.Linear, key: nn.Linear, value: nn.Linear) -> None:
         if self.causal:
+            self.keys_are_queries = True
             key.requires_grad_(False)  # keys are the queries: what is not used must not wait for a gradient
 
     def queries(self, q: Tensor) -> Tensor:

@@ -59,8 +59,8 @@ def _command(name: str) -> Command:
 
 
 ATTENTION, CONTENT = Command(AttentionBench, run_attention), _command("content")
-DECODE, FIT_SPANS, GALLERY, HF = _command("decode"), _command("fit-spans"), _command("gallery"), _command("hf")
-KNN, LINEAR = _command("knn"), _command("linear")
+DECODE, DEPTH, FIT_SPANS, GALLERY = _command("decode"), _command("depth"), _command("fit-spans"), _command("gallery")
+HF, KNN, LINEAR = _command("hf"), _command("knn"), _command("linear")
 LONGFORMER, MEMORIES = _command("longformer"), _command("memories")
 PATTERNS, PER_TOKEN = _command("patterns"), _command("per-token")
 POSITIONS, PRODUCTS = _command("positions"), _command("products")

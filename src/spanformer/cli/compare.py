@@ -4,10 +4,12 @@ report the quality and cost of each."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from spanformer.cli.command import Command
 from spanformer.cli.progress import Progress
@@ -32,8 +34,8 @@ class CompareConfig(RunConfig):
         spanformer compare runs/compare/enwik8.toml --train.minutes 5
         spanformer compare runs/cpu/enwik8.toml runs/cpu/modern.toml --different
 
-    A comparison file is a run file that also lists `kinds` (as in model.attention.kind) or `positions`: every pair of
-    kind and position is a run. Several run files are compared as they are. Options apply to all runs. Finished runs
+    A comparison file is a run file that also lists `kinds` (as in model.attention.kind), `positions` or `depths`: every
+    combination is a run. Several run files are compared as they are. Options apply to all runs. Finished runs
     are not trained again: repeat the command to continue after an interruption or to add kinds.
     """
 
@@ -41,6 +43,9 @@ class CompareConfig(RunConfig):
     """kinds of attention to train, such as window(128) or "Window(64) | Global([0])"; none: the run file's kind"""
     positions: tuple[str, ...] = ()
     """position encodings to train each kind with; none: the run file's position encoding"""
+    depths: tuple[Literal["fixed", "exits", "universal", "act"], ...] = ()
+    """stacks to train each of them with: fixed, all layers for every token; exits; universal, one block for all layers;
+    act, one block that each token runs through until it halts; none: the run file's stack"""
     different: bool = False
     """compare even if data, training time or (by more than 2 %) the numbers of parameters differ"""
     again: bool = False
@@ -66,15 +71,15 @@ def parse(program: str, arguments: list[str]) -> Comparison:
     if len(files) <= 1:
         config = read_run(CompareConfig, program, [*files, *arguments], known)
         out = Path(config.out or Path("out") / f"compare-{Path(files[0]).stem if files else 'run'}")
-        if not config.kinds and not config.positions:
+        if not _listed(config):
             raise ValueError(
-                f"{files[0] if files else 'the run'} lists neither kinds nor positions; expected at least one of them "
-                "(--kinds full window(128)), or several run files"
+                f"{files[0] if files else 'the run'} lists neither kinds nor positions nor depths; expected at least "
+                "one of them (--kinds full window(128)), or several run files"
             )
         return Comparison(out, _product(config, out), config.different, config.again)
     read = [read_run(CompareConfig, program, [file, *arguments], known) for file in files]
-    if listed := [file for file, config in zip(files, read, strict=True) if config.kinds or config.positions]:
-        raise ValueError(f"{listed[0]} lists kinds or positions; compare it by itself, or name run files only")
+    if listed := [file for file, config in zip(files, read, strict=True) if _listed(config)]:
+        raise ValueError(f"{listed[0]} lists kinds, positions or depths; compare it by itself, or name run files only")
     names = [Path(file).stem for file in files]
     names = [name if names.count(name) == 1 else _name(str(Path(file).with_suffix("")))
              for name, file in zip(names, files, strict=True)]  # fmt: skip
@@ -163,22 +168,29 @@ def parameters(config: RunConfig) -> int:
         return sum(p.numel() for p in MODELS[model.kind](model).parameters())
 
 
+def _listed(config: CompareConfig) -> bool:
+    return bool(config.kinds or config.positions or config.depths)
+
+
 def _product(config: CompareConfig, out: Path) -> list[RunConfig]:
-    attention, position = config.model.attention, config.model.position
     runs: dict[str, RunConfig] = {}
-    for kind in config.kinds or (None,):
-        for place in config.positions or (None,):
-            named = [each for each in (kind, place) if each is not None]
-            model = config.model
-            if kind is not None:
-                model = dataclasses.replace(model, attention=dataclasses.replace(attention, kind=kind, stack=()))
-            if place is not None:
-                chosen = build(PositionConfig, as_dict(position) | {"kind": place}, "positions")
-                model = dataclasses.replace(model, position=chosen)
-            name = "-".join(map(_name, named))
-            if name in runs:
-                raise ValueError(f"{' and '.join(named)} is listed twice; expected each once")
-            runs[name] = _run(config, out / name, model)
+    lists = (config.kinds or (None,), config.positions or (None,), config.depths or (None,))
+    for kind, place, depth in itertools.product(*lists):
+        named = [each for each in (kind, place, depth) if each is not None]
+        model = config.model
+        if kind is not None:
+            model = dataclasses.replace(model, attention=dataclasses.replace(model.attention, kind=kind, stack=()))
+        if place is not None:
+            chosen = build(PositionConfig, as_dict(model.position) | {"kind": place}, "positions")
+            model = dataclasses.replace(model, position=chosen)
+        if depth is not None:
+            decided = dataclasses.replace(model.depth, kind="fixed" if depth == "universal" else depth)
+            stack = "universal" if depth in ("universal", "act") else "residual"
+            model = dataclasses.replace(model, stack=stack, depth=decided)
+        name = "-".join(map(_name, named))
+        if name in runs:
+            raise ValueError(f"{' and '.join(named)} is listed twice; expected each once")
+        runs[name] = _run(config, out / name, model)
     return list(runs.values())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +35,7 @@ class CostOptions:
 
         spanformer cost --length 1000000 --kinds full "window(4096)" "adaptive_span(span=314)"
         spanformer cost --kinds "Window(256) | Global([0])" "10 window(64) + 2 adaptive_span(span=1000)"
+        spanformer cost --model runs/exits.toml --length 512
     """
 
     length: int = 8192
@@ -54,6 +55,11 @@ class CostOptions:
     """hide the future from every token; --no-causal: every pattern in both directions"""
     kinds: tuple[str, ...] = ()
     """mechanisms such as "window(128)", mixtures or patterns; none: all mechanisms"""
+    model: str = ""
+    """a run file or a trained model: the cost of decoding one of its tokens after `length` others, by the number of
+    layers that it runs through"""
+    check: Literal["none", "softmax", "classifier", "saturation"] = "none"
+    """with --model: what decides after each layer whether a token leaves"""
     published: bool = False
     """compare with the published tables of a textbook chapter on attention variants, and explain each
     difference"""
@@ -66,6 +72,8 @@ class CostOptions:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
         if self.dim % self.heads:
             raise ValueError(f"dim is {self.dim}; expected a multiple of heads, {self.heads}")
+        if self.check != "none" and not self.model:
+            raise ValueError(f"check is {self.check!r} without a model; expected --model, a run file or a folder")
         for kind in self.kinds:
             for _, part in split_heads(kind, self.heads, "--kinds"):
                 price(part, self.length, "--kinds")
@@ -84,6 +92,9 @@ class CostOptions:
 
 
 def run(options: CostOptions) -> None:
+    if options.model:
+        _run_model(options)
+        return
     sizes = options.sizes()
     costs = [layer_cost(kind, sizes, "--kinds") for kind in options.kinds or (*KINDS, *COSTED)]
     figures = [*memory_figures(), *flops_figures()] if options.published else []
@@ -108,6 +119,16 @@ def run(options: CostOptions) -> None:
         "keys and values up to the farthest that a later token can see. 1 MB = 10⁶ bytes."
     )
     console.print(said, style="dim")
+
+
+def _run_model(options: CostOptions) -> None:
+    from spanformer.cli.cost_depth import model_costs, show_model
+
+    found = model_costs(options.model, options.length, options.check)
+    if options.json:
+        _save({"options": asdict(options), **found}, options.json)
+    if options.json != "-":
+        show_model(Console(highlight=False), options.model, options.length, found)
 
 
 def _table(options: CostOptions, sizes: Sizes, costs: list[AttentionCost], width: int) -> Table:
@@ -163,8 +184,6 @@ def _show_published(console: Console, figures: list[Figure]) -> None:
 
 
 def _write(options: CostOptions, sizes: Sizes, costs: list[AttentionCost], figures: list[Figure]) -> None:
-    from dataclasses import asdict
-
     found: dict = {
         "options": asdict(options),
         "dense_bytes": sizes.dense_bytes,
@@ -173,11 +192,15 @@ def _write(options: CostOptions, sizes: Sizes, costs: list[AttentionCost], figur
     }
     if figures:
         found["published"] = [asdict(figure) | {"agrees": figure.agrees} for figure in figures]
+    _save(found, options.json)
+
+
+def _save(found: dict, path: str) -> None:
     text = json.dumps(found, ensure_ascii=False, indent=1)
-    if options.json == "-":
+    if path == "-":
         print(text)
     else:
-        write_text(Path(options.json), text + "\n")
+        write_text(Path(path), text + "\n")
 
 
 COST = Command(CostOptions, run)

@@ -258,7 +258,7 @@ class _Count:
         # The first token came with the prompt.
         rate = f", {(self.made - 1) / seconds:,.1f} tokens/s" if self.made > 1 else ""
         lines.append(f"generated: {self.made:,} tokens in {seconds:.2f} s{rate}")
-        if self.exits is not None and self.exits.run_tokens:
+        if self.exits is not None and self.exits.counted()[1]:
             lines.append(f"layers: {self.exits.mean_run():.2f} of {self.exits.layers} per token")
         tokens = self.before + prompt + self.made
         full = cache.full_bytes(tokens) // cache.batch * self.beams  # full_bytes counts each row the cache has now

@@ -64,6 +64,7 @@ COMMANDS = {
     "bench decode": Route(
         "spanformer.cli.bench", "DECODE", "time decoding, prefill and streaming with per-head KV caches"
     ),
+    "bench depth": Route("spanformer.cli.bench", "DEPTH", "train and decode with adaptive depth"),
     "bench fit-spans": Route(
         "spanformer.cli.bench", "FIT_SPANS", "measure loss of a pretrained model against its KV cache size"
     ),

@@ -110,6 +110,8 @@ class StepEvent(Event):
     """bits of a query's choice of its key by hard attention, the mean of its layers"""
     choice_variance: float = math.nan
     """of the score-function gradient of such a choice, the mean of its layers"""
+    depth: float = math.nan
+    """mean layers of a token in the last step; NaN if every token runs through all"""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ class EvalEvent(Event):
     tokens: int
     exact: float = math.nan
     """share predicted exactly, of the targets of pairs or of masked tokens; NaN for other objectives"""
+    depth: float = math.nan
+    """mean layers of a token; NaN if every token runs through all"""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ class DataConfig:
     source: str = "stdlib"
     """a named corpus (stdlib, numbers, enwik8, text8, wikitext-2, wikitext-103), or a file, a folder or a glob of your
     own; stdlib is the source of Python's standard library, numbers has pairs of digits and words for a seq2seq model;
-    or a task for a language model, such as recall(pairs=8, distance=256) (also copy, duplicate, needle)"""
+    or a task for a language model, such as recall(pairs=8, distance=256) (also copy, duplicate, needle, chase,
+    repeat, reverse)"""
     tokens: Tokens = "byte"
     """type of token"""
     copy: Annotated[str, tyro.conf.arg(name="from")] = ""

@@ -22,13 +22,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from spanformer.depth.base import all_tokens, replace_rows
+from spanformer.depth.base import Depth, all_tokens, replace_rows
 from spanformer.depth.confidence import Predict
 
 Form = Literal["sum", "blend"]
 
 
-class ACT(nn.Module):
+class ACT(Depth):
     """The halting probability, shared by all steps. `latest` holds the steps of each token of the last pass."""
 
     updates: Tensor
@@ -44,8 +44,6 @@ class ACT(nn.Module):
         self.score = nn.Linear(dim, 1)
         nn.init.constant_(self.score.bias, bias)
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
-        self.latest: Tensor | None = None
-        """[B, T] int64, the number of steps; 0 for padding"""
 
     def start(self, x: Tensor, padding: Tensor | None = None, predict: Predict | None = None) -> Pondering:
         """A pass of the tokens x [B, T, dim]. padding [B, ≥ T] bool, aligned at the end. predict: not used."""
@@ -63,13 +61,6 @@ class ACT(nn.Module):
         if not self.warmup:
             return torch.full((), self.cost, device=self.updates.device)
         return self.cost * (self.updates / self.warmup).clamp(max=1)
-
-    def mean_steps(self) -> float | None:
-        """The mean number of steps of the last pass, without padding; None before the first."""
-        if self.latest is None:
-            return None
-        taken = self.latest[self.latest > 0]
-        return float(taken.double().mean()) if len(taken) else 0.0
 
     def after_step(self) -> None:
         """Call it after every optimiser step."""
@@ -99,6 +90,8 @@ class Pondering:
 
     def after(self, layer: int, before: Tensor, x: Tensor) -> Tensor:
         now = self.index
+        if not len(now):
+            return before
         rows = x.flatten(0, 1).index_select(0, now)
         h, sums = self.act.probability(rows), self.sums.index_select(0, now)
         ends = sums + h >= 1 - self.act.epsilon
@@ -121,5 +114,5 @@ class Pondering:
             self.out = self.out.flatten(0, 1).index_add(0, now, weighted).view(self.out.shape)
 
     def finish(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        self.act.latest = self.taken.view(self.shape)
+        self.act.note(self.taken.view(self.shape))
         return self.out.to(x.dtype), self.act.weight() * self.ponder.sum() / max(1, self.tokens)

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from spanformer.depth.base import all_tokens, replace_rows
+from spanformer.depth.base import Depth, all_tokens, replace_rows
 from spanformer.depth.classifiers import Decided, Geometric, Kind
 from spanformer.depth.confidence import Confidence, Predict, saturation, softmax_response
 from spanformer.depth.oracle import oracle_exits
@@ -38,7 +38,7 @@ class Targets(NamedTuple):
     """[B, T]"""
 
 
-class Exits(nn.Module):
+class Exits(Depth):
     """In training, all layers run (aligned) or random ones (mixed). In evaluation, `confidence` or the classifier
     decides; without either, all layers run. `latest` holds the layers of each token of the last pass."""
 
@@ -65,18 +65,7 @@ class Exits(nn.Module):
         """in evaluation, every token leaves after this many layers"""
         self.token = 0
         """the number of generated tokens, for a threshold that decays"""
-        self.latest: Tensor | None = None
         self.states: list[Tensor] = []
-        self.count_from_here()
-
-    def count_from_here(self) -> None:
-        """Count the layers and tokens of evaluation from 0."""
-        self.run_layers: Tensor | int = 0
-        self.run_tokens = 0
-
-    def mean_run(self) -> float:
-        """The mean number of layers of a token since `count_from_here`."""
-        return float(self.run_layers) / self.run_tokens
 
     def start(self, x: Tensor, padding: Tensor | None = None, predict: Predict | None = None) -> ExitRun:
         """A pass of the tokens x [B, T, dim]. predict: the model's logits of states, for `softmax`."""
@@ -112,13 +101,6 @@ class Exits(nn.Module):
         last = _best(predict, states[-1])
         return torch.stack([_best(predict, x) == last for x in states[:-1]])
 
-    def mean_steps(self) -> float | None:
-        """The mean number of layers of the last pass, without padding; None before the first."""
-        if self.latest is None:
-            return None
-        taken = self.latest[self.latest > 0]
-        return float(taken.double().mean()) if len(taken) else 0.0
-
 
 class ExitRun:
     """One pass; see `DepthRun`."""
@@ -142,6 +124,8 @@ class ExitRun:
         exits, now = self.exits, self.index
         if exits.training and exits.mode == "aligned":
             exits.states.append(x)
+        if not len(now):
+            return before
         rows = x.flatten(0, 1).index_select(0, now)
         self.taken[now] = layer + 1
         if layer + 1 < exits.layers and len(now):
@@ -184,10 +168,7 @@ class ExitRun:
         return self.exits.classifier(rows).sigmoid() >= threshold
 
     def finish(self, x: Tensor) -> tuple[Tensor, None]:
-        self.exits.latest = self.taken.view(self.shape)
-        if not self.exits.training:
-            self.exits.run_layers = self.exits.run_layers + self.taken.sum()
-            self.exits.run_tokens += self.count
+        self.exits.note(self.taken.view(self.shape))
         return x, None
 
 

@@ -94,7 +94,8 @@ def continuations(
                 exits, generate_batch(model, some, sampling=Sampling(temperature=0), max_tokens=max_tokens, seed=0)
             ):  # fmt: skip
                 texts[start + piece.row].append(piece.id)
-            layers, tokens = layers + int(exits.run_layers), tokens + exits.run_tokens
+            more = exits.counted()
+            layers, tokens = layers + more[0], tokens + more[1]
             on_progress(min(start + batch, len(prompts)), len(prompts))
     return texts, layers / tokens if tokens else math.nan
 
@@ -121,7 +122,10 @@ def calibrate(
             f"there are {len(prompts)} prompts; delta {delta} with epsilon {epsilon} needs at least {needed}, even if "
             "no text changes"
         )
-    full, _ = continuations(model, prompts, max_tokens, None, on_progress=lambda d, n: on_progress("all layers", d, n))
+    never = Confidence(measure)  # without a confidence, a trained classifier would let tokens leave
+    full, _ = continuations(
+        model, prompts, max_tokens, never, on_progress=lambda d, n: on_progress("all layers", d, n)
+    )  # fmt: skip
     tested, losses = [], []
     for threshold in GRID:
         early, layers = continuations(

@@ -75,6 +75,11 @@ class LayerCall:
         )  # fmt: skip
 
 
+def unread(call: LayerCall) -> Attended:
+    """In place of the attention of tokens of which none is active (`View.nobody`): a layer does not read it."""
+    return Attended(call.q, call.q[..., 0])
+
+
 @dataclass(frozen=True)
 class MemoryShape:
     """The sizes that a mechanism needs to make its own memory."""

@@ -150,8 +150,13 @@ class HeadCache:
     @torch.no_grad()
     def append(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> None:
         """Store k [B, Hkv, T, D] and v [B, Hkv, T, Dv] without attention."""
-        self._write(k, v, check_lengths(lengths, self.batch, k.shape[2]))
+        self.store_tokens(k, v, lengths)
         self.advance(k.shape[2], lengths)
+
+    @torch.no_grad()
+    def store_tokens(self, k: Tensor, v: Tensor, lengths: Tensor | None = None) -> None:
+        """`append` without advancing; see `read`."""
+        self._write(k, v, check_lengths(lengths, self.batch, k.shape[2]))
 
     # ---- one token
 

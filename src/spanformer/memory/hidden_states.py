@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spanformer.memory.base import LayerCall
+from spanformer.memory.base import LayerCall, unread
 from spanformer.memory.groups import group_heads
 from spanformer.memory.segment import Tape, remember
 from spanformer.ops import AnyRule, Attended, Rule
@@ -64,6 +64,9 @@ class HiddenStates:
                 )
             groups = [(list(range(call.k.shape[1])), past)]
         rule_for = self._rules(call, rule, context)
+        if call.view.nobody:
+            own, _ = rule_for(groups[0][1])
+            return unread(call), mechanism.penalty(own, call.view)
         if len(groups) == 1:
             own, ruled = rule_for(groups[0][1])
             found = self._group(call, ruled, call.position.encode, groups[0][1], None)

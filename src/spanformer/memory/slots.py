@@ -35,6 +35,8 @@ class Store:
         self.capacities = list(capacity)
         self.first = [sum(self.capacities[:g]) + sink_tokens * (g + 1) for g in range(len(self.capacities))]
         self.dims = dims
+        with torch.inference_mode(False):
+            self.rings_at = torch.tensor(self.first), torch.tensor(self.capacities)
         slots = sum(self.capacities) + sink_tokens * len(self.capacities)
         kind = torch.int8 if bits else dtype
         shapes = [((batch, slots, dims[0]), kind), ((batch, slots, dims[1]), kind)]
@@ -144,6 +146,9 @@ def write_slots(
     if notes is not None:
         new["notes"] = notes.unflatten(1, (len(store.capacities), -1)).transpose(2, 3)
     held = {name: rows for name, rows in store.tensors().items() if name in new}
+    if t == 1 and lengths is None:
+        _write_one(store, held, new, place)
+        return
     together = lengths is None and len(place) and bool((place == place[0]).all())
     for g, capacity in enumerate(store.capacities):
         if together:
@@ -160,6 +165,18 @@ def write_slots(
         at = [i.to(k.device) for i in (row, column, to)]
         for name, rows in held.items():
             rows[at[0], at[2]] = new[name][at[0], g, at[1]].to(rows.dtype)
+
+
+def _write_one(store: Store, held: dict[str, Tensor], new: dict[str, Tensor], place: Tensor) -> None:
+    """One token of each row, of all heads at once: decoding through skipped layers calls this for every layer."""
+    first, capacity = store.rings_at
+    slot = first + place[:, None] % capacity  # [B, Hkv]
+    if store.sink_tokens:
+        early = place[:, None] < store.sink_tokens
+        slot = torch.where(early, first - store.sink_tokens + place[:, None], slot)
+    row, slot = torch.arange(len(place))[:, None].to(store.memory.device), slot.to(store.memory.device)
+    for name, rows in held.items():
+        rows[row, slot] = new[name][:, :, 0].to(rows.dtype)
 
 
 def _write_together(store: Store, held: dict[str, Tensor], new: dict[str, Tensor], g: int, place: int, t: int) -> None:

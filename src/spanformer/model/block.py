@@ -66,6 +66,8 @@ class Block(nn.Module):
         if isinstance(x, Streams):
             return self._halves(memory, view, position, encoder_states).run(x)
         found, h, penalty = self.attend(x, memory, view, position)
+        if view.nobody:
+            return x, h, penalty
         y = self._join("attention", active_rows(x, view.active), found)
         y = y if self.pre else self.norm1(y)
         if self.cross is not None and view.active is not None:

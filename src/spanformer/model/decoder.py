@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor
 
-from spanformer.memory import Cache
+from spanformer.memory import Cache, LayerMemory
 from spanformer.model.decoding import read
 from spanformer.model.decoding_rules import DecodingRules
+from spanformer.model.skipped_layers import SkippedLayers
 from spanformer.model.stack import TransformerStack
 
 
 class Decoder(TransformerStack):
     _decoding_rules: DecodingRules | None = None
+    _skipped: SkippedLayers | None = None
 
     def decode(
         self,
@@ -30,6 +33,11 @@ class Decoder(TransformerStack):
         None. They equal the logits of `lm(x)` over the whole text so far.
         """
         return read(self, x, cache, lengths, logits)
+
+    def skip_from(self, n: int, x: Tensor, memories: Sequence[LayerMemory]) -> bool:
+        if self._skipped is None:
+            self._skipped = SkippedLayers(self)
+        return self._skipped.store(n, x, memories)
 
     @property
     def decoding_rules(self) -> DecodingRules:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spanformer.attention import Attention, View, new_memory
 from spanformer.memory import ByHead, Cache, HeadCache, LayerCall, LayerMemory, MemoryShape, OwnMemory, Source
+from spanformer.memory.base import unread
 from spanformer.memory.cache import CacheLayer, CacheSettings
 from spanformer.memory.checks import check_lengths
 from spanformer.model.decoding_rules import DecodingRules, reaches
@@ -158,6 +159,9 @@ class RingMemory:
         encode, mechanism, x = self.step.encode(call.position, call.q.dtype), call.mechanism, call.view.x
         q, k = (call.q, call.k) if encode is None else encode(call.q, call.k)
         lengths, backend = self.step.real, mechanism.backend
+        if call.view.nobody and not self.cache.notes:
+            self.cache.store_tokens(k, call.v, lengths)
+            return unread(call), None
         if mechanism.rule_needs() != "nothing":
             rule_for = self.rules.rule_for(self.part, x)
             return self.cache.read_placed(q, k, call.v, rule_for, lengths=lengths, backend=backend), None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
+import torch
 from torch import Tensor, nn
 
 from spanformer.attention import Attention, View
@@ -27,16 +28,22 @@ class SelfAttention(nn.Module):
         self.value = Linear(dim, kv_heads * self.head_dim, bias=False)
         self.out = Linear(dim, dim, bias=False)
         mechanism.start_from(self.query, self.key, self.value)
+        parts = [part for part in mechanism.modules() if isinstance(part, Attention)]
+        self.all_queries = any(part.keys_are_queries for part in parts)
+        """whether tokens that are not active need queries, which others see"""
 
     def forward(self, x: Tensor, memory: LayerMemory, view: View, position: Position) -> tuple[Tensor, Tensor | None]:
         """x [B, T, dim]; view: documents and padding of remembered and new tokens; position: the encoding, which layers
         may share. Returns [B, T, dim], or [N, dim] of the view's active tokens, and the mechanism's term of the
         loss."""
-        q = self.mechanism.map_queries(split_heads(self._queries(x, view.active), self.heads))
+        q = split_heads(self._queries(x, view.active), self.heads)
+        q = q if view.nobody else self.mechanism.map_queries(q)
         v = self._project(x, self.value, None)
         keys = functools.partial(self._project, x, self.key, None)
         call = LayerCall(self.mechanism, position, replace(view, x=x), q, keys, v, self.project, self.project_frozen)
         found, penalty = memory.attend(call)
+        if view.nobody:
+            return x.new_empty(0, x.shape[2]), penalty
         if self.persistent is not None:
             dropout = self.mechanism.dropout if self.training else 0.0
             beside = self.persistent(q, backend=self.mechanism.backend, dropout=dropout)
@@ -44,9 +51,11 @@ class SelfAttention(nn.Module):
         return self.out(active_rows(found.out.transpose(1, 2).reshape(x.shape), view.active)), penalty
 
     def _queries(self, x: Tensor, active: Tensor | None) -> Tensor:
-        """[B, T, dim], 0 for tokens that are not active."""
-        if active is None:
+        """[B, T, dim], 0 for tokens that are not active, unless others see their queries."""
+        if active is None or self.all_queries:
             return self.query(x)
+        if not len(active):
+            return torch.zeros_like(x)
         rows = self.query(active_rows(x, active))
         return rows.new_zeros(x.shape[0] * x.shape[1], rows.shape[1]).index_copy(0, active, rows).view(x.shape)
 

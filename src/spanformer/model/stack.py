@@ -110,9 +110,11 @@ class TransformerStack(nn.Module):
         penalty = h.new_zeros((), dtype=torch.promote_types(h.dtype, torch.float32))
         x: Tensor | Streams = h
         depth = None if self.depth is None else self.depth.start(h, view.padding, self.predict)
+        view = view if depth is None else replace(view, active=depth.active())
         for n, (block, position) in enumerate(zip(self.ordered_blocks(), self.positions(), strict=True)):
+            if n and view.nobody and isinstance(x, Tensor) and self.skip_from(n, x, memories):
+                break
             before, x = x, self._enter(n, x, partial(add_positions, position))
-            view = view if depth is None else replace(view, active=depth.active())
             x, states, added = self._run_block(
                 block, x, memories[n], view, position, encoder_states[n] if encoder_states else None
             )
@@ -120,10 +122,16 @@ class TransformerStack(nn.Module):
             penalty = penalty if added is None else penalty + added
             if depth is not None and isinstance(x, Tensor) and isinstance(before, Tensor):
                 x = depth.after(n, before, x)
+                view = replace(view, active=depth.active())
         if depth is None or isinstance(x, Streams):
             return x.mean() if isinstance(x, Streams) else x, penalty
         x, added = depth.finish(x)
         return x, penalty if added is None else penalty + added
+
+    def skip_from(self, n: int, x: Tensor, memories: Sequence[LayerMemory]) -> bool:
+        """Let layer n, counted from 0, and all later ones store x [B, T, dim], which none of them computes. False: they
+        have to run."""
+        return False
 
     def _enter(self, n: int, x: Tensor | Streams, add_positions: Callable[[Tensor], Tensor]) -> Tensor | Streams:
         """The input of layer n, counted from 0: x with positions, or in a universal stack with the step's number."""

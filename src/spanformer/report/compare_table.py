@@ -14,6 +14,7 @@ from spanformer.report.measures import (
     exact,
     lasting,
     looks_back,
+    mean_depth,
     peak_bytes,
     percent,
     predicted,
@@ -28,7 +29,7 @@ from spanformer.report.pareto import fronts
 
 BITS = "bits per unit"
 HEADER = ["run", BITS, "test bits", "exactly right", "parameters", "tokens", "time", "a step", "FLOPs a token",
-          "FLOPs, of full", "peak memory", "average span", "longest span", "best by"]  # fmt: skip
+          "FLOPs, of full", "layers", "peak memory", "average span", "longest span", "best by"]  # fmt: skip
 
 
 def side_by_side(runs: Sequence[Run], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
@@ -69,6 +70,7 @@ def numbers(runs: Sequence[Run], names: Sequence[str]) -> list[dict]:
             "seconds_per_step": seconds_per_step(run),
             "flops_per_token": counted_per_token(run),
             "peak_bytes": peak_bytes(run),
+            "layers": mean_depth(run),
         }
         row: dict = {"run": name, "unit": run.start.bits_unit, "parameters": run.start.parameters}
         row |= {"steps": last.step if last else 0, "tokens": last.tokens if last else 0}
@@ -95,7 +97,9 @@ def _row(run: Run, name: str, best: list[str]) -> list[str]:
     if math.isnan(of_full) and costs is not None:
         of_full = share(costs[0].total, costs[1].total)
     row += [amount(last.tokens), lasting(last.seconds), lasting(seconds_per_step(run))]
-    row += [amount(counted_per_token(run)), percent(of_full), NOTHING if math.isnan(peak) else size(peak)]
+    depth = mean_depth(run)
+    row += [amount(counted_per_token(run)), percent(of_full), NOTHING if math.isnan(depth) else f"{depth:.2f}"]
+    row += [NOTHING if math.isnan(peak) else size(peak)]
     return [*row, tokens(float(looks.mean())), tokens(float(looks.max())), ", ".join(best) or NOTHING]
 
 

@@ -105,6 +105,12 @@ def exact(run: Run) -> tuple[str, float] | None:
     return (EXACT.get(run.start.objective, "exactly right"), found[-1]) if found else None
 
 
+def mean_depth(run: Run) -> float:
+    """The mean layers of a token in the last evaluation, else in training; NaN if every token runs through all."""
+    found = [row.depth for row in (*run.steps, *(row for row in run.evals if row.split == "valid"))]
+    return next((depth for depth in reversed(found) if math.isfinite(depth)), math.nan)
+
+
 def pace(run: Run) -> float:
     """Seconds a step took in training on average, so that they multiply to its time; NaN when unknown."""
     if len(run.steps) < 2:

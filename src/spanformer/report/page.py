@@ -22,6 +22,7 @@ from spanformer.report.measures import (
     exact,
     lasting,
     looks_back,
+    mean_depth,
     pace,
     percent,
     predicted,
@@ -107,6 +108,8 @@ def _headline(run: Run) -> list[tuple[str, str, str]]:
     if (right := exact(run)) is not None:
         items.append((right[0], f"{100 * right[1]:.2f} %", "validation, last"))
     items.append(("parameters", amount(run.start.parameters), f"{run.start.shape.layers} layers"))
+    if math.isfinite(depth := mean_depth(run)):
+        items.append(("layers of a token", f"{depth:.2f}", f"of {run.start.shape.layers}, on average"))
     if not run.steps:
         return items
     last, costs = run.steps[-1], predicted(run)

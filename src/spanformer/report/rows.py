@@ -154,6 +154,7 @@ def _step(line: Line, shape: Shape) -> StepEvent:
         memory=line.wholes("memory"), resident_bytes=line.whole("resident_bytes", 0),
         choice_entropy=line.number("choice_entropy", math.nan),
         choice_variance=line.number("choice_variance", math.nan),
+        depth=line.number("depth", math.nan),
     )  # fmt: skip
 
 
@@ -161,6 +162,7 @@ def _eval(line: Line, shape: Shape) -> EvalEvent:
     return EvalEvent(
         step=line.whole("step"), seconds=line.elapsed("seconds"), split=line.text("split"), loss=line.number("loss"),
         bits=line.number("bits"), tokens=line.whole("tokens", 0), exact=line.number("exact", math.nan),
+        depth=line.number("depth", math.nan),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from spanformer.report.measures import (
     exact,
     lasting,
     looks_back,
+    mean_depth,
     percent,
     predicted,
     share,
@@ -100,6 +101,8 @@ def summary(run: Run) -> str:
         said.append("Its last loss is not a number.")
     if (right := exact(run)) is not None:
         said.append(f"{right[0].capitalize()}: {100 * right[1]:.2f} %.")
+    if math.isfinite(depth := mean_depth(run)):
+        said.append(f"A token takes {depth:.2f} of {run.start.shape.layers} layers on average.")
     looks, back = looks_back(last), "back " if run.start.objective in ("lm", "task") else ""
     said.append(
         f"Heads look {back}{tokens(float(looks.mean()))} tokens on average and "

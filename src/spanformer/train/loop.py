@@ -242,11 +242,15 @@ class TrainingLoop:
     def _evaluate(self) -> None:
         """Measure bits per unit and exactness on the validation split."""
         self.report("evaluating", 0, 0)
-        p, score = self.progress, self.objective.evaluate(self.model, functools.partial(self.report, "evaluating"))
+        p, depth = self.progress, self.model.depth
+        if depth is not None:
+            depth.count_from_here()
+        score = self.objective.evaluate(self.model, functools.partial(self.report, "evaluating"))
         nats = torch.tensor(score.nats, dtype=torch.float64, device=self.world.device)
         score = score._replace(nats=float(self.world.mean(nats)))  # equal in all processes, so that they decide alike
         exact = math.nan if score.exact is None else score.exact
-        self.log_event(EvalEvent(p.step, p.seconds, "valid", score.loss, score.bits, score.tokens, exact))
+        layers = math.nan if depth is None else depth.mean_run()
+        self.log_event(EvalEvent(p.step, p.seconds, "valid", score.loss, score.bits, score.tokens, exact, layers))
         p.take_score(score.bits)
         self.unsaved = True
         self._show_steps()

@@ -59,6 +59,7 @@ def step_event(run: TrainingLoop, grad_norm: float) -> StepEvent:
         span_longest=max(spans, default=math.nan),
         choice_entropy=_mean([choice.entropy for choice in run.model.choices()]),
         choice_variance=_mean([choice.variance for choice in run.model.choices()]),
+        depth=math.nan if run.model.depth is None else run.model.depth.mean_steps() or math.nan,
     )
 
 
@@ -84,11 +85,15 @@ def describe_machine(device: str, processes: int) -> dict[str, Any]:
 
 
 def shape_of(run: TrainingLoop) -> Shape:
-    m, t = run.config.model, run.config.train
-    block = run.model.layers()[0]
-    feedforward, gates = block.feedforward, sum(p.numel() for p in block.gates.parameters() if p.ndim == 2)
+    return model_shape(run.model, run.config.train.block, run.config.train.batch)
+
+
+def model_shape(model: TransformerStack, block: int, batch: int) -> Shape:
+    """The sizes that determine the cost of steps of `batch` rows of `block` tokens."""
+    m, layer = model.config, model.layers()[0]
+    feedforward, gates = layer.feedforward, sum(p.numel() for p in layer.gates.parameters() if p.ndim == 2)
     return Shape(
-        layers=len(run.model.layers()),
+        layers=len(model.layers()),
         dim=m.dim,
         heads=m.heads,
         kv_heads=m.groups,
@@ -96,7 +101,7 @@ def shape_of(run: TrainingLoop) -> Shape:
         feedforward=gates + (feedforward.weights_per_token if feedforward is not None else 0),  # pyright: ignore
         persistent=m.persistent,
         vocab=m.vocab,
-        block=t.block,
-        batch=t.batch,
+        block=block,
+        batch=batch,
         max_span=m.max_span,
     )

@@ -10,12 +10,14 @@ import numpy as np
 
 from spanformer.core.files import replace_file
 from spanformer.data.tasks.base import Task
+from spanformer.data.tasks.chase import Chase
 from spanformer.data.tasks.copy import Copy
 from spanformer.data.tasks.duplicate import Duplicate
 from spanformer.data.tasks.needle import Needle
 from spanformer.data.tasks.recall import Recall
+from spanformer.data.tasks.words import Repeat, Reverse
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Recall, Copy, Duplicate, Needle)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Recall, Copy, Duplicate, Needle, Chase, Repeat, Reverse)}
 COUNTS = {"train": 20_000, "valid": 500, "test": 1000}
 """texts of each split"""
 

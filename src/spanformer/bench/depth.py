@@ -1,0 +1,177 @@
+"""`spanformer bench depth`: what adaptive depth gives: layers by difficulty, longer words, exits and their speed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from spanformer.bench.session import Bench, BenchOptions, check_parts
+from spanformer.core.events import ProgressEvent, StepsEvent
+from spanformer.data.config import DataConfig
+from spanformer.data.tasks import Task, parse_task
+from spanformer.data.tasks.chase import Chase
+from spanformer.model.config import (
+    AttentionConfig,
+    DepthConfig,
+    EmbeddingConfig,
+    FeedForwardConfig,
+    ModelConfig,
+    PositionConfig,
+)
+from spanformer.model.lm import LM
+from spanformer.model.load import load
+from spanformer.train.config import RunConfig, TrainConfig
+from spanformer.train.evaluate import evaluate_task
+from spanformer.train.optim import OptimConfig
+from spanformer.train.run import train
+
+TEXTS, SEED = 200, 11
+
+
+@dataclass(frozen=True)
+class DepthBench(BenchOptions):
+    """Train small models of adaptive depth and measure what depth does for them.
+
+        spanformer bench depth --parts chase words --threads 1
+        spanformer bench depth --parts exits calm --data enwik8.gz
+
+    chase: a universal model with adaptive computation time follows pointers 1 to 6 times; layers and right answers by
+    hops. words: universal and plain models of about equal size repeat and reverse words of up to 40 symbols, and are
+    asked for 80. exits: an 8-layer language model of enwik8 with exits and one without, the same steps. calm: exits of
+    that model, calibrated to δ 0.25 and 0.1, and their tokens per second. All are trained once, with --seed.
+    """
+
+    parts: tuple[str, ...] = ()
+    """chase, words, exits, calm (after exits). Default: all."""
+    steps: int = 0
+    """Training steps. Default: what the part needs (with --quick: 2)."""
+    seed: int = 1
+    """Random seed of the weights and of the order of the texts."""
+    data: str = ""
+    """Copy of enwik8 on disk; by default it is downloaded."""
+    source: str = "enwik8"
+    """Training text of exits: a named corpus, a file, a folder or a glob."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_parts(self.parts, PARTS)
+        if self.steps < 0:
+            raise ValueError(f"steps is {self.steps}; expected 0 or more")
+
+    def taken(self, whole: int) -> int:
+        """Training steps of a part that needs `whole`."""
+        return self.steps or self.size(whole, 2)
+
+
+def run(bench: Bench[DepthBench]) -> None:
+    for name in bench.options.parts or PARTS:
+        found = PARTS[name](bench)
+        bench.keep(name, found)
+        bench.say(f"{name}:")
+        for row, values in found.items():
+            bench.say(f"  {row}: {values}")
+
+
+def chase(bench: Bench[DepthBench]) -> dict:
+    """Right answers and layers by hops."""
+    o, task = bench.options, Chase(nodes=8, hops=6, questions=bench.options.size(8, 2))
+    depth = DepthConfig(kind="act", cost=0.003, warmup=o.taken(4000))
+    model = replace(small(64, 8, task), stack="universal", depth=depth)
+    lm = trained(bench, recipe(bench, model, task, o.taken(4000)), "chase")
+    assert lm.depth is not None
+    right, layers = {}, {}
+    for hops in range(1, task.hops + 1):
+        some = replace(task, hops=hops, fewest=hops)
+        texts = some.draw(np.random.default_rng(SEED), o.size(TEXTS, 4))
+        right[str(hops)] = evaluate_task(lm, texts, some.counted, batch=len(texts)).exact
+        latest = lm.depth.latest
+        assert latest is not None
+        layers[str(hops)] = float(latest[:, some.counted].double().mean())
+    return {"right": right, "layers": layers, "spearman": spearman(list(layers.values())), "most": model.layers,
+            "steps": o.taken(4000)}  # fmt: skip
+
+
+def words(bench: Bench[DepthBench]) -> dict:
+    """Right answers at the longest trained length and at twice that, of a universal and a plain model."""
+    o, found = bench.options, {}
+    for name in ("repeat", "reverse"):
+        length = o.size(40, 4)
+        task = parse_task(f"{name}(symbols={length}, fewest=1)")
+        assert task is not None
+        universal = replace(small(128, 4, task), stack="universal")
+        for kind, model in (("universal", universal), ("plain", small(64, 4, task))):
+            lm = trained(bench, recipe(bench, model, task, o.taken(600)), f"{name}-{kind}")
+            parameters = sum(p.numel() for p in lm.blocks.parameters())
+            right = {str(n): share(lm, replace(task, symbols=n, fewest=0), o) for n in (length, 2 * length)}  # type: ignore[call-arg]
+            found[f"{name} {kind}"] = {"right": right, "parameters": parameters, "steps": o.taken(600)}
+    return found
+
+
+def share(lm: LM, task: Task, o: DepthBench) -> float | None:
+    return evaluate_task(lm, task.draw(np.random.default_rng(SEED), o.size(TEXTS, 4)), task.counted).exact
+
+
+def spearman(values: list[float]) -> float:
+    """The rank correlation of values with their places; equal values share the mean of their ranks."""
+    if len(set(values)) < 2:
+        return 0.0
+    ranks = [sum(a < b for a in values) + (values.count(b) - 1) / 2 for b in values]
+    return round(float(np.corrcoef(ranks, np.arange(len(values)))[0, 1]), 3)
+
+
+def small(dim: int, layers: int, task: Task) -> ModelConfig:
+    """A model for tasks; positions are added before every layer."""
+    return ModelConfig(
+        dim=dim, layers=layers, heads=4, attention=AttentionConfig(kind="full", max_span=4 * task.length),
+        position=PositionConfig(kind="sinusoidal_per_layer"), feedforward=FeedForwardConfig(kind="relu", dim=4 * dim),
+        embedding=EmbeddingConfig(tied=True),
+    )  # fmt: skip
+
+
+def recipe(bench: Bench[DepthBench], model: ModelConfig, task: Task, steps: int) -> RunConfig:
+    o = bench.options
+    source = f"{task.name}({', '.join(f'{name}={value}' for name, value in vars(task).items())})"
+    settings = TrainConfig(
+        batch=o.size(32, 2), block=task.length, steps=steps, eval_every=0, save_every=0, spike=0.0, measure=False,
+        eval_tokens=o.size(100, 2) * task.length, threads=o.threads, tensorboard="off", seed=o.seed,
+    )  # fmt: skip
+    optim = OptimConfig(kind="muon", lr=1e-2, warmup=min(100, steps), weight_decay=0.0)
+    return RunConfig(data=DataConfig(source=source), model=model, optim=optim, train=settings)
+
+
+def folder(bench: Bench[DepthBench], name: str) -> Path:
+    return bench.file.path.with_suffix("") / name
+
+
+def trained(bench: Bench[DepthBench], config: RunConfig, name: str) -> LM:
+    out = folder(bench, name)
+    shutil.rmtree(out, ignore_errors=True)
+
+    def watch(event: object) -> None:
+        if isinstance(event, ProgressEvent):
+            bench.report(event.title, event.done, event.total)
+        elif isinstance(event, StepsEvent):
+            bench.report(f"training {name}", event.step, config.train.steps)
+
+    train(replace(config, out=str(out)), watch=watch)
+    return load(out)
+
+
+def exits(bench: Bench[DepthBench]) -> dict:
+    from spanformer.bench.depth_text import measure_exits
+
+    return measure_exits(bench)
+
+
+def calm(bench: Bench[DepthBench]) -> dict:
+    from spanformer.bench.depth_text import measure_calm
+
+    return measure_calm(bench)
+
+
+PARTS: dict[str, Callable[[Bench[DepthBench]], dict]] = {"chase": chase, "words": words, "exits": exits, "calm": calm}
+OPTIONS = DepthBench
