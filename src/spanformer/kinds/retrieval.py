@@ -53,7 +53,7 @@ KINDS = (
         choices={"weight": ("gate", "joint")},
         cost=_cost("block/2 + ring + k"),
         drawn="2 memorizing(64, 2, 8, 8)",
-        timed="memorizing(4096, 32, 2048, 2048)",
+        timed="",
         tested=("memorizing(12, 3, 4, 4)", "memorizing(8, 2, 4, 4, joint)", "memorizing(12, 5, 6, 3, gate, false)"),
     ),
     Kind(
@@ -63,7 +63,7 @@ KINDS = (
         params={"ring": 128, "k": 64, "memory": 8192, "block": 64},
         cost=_cost("block/2 + ring + k"),
         drawn="2 retrieval(8, 2, 64, 8)",
-        timed="retrieval(2048, 64, 4096, 2048)",
+        timed="",
         tested=("retrieval(4, 3, 12, 4)", "retrieval(6, 40, 12, 3)"),
     ),
 )

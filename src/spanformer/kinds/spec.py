@@ -57,7 +57,7 @@ class Kind:
     drawn: str = ""
     """a small example, for the gallery's picture over 48 tokens"""
     timed: str = ""
-    """an example for the gallery's timing over 4,096 tokens"""
+    """an example for the gallery's timing over 4,096 tokens; "": not timed, since its speed is that of a memory"""
     tested: tuple[str, ...] = ()
     """small examples for the product test, over 37 tokens"""
     paper_compat: bool = False
