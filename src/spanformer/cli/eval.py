@@ -118,7 +118,9 @@ def _eval_answers(options: EvalOptions, meta: dict, lm, config, data, task, repo
     if streams:
         raise ValueError(f"the model is of kind {lm.config.kind!r}; --protocol and --lanes are for language models")
     trained = replace(run_config(meta, options.checkpoint), data=config)
-    return (eval_pairs if isinstance(lm, Seq2Seq) else eval_encoder)(lm, data, trained, options, report)
+    if isinstance(lm, Seq2Seq):
+        return eval_pairs(lm, data, trained, options, report)
+    return eval_encoder(lm, data, trained, options, report)
 
 
 def data_config(options: EvalOptions, meta: dict):

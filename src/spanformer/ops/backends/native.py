@@ -91,6 +91,7 @@ def _part_gradients(call: Lowered, g_out: Tensor, lse: Tensor, spread: Tensor):
     wanted = (True, True, True, call.span is not None, *[False] * (COUNT - 4))
     inputs = (call.q, call.k, call.v, *_learned(call))
     dq, dk, dv, d_span, *_ = _backward(g_out, as_laid(spread), out, as_laid(lse), inputs, _fixed(call), wanted)
+    assert dq is not None and dk is not None and dv is not None
     return dq, dk, dv, d_span
 
 
