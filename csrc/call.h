@@ -189,34 +189,6 @@ struct Rescore {
   double* out;           // [Q, m]
 };
 
-// The k rows of each matrix with the largest scores, for each of its queries (csrc/scan.h).
-struct Scan {
-  int64_t threads, bits;      // bits of a number of keys: 8 with a scale for each row, or 32
-  int64_t B, N, Q, D, k;      // matrices, rows allocated, queries of each, numbers of a row, rows to find
-  const void* keys;           // [B, N, D]
-  int64_t keys_batch, keys_row;
-  const float *scales, *bias;  // [B, N] with batch stride row_batch; either may be null
-  int64_t row_batch;
-  const int64_t* counts;      // [B] rows in use
-  const void* queries;        // [B, Q, padded] contiguous, int16 for keys of 8 bits, else float32; 0 from D on
-  int64_t padded;             // D rounded up to a multiple of 32
-  const float* query_scales;  // [B, Q] or null
-  float* scores;              // [B, Q, k]
-  int64_t* ids;               // [B, Q, k]; −1 where fewer than k were found
-};
-
-// Squared distances of each query to chosen rows, in float64.
-struct Rescore {
-  int64_t threads, bits;  // 8 with a scale for each row, 16 or 32
-  int64_t Q, D, m;
-  const void* keys;
-  int64_t keys_row;
-  const float* scales;   // [N] or null
-  const float* queries;  // [Q, D] contiguous
-  const int64_t* ids;    // [Q, m]; infinity for −1
-  double* out;           // [Q, m]
-};
-
 struct Kernel {  // one instruction set's code
   void (*forward)(const Call&);
   void (*backward)(const Call&);

@@ -20,12 +20,13 @@ import transformers
 from spanformer.cli.main import main
 from spanformer.core import processor
 from spanformer.core.events import NoteEvent
+from spanformer.core.text import read_text
 from spanformer.hf.attach import attach
 from spanformer.hf.fit import window_table
 from spanformer.hf.plan import FitPlan, FitRun
 from spanformer.hf.probe import make_task, probe, table
 from spanformer.hf.saved import load_fitted, save_fitted
-from spanformer.hf.text import check_logits, chunk_bits, load_model, make_chunks, read_text
+from spanformer.hf.text import check_logits, chunk_bits, load_model, make_chunks
 from support.byte_llama import save_byte_llama
 from support.products import Bfloat16Products
 
