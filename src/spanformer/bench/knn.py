@@ -17,7 +17,7 @@ from spanformer.bench.hf import smollm2
 from spanformer.bench.session import Bench, BenchOptions, check_parts
 from spanformer.core.processor import named_dtype
 from spanformer.core.text import read_text
-from spanformer.hf.retrieve import HfKeys
+from spanformer.hf.datastore import HfKeys
 from spanformer.hf.text import load_model
 from spanformer.retrieve.build import Plan, build_store
 from spanformer.retrieve.fit import Seen, best_share, fit, mixed, shared_runs, windows

@@ -22,6 +22,8 @@ from spanformer.report.measures import NOTHING, amount, decimal, percent
 ITEMS = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 WIDE = 140
 """terminal columns from which the table has a column for what a query sees"""
+KIND_WIDTH = 60
+"""terminal columns; longer kinds take two lines"""
 
 
 @dataclass(frozen=True)
@@ -152,9 +154,11 @@ def _table(options: CostOptions, sizes: Sizes, costs: list[AttentionCost], width
         for cost in costs
     ]
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    for name in names:
-        table.add_column(name, justify="left" if name == "kind" else "right", no_wrap=name != "kind")
-    taken = sum(2 + max(map(len, column)) for column in zip(names, *rows, strict=True))
+    table.add_column(names[0], max_width=KIND_WIDTH)
+    for name in names[1:]:
+        table.add_column(name, justify="right", no_wrap=True)
+    kinds, *numbers = (max(map(len, column)) for column in zip(names, *rows, strict=True))
+    taken = sum(2 + n for n in (min(kinds, KIND_WIDTH), *numbers))
     wide = width >= max(WIDE, taken + 20)
     if wide:
         table.add_column("a query sees", no_wrap=True, overflow="ellipsis", width=width - taken)

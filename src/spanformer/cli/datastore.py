@@ -139,7 +139,7 @@ def open_model(name: str, dtype: str = "auto") -> KeyModel:
 
         return LmKeys(load(name), model_vocabulary(load_meta(name), name), name)
     from spanformer.core.processor import named_dtype
-    from spanformer.hf.retrieve import HfKeys
+    from spanformer.hf.datastore import HfKeys
     from spanformer.hf.text import load_model
 
     return HfKeys(*load_model(name, named_dtype(dtype)), name)

@@ -1,5 +1,5 @@
 """A model as a datastore sees it: text to tokens, tokens to keys and predictions. `LmKeys` is our language model;
-`spanformer.hf.retrieve` has the same for Hugging Face models.
+`spanformer.hf.datastore` has the same for Hugging Face models.
 
 The key of a context is the input of the last feed-forward, after its norm: in the kNN-LM paper it gave a perplexity of
 16.06, the layer's output 17.07.

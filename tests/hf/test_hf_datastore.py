@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from spanformer.hf.attach import attach
-from spanformer.hf.retrieve import HfKeys, retrieving
+from spanformer.hf.datastore import HfKeys, retrieving
 from spanformer.retrieve import Settings, Store
 from spanformer.retrieve.build import Plan, build_store
 from spanformer.retrieve.fit import look
