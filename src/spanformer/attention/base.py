@@ -200,6 +200,13 @@ def adds_rule(position: object) -> bool:
     return getattr(position, "adds_rule", False) is True
 
 
+def refused_distances(position: object, why: str) -> list[str]:
+    """The reason why a mechanism cannot use an encoding over distances, if this is one. why: what its keys lack."""
+    if not adds_rule(position):
+        return []
+    return [f"{type(position).__name__} depends on distances, and {why}; use absolute or rotary positions, or none"]
+
+
 def own_output(mechanism: Attention, *, cache: bool, mixed: bool) -> list[str]:
     """Why a mechanism whose output is not a masked softmax by its rule has no KV cache and shares no layer."""
     name, why = type(mechanism).__name__, "its output does not follow from a rule alone"

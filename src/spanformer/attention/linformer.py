@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from spanformer.attention.base import Attention, View, adds_rule, given_terms, own_output
+from spanformer.attention.base import Attention, View, given_terms, own_output, refused_distances
 from spanformer.attention.pooling import BlockPooling
 from spanformer.kinds import HeadSpec
 from spanformer.ops import AnyRule, Attended, Rule, attend
@@ -74,12 +74,7 @@ class Linformer(Attention):
         self, *, position: object | None = None, cache: bool = False, mixed: bool = False, persistent: bool = False
     ) -> list[str]:
         reasons = own_output(self, cache=cache, mixed=mixed)
-        if adds_rule(position):
-            reasons.append(
-                f"{type(position).__name__} depends on distances, and a projected key has no position; use absolute or "
-                "rotary positions, or none"
-            )
-        return reasons
+        return reasons + refused_distances(position, "a projected key has no position")
 
     def rule(self, view: View | None = None) -> Rule:
         return Rule(self.heads, causal=False)

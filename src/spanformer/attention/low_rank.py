@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spanformer.attention.base import Attention, RuleNeeds, View, adds_rule, given_terms, own_output, rotates
+from spanformer.attention.base import Attention, RuleNeeds, View, given_terms, own_output, refused_distances, rotates
 from spanformer.attention.pooling import BlockPooling
 from spanformer.kinds import HeadSpec
 from spanformer.memory.base import MemoryShape, OwnMemory
@@ -50,12 +50,8 @@ class LowRank(Attention):
         self, *, position: object | None = None, cache: bool = False, mixed: bool = False, persistent: bool = False
     ) -> list[str]:
         reasons = own_output(self, cache=False, mixed=mixed)
-        if adds_rule(position):
-            reasons.append(
-                f"{type(position).__name__} depends on distances, and a pooled key has no position; use absolute or "
-                "rotary positions, or none"
-            )
-        elif rotates(position) and self.pooling.how == "max":
+        reasons += refused_distances(position, "a pooled key has no position")
+        if rotates(position) and self.pooling.how == "max":
             reasons.append(
                 f"{type(position).__name__} rotates keys, and the maximum of rotated keys depends on where the text "
                 "begins; pool them by mean or convolution, or use absolute positions"

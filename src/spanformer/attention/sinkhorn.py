@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spanformer.attention.base import Attention, RuleNeeds, View, adds_rule, given_terms, own_output
+from spanformer.attention.base import Attention, RuleNeeds, View, given_terms, own_output, refused_distances
 from spanformer.kinds import HeadSpec
 from spanformer.ops import AnyRule, Attended, Rule, attend, merge
 
@@ -61,12 +61,7 @@ class Sinkhorn(Attention):
         self, *, position: object | None = None, cache: bool = False, mixed: bool = False, persistent: bool = False
     ) -> list[str]:
         reasons = own_output(self, cache=cache, mixed=mixed)
-        if adds_rule(position):
-            reasons.append(
-                f"{type(position).__name__} depends on distances, and a matched key is of several blocks; use absolute "
-                "or rotary positions, or none"
-            )
-        return reasons
+        return reasons + refused_distances(position, "a matched key is of several blocks")
 
     def rule_needs(self) -> RuleNeeds:
         return "positions"

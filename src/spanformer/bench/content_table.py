@@ -10,8 +10,7 @@ from spanformer.report.compare_table import markdown
 def tables(file: PartsFile) -> str:
     """A table for each part that the file holds, with its title; "" if it holds none."""
     makers = {"speed": _speed, "memory": _memory, "decode": _decode, "peers": linear_table.peers}
-    shown = [f"{TITLES[part]}\n\n{make(file.found(part))}" for part, make in makers.items() if file.found(part)]
-    return "\n\n".join(shown)
+    return linear_table.with_titles(file, makers, TITLES)
 
 
 TITLES = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from spanformer.bench.session import Bench, BenchOptions, check_parts
-from spanformer.core.events import ProgressEvent, StepsEvent
+from spanformer.bench.training import trained
 from spanformer.data.config import DataConfig
 from spanformer.data.tasks import Task, parse_task
 from spanformer.data.tasks.chase import Chase
@@ -23,11 +22,9 @@ from spanformer.model.config import (
     PositionConfig,
 )
 from spanformer.model.lm import LM
-from spanformer.model.load import load
 from spanformer.train.config import RunConfig, TrainConfig
 from spanformer.train.evaluate import evaluate_task
 from spanformer.train.optim import OptimConfig
-from spanformer.train.run import train
 
 TEXTS, SEED = 200, 11
 
@@ -81,7 +78,7 @@ def chase(bench: Bench[DepthBench]) -> dict:
     o, task = bench.options, Chase(nodes=8, hops=6, questions=bench.options.size(8, 2))
     depth = DepthConfig(kind="act", cost=0.003, warmup=o.taken(4000))
     model = replace(small(64, 8, task), stack="universal", depth=depth)
-    lm = trained(bench, recipe(bench, model, task, o.taken(4000)), "chase")
+    lm = trained(bench, recipe(bench, model, task, o.taken(4000)), folder(bench, "chase"), "chase")
     assert lm.depth is not None
     right, layers = {}, {}
     for hops in range(1, task.hops + 1):
@@ -104,7 +101,8 @@ def words(bench: Bench[DepthBench]) -> dict:
         assert task is not None
         universal = replace(small(128, 4, task), stack="universal")
         for kind, model in (("universal", universal), ("plain", small(64, 4, task))):
-            lm = trained(bench, recipe(bench, model, task, o.taken(600)), f"{name}-{kind}")
+            title = f"{name}-{kind}"
+            lm = trained(bench, recipe(bench, model, task, o.taken(600)), folder(bench, title), title)
             parameters = sum(p.numel() for p in lm.blocks.parameters())
             right = {str(n): share(lm, replace(task, symbols=n, fewest=0), o) for n in (length, 2 * length)}  # type: ignore[call-arg]
             found[f"{name} {kind}"] = {"right": right, "parameters": parameters, "steps": o.taken(600)}
@@ -145,20 +143,6 @@ def recipe(bench: Bench[DepthBench], model: ModelConfig, task: Task, steps: int)
 
 def folder(bench: Bench[DepthBench], name: str) -> Path:
     return bench.file.path.with_suffix("") / name
-
-
-def trained(bench: Bench[DepthBench], config: RunConfig, name: str) -> LM:
-    out = folder(bench, name)
-    shutil.rmtree(out, ignore_errors=True)
-
-    def watch(event: object) -> None:
-        if isinstance(event, ProgressEvent):
-            bench.report(event.title, event.done, event.total)
-        elif isinstance(event, StepsEvent):
-            bench.report(f"training {name}", event.step, config.train.steps)
-
-    train(replace(config, out=str(out)), watch=watch)
-    return load(out)
 
 
 def exits(bench: Bench[DepthBench]) -> dict:

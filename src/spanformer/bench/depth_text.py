@@ -47,7 +47,7 @@ def measure_exits(bench: Bench[DepthBench]) -> dict:
     """Bits with all layers, at each static exit and by the classifier, beside a model without exits."""
     depth = DepthConfig(kind="exits", classifier="geometric", oracle="likelihood", price=0.1)
     configs = {"single": config(bench, DepthConfig()), "exits": config(bench, depth)}
-    models = {name: trained(bench, each, name) for name, each in configs.items()}
+    models = {name: trained(bench, each, folder(bench, name), name) for name, each in configs.items()}
     data = prepare(configs["single"].data, on_progress=bench.report)
     lm = models["exits"]
     exits = lm.exits()

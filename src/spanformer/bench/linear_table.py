@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from spanformer.bench.results import PartsFile
 from spanformer.report.compare_table import markdown
 
@@ -9,7 +11,12 @@ from spanformer.report.compare_table import markdown
 def tables(file: PartsFile) -> str:
     """A table for each part that the file holds, with its title; "" if it holds none."""
     makers = {"speed": _speed, "flat": _flat, "memory": _memory, "peers": peers, "decode": _decode}
-    shown = [f"{TITLES[part]}\n\n{make(file.found(part))}" for part, make in makers.items() if file.found(part)]
+    return with_titles(file, makers, TITLES)
+
+
+def with_titles(file: PartsFile, makers: Mapping[str, Callable[[list[dict]], str]], titles: Mapping[str, str]) -> str:
+    """The table of each part that the file holds, below its title."""
+    shown = [f"{titles[part]}\n\n{make(file.found(part))}" for part, make in makers.items() if file.found(part)]
     return "\n\n".join(shown)
 
 

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from spanformer.attention import LSH
 from spanformer.bench.session import Bench, BenchOptions, check_parts
-from spanformer.core.events import ProgressEvent, StepsEvent
+from spanformer.bench.training import trained
 from spanformer.data.config import DataConfig
 from spanformer.data.tasks import DistanceTask, Task, parse_task
 from spanformer.kinds import KINDS
 from spanformer.kinds.notation import parse_layer
 from spanformer.model.config import AttentionConfig, EmbeddingConfig, FeedForwardConfig, ModelConfig, PositionConfig
 from spanformer.model.lm import LM
-from spanformer.model.load import load
 from spanformer.report.compare_table import markdown
 from spanformer.report.events import read_run
 from spanformer.report.task_picture import draw_tasks
 from spanformer.train.config import RunConfig, TrainConfig
 from spanformer.train.evaluate import evaluate_task
 from spanformer.train.optim import OptimConfig
-from spanformer.train.run import train
 
 STATES = ("full", "adaptive_span", *(kind.timed for kind in KINDS.values() if kind.cost.recurrent is not None))
 CONTENT = ("full", "window(64)", "lsh(16, 8, 4)", "routing(64, 8)", "indexed(64)")
@@ -167,19 +163,6 @@ def recipe(o: TasksBench, part: Part, task: Task, source: str, kind: str) -> Run
         eval_tokens=o.size(100, 2) * task.length, measure=False, threads=o.threads, tensorboard="off", seed=o.seed,
     )  # fmt: skip
     return RunConfig(data=DataConfig(source=source), model=model, optim=optim, train=settings)
-
-
-def trained(bench: Bench[TasksBench], config: RunConfig, out: Path, title: str) -> LM:
-    shutil.rmtree(out, ignore_errors=True)
-
-    def watch(event: object) -> None:
-        if isinstance(event, ProgressEvent):
-            bench.report(event.title, event.done, event.total)
-        elif isinstance(event, StepsEvent):
-            bench.report(f"training {title}", event.step, config.train.steps)
-
-    train(replace(config, out=str(out)), watch=watch)
-    return load(out)
 
 
 def share(lm: LM, task: Task, at: int) -> float:

@@ -46,7 +46,8 @@ class Retriever:
 
 
 def retrieve(model: nn.Module, *, share: float = 0.15, ring: int = 64, k: int = 64) -> PreTrainedModel:
-    """Let the KV heads with the longest spans retrieve: this share of all, each with a ring of so many tokens."""
+    """Let the KV heads with the longest spans retrieve: `share` of all heads, each with a ring of
+    `ring` tokens."""
     if not 0 < share <= 1:
         raise ValueError(f"share is {share}; expected a share of the KV heads, above 0 and at most 1")
     if ring < 1 or k < 1:

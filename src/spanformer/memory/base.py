@@ -28,6 +28,15 @@ Project = Callable[[Tensor, "list[int] | None"], tuple[Tensor, Tensor]]
 M = TypeVar("M", bound="LayerMemory")
 
 
+def empty_tensors(
+    layout: Mapping[str, tuple[tuple[int, ...], torch.dtype, float]], device: torch.device | str
+) -> dict[str, Tensor]:
+    """The tensors of a memory before its first token. layout: shape, dtype and initial value of each."""
+    with torch.inference_mode(False):  # so that both modes can write to them
+        each = layout.items()
+        return {name: torch.full(size, value, dtype=dtype, device=device) for name, (size, dtype, value) in each}
+
+
 @dataclass(frozen=True, eq=False)
 class LayerCall:
     """The arguments of one layer's attention over new tokens."""

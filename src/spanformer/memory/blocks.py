@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from spanformer.memory.base import LayerCall
+from spanformer.memory.base import LayerCall, empty_tensors
 from spanformer.memory.block_layout import NONE, Layout, Piece, Tensors, of_new, placed
 from spanformer.memory.block_read import Keys, exact_keys
 from spanformer.ops import Attended
@@ -51,11 +51,7 @@ class Blocks:
 
     def tensors(self) -> Tensors:
         if self._held is None:
-            with torch.inference_mode(False):  # to be written to in or out of it
-                self._held = {
-                    name: torch.full(size, value, dtype=dtype, device=self.layout.shape.device)
-                    for name, (size, dtype, value) in self.layout.tensors().items()
-                }
+            self._held = empty_tensors(self.layout.tensors(), self.layout.shape.device)
         return self._held
 
     def with_tensors(self, tensors: Tensors) -> Self:

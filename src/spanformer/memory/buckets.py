@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spanformer.core.recompute import recompute
-from spanformer.memory.base import LayerCall, MemoryShape
+from spanformer.memory.base import LayerCall, MemoryShape, empty_tensors
 from spanformer.ops import Attended, Rule, attend, merge
 from spanformer.ops.bucket_rounds import attend_buckets
 from spanformer.ops.buckets import Placed, Seen, near, pick_rows, sort_tokens
@@ -168,11 +168,7 @@ class Buckets:
 
     def tensors(self) -> dict[str, Tensor]:
         if self._held is None:
-            with torch.inference_mode(False):  # to be written to in or out of it
-                self._held = {
-                    name: torch.full(size, value, dtype=dtype, device=self.shape.device)
-                    for name, (size, dtype, value) in self.layout().items()
-                }
+            self._held = empty_tensors(self.layout(), self.shape.device)
         if self._waiting is not None:
             self._held, self._waiting = self._write(self._held, self._waiting()), None
         return self._held

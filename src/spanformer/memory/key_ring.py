@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from spanformer.memory.base import LayerCall, MemoryShape
+from spanformer.memory.base import LayerCall, MemoryShape, empty_tensors
 from spanformer.ops import AnyRule, Attended
 
 EMPTY = -(1 << 38)
@@ -134,11 +134,7 @@ class KeyRing:
 
     def tensors(self) -> dict[str, Tensor]:
         if self._held is None:
-            with torch.inference_mode(False):  # to be written to in or out of it
-                self._held = {
-                    name: torch.full(size, value, dtype=dtype, device=self.shape.device)
-                    for name, (size, dtype, value) in self.layout().items()
-                }
+            self._held = empty_tensors(self.layout(), self.shape.device)
         if self._waiting is not None:
             self._held, self._waiting = self._write(self._held, self._waiting()), None
         return self._held

@@ -21,7 +21,7 @@ BLOCK = 128, 1024
 """queries and keys that meet at a time"""
 NONE = torch.iinfo(torch.int64).min
 LARGEST = 1024
-"""E: sums of so many products of 8 bits are exact in float32"""
+"""the largest E: float32 holds a sum of this many products of 8-bit numbers exactly"""
 
 
 @dataclass(frozen=True)
