@@ -189,6 +189,22 @@ struct Rescore {
   double* out;           // [Q, m]
 };
 
+// One query per row over the rings of its buckets (csrc/buckets.h). All tensors are contiguous.
+struct BucketDecode {
+  int64_t write;        // 0: attend; 1: put the new tokens into the rings
+  int64_t dtype, threads;
+  int64_t N, R, C, buckets, slots, D, Dv;  // rows, rounds, slots of a ring, rings and slots of a round, head sizes
+  int64_t gap, reach, itself;  // between the places of two buckets; ranks that are seen; whether the token is
+  double scale, ramp;
+  const float* span;           // [N] or null
+  const void *q, *k, *v;       // [N, ·]
+  const int64_t *ids, *documents;  // [N, R] buckets of the query; [N] or null
+  void *keys, *values;         // [N, R, slots, ·]
+  int64_t *marks, *counts;     // [N, R, slots, R + 1], [N, R, buckets]
+  void* out;                   // [N, Dv]
+  float* lse;                  // [N]
+};
+
 struct Kernel {  // one instruction set's code
   void (*forward)(const Call&);
   void (*backward)(const Call&);
@@ -202,6 +218,7 @@ struct Kernel {  // one instruction set's code
   void (*gla_backward)(const Gla&);
   void (*scan)(const Scan&);
   void (*rescore)(const Rescore&);
+  void (*bucket_decode)(const BucketDecode&);
 };
 
 }  // namespace spanformer

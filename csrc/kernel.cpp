@@ -1,4 +1,5 @@
 // Compiled once per instruction set; SPANFORMER_ISA is the name of its namespace.
+#include "buckets.h"
 #include "decode.h"
 #include "delta.h"
 #include "forward.h"
@@ -30,6 +31,7 @@ const Kernel kernel = {
     [](const Gla& c) { c.dtype == kFloat32 ? gla_backward<float>(c) : gla_backward<bf16>(c); },
     [](const Scan& c) { scan_all(c); },
     [](const Rescore& c) { rescore_all(c); },
+    [](const BucketDecode& c) { c.dtype == kFloat32 ? bucket_decode_all<float>(c) : bucket_decode_all<bf16>(c); },
 };
 
 }  // namespace SPANFORMER_ISA

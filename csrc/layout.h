@@ -28,6 +28,7 @@ std::string kind_of() {
 #define GLA(FIELD) AT(Gla, FIELD)
 #define SCAN(FIELD) AT(Scan, FIELD)
 #define RESCORE(FIELD) AT(Rescore, FIELD)
+#define BUCKET(FIELD) AT(BucketDecode, FIELD)
 
 // clang-format off
 inline std::string layout() {
@@ -74,6 +75,11 @@ inline std::string layout() {
   RESCORE(threads) RESCORE(bits) RESCORE(Q) RESCORE(D) RESCORE(m) RESCORE(keys) RESCORE(keys_row)
   RESCORE(scales) RESCORE(queries) RESCORE(ids) RESCORE(out)
   text += "Rescore " + std::to_string(sizeof(Rescore)) + " bytes\n";
+  BUCKET(write) BUCKET(dtype) BUCKET(threads) BUCKET(N) BUCKET(R) BUCKET(C) BUCKET(buckets) BUCKET(slots) BUCKET(D)
+  BUCKET(Dv) BUCKET(gap) BUCKET(reach) BUCKET(itself) BUCKET(scale) BUCKET(ramp) BUCKET(span) BUCKET(q) BUCKET(k)
+  BUCKET(v) BUCKET(ids) BUCKET(documents) BUCKET(keys) BUCKET(values) BUCKET(marks) BUCKET(counts) BUCKET(out)
+  BUCKET(lse)
+  text += "BucketDecode " + std::to_string(sizeof(BucketDecode)) + " bytes\n";
   return text;
 }
 // clang-format on
@@ -86,5 +92,6 @@ inline std::string layout() {
 #undef GLA
 #undef SCAN
 #undef RESCORE
+#undef BUCKET
 
 }  // namespace spanformer

@@ -120,3 +120,16 @@ def test_gradients_reach_every_used_parameter(lm: LM) -> None:
     for name, p in lm.named_parameters():
         assert p.requires_grad == (p.grad is not None), name
         assert p.grad is None or bool(torch.isfinite(p.grad).all()), name
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "6 window(256) + 2 lsh(64, 32, 2)"])
+def test_native_decoding_equals_pytorch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = 8 if kind.startswith("6 window") else 6
+    attention, position = AttentionConfig(kind=kind, ramp=4.0, init=0.3, max_span=64), PositionConfig(kind="sinusoidal")
+    torch.manual_seed(0)
+    config = ModelConfig(vocab=31, dim=8 * heads, layers=2, heads=heads, position=position, attention=attention)
+    lm, x = LM(config).eval(), text(2, 37)
+    native = from_cache(lm, x, [9] + [1] * 28)
+    monkeypatch.setattr("spanformer.memory.buckets.served", lambda *_: False)
+    torch.testing.assert_close(native, from_cache(lm, x, [9] + [1] * 28), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(native, lm(x).logits, rtol=1e-4, atol=1e-5)

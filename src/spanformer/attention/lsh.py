@@ -97,7 +97,10 @@ class LSH(Bucketed):
         at = x.device.type
         with torch.autocast(at, enabled=False) if torch.amp.is_autocast_available(at) else nullcontext():
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
-            found = [self._round(wide @ self.rotations[:, n].to(wide.dtype)) for n in range(self.rounds)]
+            turns = self.rotations.to(wide.dtype)
+            if x.shape[2] == 1:  # all rounds in one product: a step of decoding is short
+                return self._round(wide.transpose(0, 1).transpose(1, 2) @ turns).permute(2, 0, 1)[..., None]
+            found = [self._round(wide @ turns[:, n]) for n in range(self.rounds)]
         return torch.stack(found, 2)
 
     def _round(self, turned: Tensor) -> Tensor:

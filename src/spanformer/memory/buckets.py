@@ -22,6 +22,7 @@ from spanformer.memory.base import LayerCall, MemoryShape, empty_tensors
 from spanformer.ops import Attended, Rule, attend, merge
 from spanformer.ops.bucket_rounds import attend_buckets
 from spanformer.ops.buckets import Placed, Seen, near, pick_rows, sort_tokens
+from spanformer.ops.decode.buckets import BucketRings, attend_one, served, write_one
 
 EMPTY = -(1 << 38)
 """the mark of a slot without a token: farther from any token than a head sees"""
@@ -82,22 +83,30 @@ class Buckets:
             found = mechanism(call.q, call.q, call.v, rule, view)  # its keys are its queries
             self._pending = lambda: self._place_again(mechanism, call)
             return found, mechanism.penalty(rule, view)
-        placed = self._place(mechanism, call, self.tensors()["counts"])
+        held, seen = self.tensors(), mechanism.seen(len(call.q))
+        new = mechanism.place(call.q, call.v, call.view)
+        new = replace(new, k=mechanism.keys(new.q))
+        if self.shape.in_place and served(new, self._rings(held), seen):
+            placed, found = new, attend_one(new, self._rings(held), seen)
+        else:
+            placed = self._ranked(new, held["counts"])
+            found = self._one(placed, seen) if placed.q.shape[1] == 1 else self._many(placed, seen)
         self._pending = lambda: placed
-        seen = mechanism.seen(len(call.q))
-        found = self._one(placed, seen) if placed.q.shape[1] == 1 else self._many(placed, seen)
         found = mechanism.finish(found, placed.q, placed.k, placed.v)
         shape = call.q.shape[:3]
         return Attended(found.out.view(*shape, -1), found.lse.view(shape)), mechanism.penalty(rule, view)
 
     def _place_again(self, mechanism: Any, call: LayerCall) -> Placed:
-        """As `_place`, of tokens from which the mechanism has learned already."""
+        """Tokens from which the mechanism has learned already."""
         with torch.no_grad(), recompute():
-            return self._place(mechanism, call, self.tensors()["counts"])
+            new = mechanism.place(call.q, call.v, call.view)
+            return self._ranked(replace(new, k=mechanism.keys(new.q)), self.tensors()["counts"])
 
-    def _place(self, mechanism: Any, call: LayerCall, counts: Tensor) -> Placed:
-        """The new tokens with their buckets and ranks."""
-        new = mechanism.place(call.q, call.v, call.view)
+    def _rings(self, held: dict[str, Tensor]) -> BucketRings:
+        return BucketRings(held["keys"], held["values"], held["marks"], held["counts"], self.capacity, self.sizes.gap)
+
+    def _ranked(self, new: Placed, counts: Tensor) -> Placed:
+        """New tokens with their ranks among those of their buckets."""
         among, n = sort_tokens(new.ids, new.documents), self.sizes.buckets
         many = torch.zeros(*new.ids.shape[:2], n + 2, dtype=torch.int64, device=new.ids.device)
         many.scatter_add_(2, new.ids, torch.ones_like(new.ids))
@@ -105,7 +114,7 @@ class Buckets:
         first = known - (many.cumsum(2) - many)  # of a bucket: the rank of its first new token less its sorted place
         ranks = among.inverse + first.gather(2, new.ids)
         places = (new.ids * self.sizes.gap + ranks).transpose(0, 1)
-        return replace(new, k=mechanism.keys(new.q), among=among, ranks=ranks, places=places, added=many[..., :n])
+        return replace(new, among=among, ranks=ranks, places=places, added=many[..., :n])
 
     def _many(self, new: Placed, seen: Seen) -> Attended:
         """New tokens among themselves and, round by round, over the rings."""
@@ -175,9 +184,12 @@ class Buckets:
 
     @torch.no_grad()
     def _write(self, held: dict[str, Tensor], new: Placed) -> dict[str, Tensor]:
+        if new.ranks is None:  # one token of each row, which the kernel has read
+            write_one(new, self._rings(held))
+            return self._counted(held, new)
         assert new.ranks is not None and new.places is not None and new.added is not None and new.k is not None
         held = held if self.shape.in_place else {name: t.clone() for name, t in held.items()}
-        (n, rounds, t), (b, h), c = new.ids.shape, held["keys"].shape[:2], self.capacity
+        (n, rounds, t), c = new.ids.shape, self.capacity
         slots = held["keys"].shape[3]
         held["counts"] += new.added.view(held["counts"].shape)
         total = torch.nn.functional.pad(held["counts"].flatten(0, 1), (0, 2)).gather(2, new.ids)
@@ -192,13 +204,18 @@ class Buckets:
             every = each[:, None].expand(-1, rounds, -1, -1).reshape(-1, each.shape[2])
             flat.index_copy_(0, at, every.to(flat.dtype))
             held[name][:, :, :, slots - 1] = EMPTY if name == "marks" else 0
+        return self._counted(held, new)
+
+    def _counted(self, held: dict[str, Tensor], new: Placed) -> dict[str, Tensor]:
+        """With what `crop` needs to take new tokens back."""
         if self.shape.slack:
-            held["recent"] = self._history(held["recent"], new, b, h)
-        held["room"] = (held["room"] + new.real).clamp(max=self.shape.slack)
+            held["recent"] = self._history(held["recent"], new)
+            held["room"] = (held["room"] + new.real).clamp(max=self.shape.slack)
         return held
 
-    def _history(self, recent: Tensor, new: Placed, b: int, h: int) -> Tensor:
+    def _history(self, recent: Tensor, new: Placed) -> Tensor:
         """Buckets of each row's last real tokens; padding is behind them."""
+        b, _, h, _ = recent.shape
         every = torch.cat([recent, new.ids.view(b, h, *new.ids.shape[1:]).permute(0, 3, 1, 2)], 1)
         at = new.real[:, None] + torch.arange(recent.shape[1], device=recent.device)
         return every.gather(1, at[..., None, None].expand(recent.shape))

@@ -179,7 +179,15 @@ RESCORE = Table(
     "address scales queries ids out",
 )
 """squared distances to chosen rows"""
-TABLES = (CALL, DECODE, LINEAR, DELTA, GLA, SCAN, RESCORE)
+
+BUCKETS = Table(
+    "BucketDecode",
+    "int write dtype threads N R C buckets slots D Dv gap reach itself",
+    "float scale ramp",
+    "address span q k v ids documents keys values marks counts out lse",
+)
+"""one query per row over the rings of its buckets"""
+TABLES = (CALL, DECODE, LINEAR, DELTA, GLA, SCAN, RESCORE, BUCKETS)
 
 
 def differs(layout: str, tables: tuple[Table, ...] = TABLES) -> str | None:
