@@ -51,12 +51,14 @@ def counted(lm: LM) -> int:
 
 @pytest.mark.parametrize("fixed", [1, 2, LAYERS])
 @pytest.mark.parametrize("kv_heads", [1, 4])
-def test_token_cost_equals_counted_products(fixed: int, kv_heads: int) -> None:
+@pytest.mark.parametrize("lazy", [False, True])
+def test_token_cost_equals_counted_products(fixed: int, kv_heads: int, lazy: bool) -> None:
+    """Lazy layers store nothing of a token that no deeper one follows."""
     lm = make(DepthConfig(kind="exits"), kv_heads=kv_heads)
     assert isinstance(lm.depth, Exits)
-    lm.depth.fixed = fixed
+    lm.depth.fixed, lm.depth.lazy = fixed, lazy
     cost = token_cost(model_shape(lm, 1, 1), lm.distances(), 20, fixed)
-    assert counted(lm) == cost.total
+    assert counted(lm) == cost.total - lazy * cost.skipped
     assert cost.skipped == (LAYERS - fixed) * 2 * 2 * 32 * 8 * kv_heads
 
 
@@ -64,6 +66,7 @@ def test_token_cost_equals_counted_products(fixed: int, kv_heads: int) -> None:
 def test_checks_equal_counted_products(check: Literal["softmax", "classifier"]) -> None:
     lm = make(DepthConfig(kind="exits", classifier="geometric"))
     assert isinstance(lm.depth, Exits)
+    lm.depth.lazy = False
     for threshold, depth in ((0.0, 1), (1.0, LAYERS)):
         lm.depth.confidence = Confidence(check, threshold)
         assert counted(lm) == token_cost(model_shape(lm, 1, 1), lm.distances(), 20, depth, check).total

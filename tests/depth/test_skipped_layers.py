@@ -127,7 +127,7 @@ def test_all_skipped_layers_at_once_equal_one_by_one(
     lm, exits = make("window(9)", position, norm=norm, kv_heads=kv_heads)
     for block in lm.ordered_blocks():
         torch.nn.init.uniform_(block.norm1.weight, 0.5, 2)  # type: ignore[arg-type]
-    exits.fixed, at_once = 2, []
+    exits.fixed, exits.lazy, at_once = 2, False, []
     real = LM.skip_from
     monkeypatch.setattr(LM, "skip_from", lambda *args: at_once.append(real(*args)) or at_once[-1])
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from spanformer.cli.main import main
+from spanformer.data import overlap
 from spanformer.depth import Confidence, Exits
 from spanformer.depth.classifiers import Geometric
 from spanformer.infer import Sampling, generate, generate_batch
@@ -186,3 +187,37 @@ def test_training_split_is_refused(run_folder: Path, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         call("calibrate-exits", run_folder, "--split", "train")
     assert "whose text trained the exits" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("split", ["train", "valid", "test"])
+def test_training_text_under_another_name_is_refused(
+    run_folder: Path, tmp_path: Path, split: str, capsys: pytest.CaptureFixture
+) -> None:
+    """A copy of the corpus, cut differently, so that each split holds training text."""
+    text = (run_folder.parent / "text.txt").read_bytes()
+    (tmp_path / "other.txt").write_bytes(text[: len(text) // 2])
+    small = ["--prompts", 12, "--prompt-tokens", 6, "--max-tokens", 4, "--delta", 0.3]
+    with pytest.raises(SystemExit):
+        call("calibrate-exits", run_folder, "--data", tmp_path / "other.txt", "--split", split, *small)
+    said = " ".join(capsys.readouterr().err.split())
+    assert "trained the exits: " in said and "give a text that the model has not seen" in said
+
+
+def test_test_split_of_a_copy_of_the_corpus_is_taken(run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "copy.txt").write_bytes((run_folder.parent / "text.txt").read_bytes())
+    small = ["--prompts", 12, "--prompt-tokens", 6, "--max-tokens", 4, "--delta", 0.3]
+    call("calibrate-exits", run_folder, "--data", tmp_path / "copy.txt", *small)
+
+
+def test_passages_are_found_at_whole_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = np.arange(2000, dtype=np.uint16)
+    shifted = np.frombuffer(text.tobytes()[1:41], np.uint16)  # its bytes occur, between tokens
+    monkeypatch.setattr(overlap, "PART", 64)
+    passages = [text[50:90], text[127:128], text[3:9][::-1], shifted, text[-5:]]
+    assert overlap.found_in(text, passages) == [0, 1, 4]
+
+
+@pytest.mark.parametrize("layer", [0, 5, -1])
+def test_exit_beyond_the_last_layer_is_refused(layer: int) -> None:
+    with pytest.raises(ValueError, match=f"fixed is {layer}; expected an exit after layer 1 … 4, the last, or None"):
+        model().exits().fixed = layer

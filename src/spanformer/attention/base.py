@@ -46,6 +46,8 @@ class View:
     none. Tk is m + n."""
     active: Tensor | None = None
     """[N] the tokens that the layer computes, as indices into B · Tq; None: all. It projects keys and values of all."""
+    lazy: bool = False
+    """Whether it projects keys and values only for rows of the batch that have an active token."""
     encode: Callable[[Tensor, Tensor, View], tuple[Tensor, Tensor]] | None = None
     """The layer's encoding of q and k, for a mechanism that has its own projections."""
 
@@ -53,6 +55,14 @@ class View:
     def nobody(self) -> bool:
         """Whether no token is active: a layer's memory only takes their keys and values."""
         return self.active is not None and not len(self.active)
+
+    def stored(self, new: int) -> Tensor | None:
+        """The tokens whose keys and values the layer projects, as `active`, where rows have `new` tokens each; None:
+        all."""
+        if not self.lazy or self.active is None:
+            return None
+        rows = (self.active // new).unique()
+        return (rows[:, None] * new + torch.arange(new, device=rows.device)).flatten()
 
     def rule(self, heads: int, *, causal: bool = True) -> Rule:
         """The rule that hides other documents and padded keys."""

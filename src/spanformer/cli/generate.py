@@ -260,6 +260,10 @@ class _Count:
         lines.append(f"generated: {self.made:,} tokens in {seconds:.2f} s{rate}")
         if self.exits is not None and self.exits.counted()[1]:
             lines.append(f"layers: {self.exits.mean_run():.2f} of {self.exits.layers} per token")
+            if cache.deferred is not None and (all_of := cache.deferred.counts).deferred:
+                lines.append(
+                    f"skipped layers: {all_of.saved:,} of {all_of.deferred:,} keys and values were never computed"
+                )
         tokens = self.before + prompt + self.made
         full = cache.full_bytes(tokens) // cache.batch * self.beams  # full_bytes counts each row the cache has now
         kept = f"{_size(full)} for these {tokens:,} tokens" + f" and {self.beams} beams" * (self.beams > 1)

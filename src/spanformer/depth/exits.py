@@ -61,11 +61,23 @@ class Exits(Depth):
             self.classifier = Decided(dim, layers, whole=classifier == "sequence") if decided else Geometric(dim)
         self.confidence: Confidence | None = None
         """when tokens leave in evaluation; None: as the classifier says, if it is not `calm`"""
-        self.fixed: int | None = None
-        """in evaluation, every token leaves after this many layers"""
+        self._fixed: int | None = None
+        self.lazy = True
+        """in decoding, a skipped layer stores keys and values of a token only when a later token reads them"""
         self.token = 0
         """the number of generated tokens, for a threshold that decays"""
         self.states: list[Tensor] = []
+
+    @property
+    def fixed(self) -> int | None:
+        """In evaluation, every token leaves after this many layers."""
+        return self._fixed
+
+    @fixed.setter
+    def fixed(self, layer: int | None) -> None:
+        if layer is not None and not 1 <= layer <= self.layers:
+            raise ValueError(f"fixed is {layer}; expected an exit after layer 1 … {self.layers}, the last, or None")
+        self._fixed = layer
 
     def start(self, x: Tensor, padding: Tensor | None = None, predict: Predict | None = None) -> ExitRun:
         """A pass of the tokens x [B, T, dim]. predict: the model's logits of states, for `softmax`."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from spanformer.core.files import replace_file
 from spanformer.memory.base import ByHead, OwnMemory, pick, rows_of
 from spanformer.memory.checks import check_lengths_back
+from spanformer.memory.deferred import Deferred
 from spanformer.memory.head_cache import HeadCache
 from spanformer.memory.lost import LOST
 from spanformer.memory.source import Source
@@ -63,12 +64,12 @@ class Cache:
 
     def __init__(
         self, maker: Maker, layers: Sequence[CacheLayer], place: Tensor, settings: CacheSettings,
-        sources: Sequence[Source] = (),
+        sources: Sequence[Source] = (), deferred: Deferred | None = None,
     ) -> None:  # fmt: skip
         """place [B]: the position of each row's next token, shared by all rings. sources: in an encoder–decoder, each
-        layer's keys and values of the source text."""
+        layer's keys and values of the source text. deferred: what skipped layers store later."""
         self.maker, self.layers, self.place, self.settings = maker, list(layers), place, settings
-        self.sources = list(sources)
+        self.sources, self.deferred = list(sources), deferred
         assert all(ring.place is place for ring in self.rings())
 
     @property
@@ -98,7 +99,7 @@ class Cache:
 
     def bytes(self) -> int:
         """The exact number of bytes allocated for keys, values and states."""
-        return sum(part.bytes() for part in self.parts())
+        return sum(part.bytes() for part in self.parts()) + (self.deferred.bytes() if self.deferred else 0)
 
     def full_bytes(self, context: int) -> int:
         """The bytes that full attention would keep for this many tokens of each row, in the model's dtype."""
@@ -120,21 +121,31 @@ class Cache:
         for ring in self.rings():
             ring.note_crop(lengths)
         self.place.copy_(lengths + self.settings.zeros)
+        if self.deferred is not None:
+            self.deferred.crop(self.place)
+
+    def resize(self, reach: Sequence[Sequence[int]]) -> None:
+        """Rings [rings] for other reaches [Hkv], because spans have changed; see `HeadCache.resize`."""
+        changed = [(ring, each) for ring, each in zip(self.rings(), reach, strict=True) if ring.reach != list(each)]
+        if changed and self.deferred is not None:
+            self.deferred.settle()
+        for ring, each in changed:
+            ring.resize(each)
+        if changed and self.deferred is not None:
+            self.deferred = self.deferred.emptied()
 
     def reorder(self, rows: Tensor) -> None:
         """Row b becomes a copy of row rows[b], rows [B']; B' may differ from B."""
-        self.place, self.layers = self._rows(rows)
-        self.sources = [source.rows(rows) for source in self.sources]
+        other = self._rows(rows)
+        self.place, self.layers, self.sources, self.deferred = other.place, other.layers, other.sources, other.deferred
 
     def fork(self, copies: int) -> Cache:
         """A new KV cache with `copies` consecutive copies of every row; the two share no memory."""
         if copies < 1:
             raise ValueError(f"copies is {copies}; expected at least 1")
-        rows = torch.arange(self.batch).repeat_interleave(copies)
-        place, layers = self._rows(rows)
-        return Cache(self.maker, layers, place, self.settings, [source.rows(rows) for source in self.sources])
+        return self._rows(torch.arange(self.batch).repeat_interleave(copies))
 
-    def _rows(self, rows: Tensor) -> tuple[Tensor, list[CacheLayer]]:
+    def _rows(self, rows: Tensor) -> Cache:
         if rows.ndim != 1 or rows.is_floating_point() or rows.dtype == torch.bool:
             raise ValueError(f"rows has shape {list(rows.shape)} and dtype {rows.dtype}; expected row numbers [B']")
         rows = rows.to("cpu", torch.int64)
@@ -146,18 +157,23 @@ class Cache:
         def pick_rows(part: HeadCache | OwnMemory) -> HeadCache | OwnMemory:
             return part.rows(rows, place) if isinstance(part, HeadCache) else rows_of(part, rows)
 
-        return place, [_each(layer, pick_rows) for layer in self.layers]
+        layers, sources = [_each(layer, pick_rows) for layer in self.layers], [s.rows(rows) for s in self.sources]
+        other = Cache(self.maker, layers, place, self.settings, sources)
+        other.deferred = None if self.deferred is None else self.deferred.rows(rows, other.rings())
+        return other
 
     def save(self, path: str | Path) -> None:
         """One safetensors file with all that decoding needs to continue, and a digest of the model. Written completely
         or not at all: to a temporary file first, which then replaces `path`."""
         if self.sources:
             raise ValueError("the KV cache of an encoder–decoder cannot be saved; call start again instead")
+        if self.deferred is not None:
+            self.deferred.settle()
         tensors = {"place": self.place}
         for n, layer in enumerate(self.layers):
             tensors |= {f"{n}.{name}": t for name, t in layer.tensors().items()}
         about = {"kind": KIND, "format": FORMAT, "maker": digest(self.maker), "slack": self.slack, "bits": self.bits}
-        about["sha256"] = _content(tensors)
+        about["sha256"] = digest_tensors("", tensors)
         # these tensors share memory, which safetensors refuses
         _write(Path(path), {name: t.clone() for name, t in tensors.items()}, {"spanformer": json.dumps(about)})
 
@@ -176,7 +192,7 @@ class Cache:
             raise ValueError(
                 f"{path} was saved by another model, or before this one was trained further; decode the text again"
             )
-        if about.get("sha256") != _content(tensors):
+        if about.get("sha256") != digest_tensors("", tensors):
             raise ValueError(f"{path} is damaged: its checksum does not match; decode the text again")
         try:
             return _fill(model, about, tensors)
@@ -272,10 +288,6 @@ def _check_numbers(name: str, t: Tensor, shape: tuple[int, ...], least: int) -> 
 def digest(model: Maker) -> str:
     """The digest of a model's configuration and of the names and values of its weights."""
     return digest_tensors(f"{model.config!r}\n", model.state_dict())
-
-
-def _content(tensors: dict[str, Tensor]) -> str:
-    return digest_tensors("", tensors)
 
 
 def digest_tensors(text: str, tensors: dict[str, Tensor]) -> str:

@@ -139,10 +139,7 @@ def write_slots(
     """Write k [B, Hkv, T, D], v and notes [B, H, T] at positions place [B] and after; of row b only the first
     lengths[b]."""
     t = k.shape[2]
-    new: dict[str, Tensor] = {"keys": k, "values": v}
-    if store.bits:
-        coded = [quantise(x) for x in (k, v)]
-        new = {"keys": coded[0][0], "values": coded[1][0], "key_scales": coded[0][1], "value_scales": coded[1][1]}
+    new = _coded(store, k, v)
     if notes is not None:
         new["notes"] = notes.unflatten(1, (len(store.capacities), -1)).transpose(2, 3)
     held = {name: rows for name, rows in store.tensors().items() if name in new}
@@ -177,6 +174,27 @@ def _write_one(store: Store, held: dict[str, Tensor], new: dict[str, Tensor], pl
     row, slot = torch.arange(len(place))[:, None].to(store.memory.device), slot.to(store.memory.device)
     for name, rows in held.items():
         rows[row, slot] = new[name][:, :, 0].to(rows.dtype)
+
+
+def write_at(store: Store, row: Tensor, position: Tensor, place: Tensor, k: Tensor, v: Tensor) -> None:
+    """Write keys k [m, Hkv, D] and values of single tokens of rows row [m] at positions [m] before place [B], except to
+    rings that hold later tokens there."""
+    first, capacity = store.rings_at
+    early = (position < store.sink_tokens)[:, None]
+    slot = torch.where(early, first - store.sink_tokens + position[:, None], first + position[:, None] % capacity)
+    token, g = (early | (position[:, None] >= place[row][:, None] - capacity)).nonzero(as_tuple=True)
+    to = [i.to(store.memory.device) for i in (row[token], slot[token, g], token, g)]
+    for name, new in _coded(store, k, v).items():
+        rows = store.tensors()[name]
+        rows[to[0], to[1]] = new[to[2], to[3]].to(rows.dtype)
+
+
+def _coded(store: Store, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+    """Keys and values as the store holds them, by the names of `Store.tensors`."""
+    if not store.bits:
+        return {"keys": k, "values": v}
+    (keys, key_scales), (values, value_scales) = quantise(k), quantise(v)
+    return {"keys": keys, "values": values, "key_scales": key_scales, "value_scales": value_scales}
 
 
 def _write_together(store: Store, held: dict[str, Tensor], new: dict[str, Tensor], g: int, place: int, t: int) -> None:

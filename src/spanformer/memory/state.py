@@ -38,10 +38,10 @@ class State:
         layers = (layer.with_tensors(pick(tensors, n)) for n, layer in enumerate(self.layers))
         return replace(self, layers=tuple(layers), seen=seen)
 
-    def rows(self, rows: slice) -> State:
-        """The state of some rows of the batch."""
+    def rows(self, rows: slice | Tensor) -> State:
+        """The state of some rows of the batch, by a slice or by their indices."""
         batch = len(next(iter(self.tensors().values())))
-        if len(range(*rows.indices(batch))) == batch:
+        if isinstance(rows, slice) and len(range(*rows.indices(batch))) == batch:
             return self
         return replace(
             self,

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from spanformer.attention import Attention, View, new_memory
+from spanformer.depth import Exits
 from spanformer.memory import ByHead, Cache, HeadCache, LayerCall, LayerMemory, MemoryShape, OwnMemory, Source
 from spanformer.memory.base import unread
 from spanformer.memory.cache import CacheLayer, CacheSettings
 from spanformer.memory.checks import check_lengths
+from spanformer.memory.deferred import Deferred
 from spanformer.model.decoding_rules import DecodingRules, reaches
 from spanformer.ops import Attended
 from spanformer.position import Encode, Position
@@ -57,7 +59,26 @@ def make_cache(
 
     shape = MemoryShape(batch, config.groups, config.head_dim, slack, weight.dtype, weight.device, in_place=True)
     layers = [new_memory(mechanism, shape, rings) for mechanism in mechanisms]
-    return Cache(lm, layers, place, settings, sources)
+    return Cache(lm, layers, place, settings, sources, defer_skipped(lm, layers))
+
+
+def defer_skipped(lm: Decoder, layers: Sequence[CacheLayer]) -> Deferred | None:
+    """Where skipped layers store keys and values later; None: at once."""
+    held = [layer for layer in layers if isinstance(layer, HeadCache) and not layer.notes]
+    plain = lm.config.stack == "residual" and not lm.config.position.per_layer and not lm.config.paper_compat
+    if not isinstance(lm.depth, Exits) or not lm.depth.lazy or not plain or len(held) < len(layers):
+        return None
+    blocks, positions = lm.ordered_blocks(), lm.positions()
+
+    def project(layer: int, states: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        block, encode = blocks[layer], positions[layer].encode_at(lambda: at, states.dtype)
+        k, v = block.attention.project(block.norm1(states[None]))
+        if encode is not None:
+            queries = k.new_zeros(1, block.attention.heads, *k.shape[2:])
+            k = encode(queries, k)[1]
+        return k[0].transpose(0, 1), v[0].transpose(0, 1)
+
+    return Deferred(held, lm.config.dim, project)
 
 
 @torch.inference_mode()
@@ -101,15 +122,18 @@ def _last_real(h: Tensor, real: Tensor, last: Tensor | None) -> Tensor:
 
 def _read_piece(lm: Decoder, x: Tensor, cache: Cache, real: Tensor | None) -> Tensor:
     """x [B, T] → the last block's output [B, T, dim]; advances the KV cache."""
-    step = Step(cache.seen, x, real)
+    step, deferred = Step(cache.seen, x, real), cache.deferred
     rules, numbers = lm.decoding_rules, itertools.count()
 
     def ready(part: HeadCache | OwnMemory) -> LayerMemory:
-        return RingMemory(part, rules, next(numbers), step) if isinstance(part, HeadCache) else part
+        return RingMemory(part, rules, next(numbers), step, deferred) if isinstance(part, HeadCache) else part
 
     memories = [layer.change(ready) if isinstance(layer, ByHead) else ready(layer) for layer in cache.layers]
     own = len(cache.rings()) < len(cache.parts())
-    h, _ = lm.run_blocks(lm.embedding(x), memories, step.view() if own else View(), step.add_positions, cache.sources)
+    view = step.view() if own else View(lazy=deferred is not None)
+    h, _ = lm.run_blocks(lm.embedding(x), memories, view, step.add_positions, cache.sources)
+    if deferred is not None and lm.depth is not None and lm.depth.latest is not None:
+        deferred.defer(h, lm.depth.latest, real)
     cache.layers = [_held(memory) for memory in memories]
     cache.advance(x.shape[1], real)
     return h
@@ -151,14 +175,18 @@ class RingMemory:
 
     tokens = 0
 
-    def __init__(self, cache: HeadCache, rules: DecodingRules, part: int, step: Step) -> None:
-        """part: its index in `rules.parts`."""
-        self.cache, self.rules, self.part, self.step = cache, rules, part, step
+    def __init__(
+        self, cache: HeadCache, rules: DecodingRules, part: int, step: Step, deferred: Deferred | None = None
+    ) -> None:
+        """part: its index in `rules.parts`; with `deferred`, the layer's."""
+        self.cache, self.rules, self.part, self.step, self.deferred = cache, rules, part, step, deferred
 
     def attend(self, call: LayerCall) -> tuple[Attended, None]:
         encode, mechanism, x = self.step.encode(call.position, call.q.dtype), call.mechanism, call.view.x
         q, k = (call.q, call.k) if encode is None else encode(call.q, call.k)
         lengths, backend = self.step.real, mechanism.backend
+        if self.deferred is not None:
+            self.deferred.flush(self.part, call.view.active, x.shape[1])
         if call.view.nobody and not self.cache.notes:
             self.cache.store_tokens(k, call.v, lengths)
             return unread(call), None

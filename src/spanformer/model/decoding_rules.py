@@ -81,9 +81,7 @@ class DecodingRules:
             self.stamp, self.rules, self.reach = stamp, [None] * len(self.parts), reaches(lm)
             positions, each = lm.positions(), zip(self.parts, self.reach, strict=True)
             self.added = [_position_rule(part, positions[part.layer], max(reach)) for part, reach in each]
-        for ring, reach in zip(cache.rings(), self.reach, strict=True):
-            if ring.reach != reach:
-                ring.resize(reach)
+        cache.resize(self.reach)
 
     def rule(self, n: int, x: Tensor) -> AnyRule:
         """The rule of part n, for hidden states x [B, T, dim]."""

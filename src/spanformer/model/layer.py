@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from spanformer.attention import Attention, View
@@ -38,8 +37,9 @@ class SelfAttention(nn.Module):
         loss."""
         q = split_heads(self._queries(x, view.active), self.heads)
         q = q if view.nobody else self.mechanism.map_queries(q)
-        v = self._project(x, self.value, None)
-        keys = functools.partial(self._project, x, self.key, None)
+        stored = view.stored(x.shape[1])
+        v = split_heads(_of_tokens(self.value, x, stored), self.kv_heads)
+        keys = functools.partial(self._keys, x, stored)
         call = LayerCall(self.mechanism, position, replace(view, x=x), q, keys, v, self.project, self.project_frozen)
         found, penalty = memory.attend(call)
         if view.nobody:
@@ -52,12 +52,10 @@ class SelfAttention(nn.Module):
 
     def _queries(self, x: Tensor, active: Tensor | None) -> Tensor:
         """[B, T, dim], 0 for tokens that are not active, unless others see their queries."""
-        if active is None or self.all_queries:
-            return self.query(x)
-        if not len(active):
-            return torch.zeros_like(x)
-        rows = self.query(active_rows(x, active))
-        return rows.new_zeros(x.shape[0] * x.shape[1], rows.shape[1]).index_copy(0, active, rows).view(x.shape)
+        return _of_tokens(self.query, x, None if self.all_queries else active)
+
+    def _keys(self, x: Tensor, stored: Tensor | None) -> Tensor:
+        return split_heads(_of_tokens(self.key, x, stored), self.kv_heads)
 
     def project(self, states: Tensor, kv_heads: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values [B, heads, T, D] of hidden states [B, T, dim], of some key/value heads or all."""
@@ -79,6 +77,17 @@ class SelfAttention(nn.Module):
         weight = linear.weight.detach() if frozen else linear.weight
         weight = weight.view(self.kv_heads, self.head_dim, -1)[kv_heads].flatten(0, 1)
         return split_heads(product(states, weight), len(kv_heads))
+
+
+def _of_tokens(linear: nn.Linear, x: Tensor, tokens: Tensor | None) -> Tensor:
+    """linear(x) [B, T, out] of these tokens, as indices into B · T, and 0 of the others; None: of all."""
+    if tokens is None:
+        return linear(x)
+    if not len(tokens):
+        return x.new_zeros(*x.shape[:2], linear.out_features)
+    rows = linear(active_rows(x, tokens))
+    every = rows.new_zeros(x.shape[0] * x.shape[1], rows.shape[1]).index_copy(0, tokens, rows)
+    return every.view(*x.shape[:2], -1)
 
 
 def active_rows(x: Tensor, active: Tensor | None) -> Tensor:

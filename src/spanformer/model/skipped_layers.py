@@ -44,6 +44,8 @@ class SkippedLayers:
     def store(self, first: int, x: Tensor, memories: Sequence[LayerMemory]) -> bool:
         """Store the keys and values of x [B, T, dim] in the memories of layers `first`, counted from 0, and later;
         False if that is not possible at once."""
+        if isinstance(memory := memories[first], RingMemory) and memory.deferred is not None:
+            return True  # they store it when a later token reads it
         rings = [memory for memory in memories[first:] if isinstance(memory, RingMemory) and not memory.cache.notes]
         wide = x.dtype in (torch.float32, torch.float64) and not torch.is_grad_enabled()
         if not self.usable or not wide or len(rings) < len(memories) - first:
