@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
 from spanformer.cli.command import Command
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from spanformer.core.progress import OnProgress
+    from spanformer.data.prepare import Prepared
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,8 @@ def run(options: CalibrateExitsOptions) -> None:
                 f"{options.prompts} prompts of {each} tokens that do not overlap (fewer --prompts need less)"
             )
         starts = [len(ids) * n // options.prompts for n in range(options.prompts)]
+        if options.data:
+            _check_unseen(options, meta, data, [ids[at : at + each] for at in starts], report)
         found = calibrate(
             lm, [ids[at : at + options.prompt_tokens] for at in starts],
             [ids[at + options.prompt_tokens : at + each] for at in starts], weights=weights_digest(meta),
@@ -91,6 +100,37 @@ def run(options: CalibrateExitsOptions) -> None:
         last = next(row for row in reversed(found.tested) if row["threshold"] == found.threshold)
         print(f"threshold {found.threshold}: {last['layers']:.2f} of {layers} layers a token")
     print(f"saved in {save(found, model_folder(options.checkpoint))}")
+
+
+def _check_unseen(
+    options: CalibrateExitsOptions, meta: dict, data: Prepared, prompts: list[np.ndarray], report: OnProgress
+) -> None:
+    """Refuse prompts that occur in the text that trained the model, whatever the names of the two."""
+    from spanformer.cli.eval import EvalOptions, data_config
+    from spanformer.data import prepare
+    from spanformer.data.overlap import found_in
+
+    if not meta.get("config", {}).get("data"):
+        print(
+            f"{options.checkpoint} does not record its training text, so the prompts were not compared with it",
+            file=sys.stderr,
+        )
+        return
+    try:
+        trained = prepare(data_config(EvalOptions(options.checkpoint), meta), on_progress=report).splits["train"]
+    except ValueError as error:
+        raise ValueError(
+            f"the training text of {options.checkpoint} cannot be read ({error}), so it is not known whether --data "
+            "trained the exits; put it back where the run found it, or omit --data"
+        ) from error
+    if data.splits["train"].sha256 == trained.sha256 and options.split != "train":
+        return  # the same corpus under any name: its splits do not overlap
+    report("comparing the prompts with the training text", 0, 0)
+    if seen := found_in(trained.ids, prompts):
+        raise ValueError(
+            f"--data {options.data} trained the exits: {len(seen)} of {len(prompts)} prompts of its {options.split} "
+            "split occur in the training text; give a text that the model has not seen"
+        )
 
 
 def weights_digest(meta: dict) -> str:
