@@ -38,7 +38,7 @@ def bench(tmp_path: Path, name: str, *options: str) -> dict:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_help_explains_the_shared_options(name, capsys):
-    if name in ("hf", "fit-spans", "knn"):
+    if name in ("hf", "fit-spans", "knn", "retrieval"):
         pytest.importorskip("transformers")
     with pytest.raises(SystemExit) as end:
         main(["bench", name, "--help"])
@@ -191,6 +191,21 @@ def test_hf(llama, tmp_path, capsys):
     assert "generate() after 48 tokens" in capsys.readouterr().out
 
 
+def test_retrieval(llama, tmp_path, capsys):
+    found = bench(
+        tmp_path, "retrieval", "--model", str(llama), "--text", str(llama / "valid.txt"), "--context", "160", "--texts",
+        "1", "--k", "8", "--new", "2", "--divisor", "16",
+    )  # fmt: skip
+    assert found["certificates"]["broken"] == 0 and found["certificates"]["left_out_most"] > 0
+    assert len(found["key"]["full"]) == 5 and found["bits"]["full"] > 0
+    held = found["decode"]["bytes"]
+    assert held["retrieval heads"] == held["rings alone"] < found["decode"]["full_bytes"]
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["bench", "retrieval", "--quick"])
+    assert "text is empty; expected a file for bits and certificates" in capsys.readouterr().err
+
+
 def test_fit_spans(llama, tmp_path, capsys):
     options = ("--model", str(llama), "--prose", str(llama), "--dtype", "float32", "--divisors", "3")
     found = bench(tmp_path, "fit-spans", *options)
@@ -242,7 +257,7 @@ PUBLISHED = sorted({
 @pytest.mark.parametrize("line", PUBLISHED)
 def test_published_commands_have_options_that_exist(line, tmp_path):
     name, *options = line.split()
-    if name in ("hf", "fit-spans", "knn"):
+    if name in ("hf", "fit-spans", "knn", "retrieval"):
         pytest.importorskip("transformers")
     for file in ("models.py", "train.txt", "valid.txt"):
         (tmp_path / file).touch()

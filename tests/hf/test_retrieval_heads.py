@@ -10,11 +10,8 @@ import torch
 
 from spanformer import hf
 from spanformer.cli.main import main
-from spanformer.hf.controller import Budget, allocate
 from spanformer.hf.retrieval_cache import RetrievalCache
-from spanformer.hf.retrieval_fit import ram_share, retrieval_windows
 from spanformer.hf.retrieval_heads import retrieve, retriever_of, stop_retrieving
-from spanformer.hf.survey import Survey
 from support.byte_llama import save_byte_llama
 from support.hf_models import tiny, tokens
 
@@ -68,12 +65,12 @@ def test_retrieving_everything_is_full_attention(name: str) -> None:
     assert (torch.cat(parts, 1) - want).abs().max() < 2e-5 * want.abs().max()
 
 
-@pytest.mark.parametrize("in_files", [False, True])
-def test_decoding_equals_one_pass(in_files: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", [{}, {"folder": True}, {"folder": True, "codes": "file"}])
+def test_decoding_equals_one_pass(where: dict, tmp_path: Path) -> None:
     model, ids = made(), tokens(2, 63)
     with torch.no_grad():
         whole = model(ids, use_cache=False).logits
-        cache, parts = RetrievalCache(model, folder=tmp_path if in_files else None), []
+        cache, parts = RetrievalCache(model, **where | ({"folder": tmp_path} if where else {})), []
         for piece in ids.split([17, 1, 1, 9, 1, 20, 1, 1, 12], 1):
             parts.append(model(piece, past_key_values=cache).logits)
     assert (torch.cat(parts, 1) - whole).abs().max() < 2e-5 * whole.abs().max()
@@ -91,6 +88,9 @@ def test_cache_generates_crops_and_counts_its_bytes(tmp_path: Path) -> None:
     for cache in (ram, files):
         assert torch.equal(model.generate(ids, past_key_values=cache, **options), want)
     assert files.bytes() < ram.bytes()
+    mapped = RetrievalCache(model, folder=tmp_path, codes="file")
+    assert torch.equal(model.generate(ids, past_key_values=mapped, **options), want)
+    assert mapped.bytes() == sum(layer.rings.bytes() for layer in mapped.layers)  # type: ignore[attr-defined]
     plain = sum(layer.rings.bytes() for layer in files.layers)  # type: ignore[attr-defined]
     heads = sum(len(layer.retriever.heads) for layer in files.layers if hasattr(layer, "retriever"))
     head_dim = model.config.head_dim
@@ -162,6 +162,8 @@ def test_bad_options_are_refused(options: dict, said: str) -> None:
 
 def test_padding_and_a_second_time_are_refused() -> None:
     model, ids = made(), tokens(2, 20)
+    with pytest.raises(ValueError, match="codes is 'file' and folder None; expected 'ram', or 'file' with a folder"):
+        RetrievalCache(model, codes="file")
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     with pytest.raises(ValueError, match="a text has padding or is packed with others; retrieval heads read one text"):
@@ -175,21 +177,9 @@ def test_fit_spans_measures_retrieval_heads(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "prose.txt").write_text("The river stood behind the market, and nobody had seen it so quiet.\n" * 60)
     main(["fit-spans", str(tmp_path / "model"), "--data", str(tmp_path / "prose.txt"), "--out", str(tmp_path / "fit"),
           "--budget", "0.75", "--context", "128", "--steps", "1", "--survey", "2", "--measure", "2",
-          "--dtype", "float32", "--retrieve", "0.5"])  # fmt: skip
+          "--dtype", "float32", "--retrieve", "0.5", "--retrieve-codes", "file"])  # fmt: skip
     assert "retrieval heads" in capsys.readouterr().out
     saved = json.loads((tmp_path / "fit" / "spans.json").read_text())
-    assert saved["retrieve"] == {"share": 0.5, "ring": 64, "k": 64}
-    assert sum(w == 124 for layer in saved["windows"] for w in layer) >= 2  # half of four heads, as long as the context
-
-
-def test_windows_rings_and_codes_share_one_budget() -> None:
-    budget = Budget(0.4, 2048, 4)
-    costs = torch.rand(3, 4, 4, generator=torch.Generator().manual_seed(0)).sort(2, True)[0]
-    found = Survey([16, 256, 1024, 2044], costs, torch.zeros(3, 4, 4))
-    windows = budget.whole(allocate(found.costs, found.grid, budget)[0])
-    made_for = retrieval_windows(found, windows, 0.25, budget)
-    chosen = made_for == 2044
-    assert int(chosen.sum()) == 3 and windows[chosen].min() >= windows[~chosen].max()
-    assert 0.39 < ram_share(made_for, chosen, budget) <= 0.4
-    with pytest.raises(ValueError, match=r"retrieve is 0.5 with a budget of 0.2: codes and rings of 6 heads take 0.26"):
-        retrieval_windows(found, windows, 0.5, Budget(0.2, 2048, 4))
+    found, chosen = saved["retrieve"], sum(w == 124 for layer in saved["windows"] for w in layer)
+    assert found["k"] == 64 and found["codes"] == "file" and found["ring"] >= 32 and found["ram"] <= 0.75
+    assert 1 <= chosen <= 2 and found["share"] == chosen / 4  # of four heads; their windows are as long as the context

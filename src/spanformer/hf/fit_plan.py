@@ -39,9 +39,13 @@ class FitPlan:
     lora_steps: int = 60
     lora_lr: float = 1e-3
     retrieve: float = 0.0
-    """share of the KV heads, those with the longest windows, that keep a ring of 64 tokens and 8-bit codes of all older
-    keys, from which each query reads the best 64; windows, rings and codes then share the budget, as bytes of an 8-bit
-    KV cache; 0: none"""
+    """largest share of the KV heads that may retrieve: keep a short ring and 8-bit codes of all older keys, from which
+    each query reads the best. The survey chooses heads, ring and the windows of all others at least cost; the
+    budget is then what all of them hold in RAM, as a share of an 8-bit KV cache; 0: none"""
+    retrieve_k: int = 64
+    """keys that a query of such a head reads beside its ring"""
+    retrieve_codes: Literal["ram", "file"] = "ram"
+    """where the 8-bit codes lie: in RAM, as part of the budget, or in files beside the keys and values"""
     measure: int = 4
     """held-out texts on which to measure bits per byte"""
     baselines: bool = True
@@ -51,7 +55,15 @@ class FitPlan:
     def __post_init__(self) -> None:
         if self.context < 8:
             raise ValueError(f"context is {self.context}; expected at least 8 tokens")
-        for name, least in (("survey", 1), ("steps", 0), ("measure", 1), ("lora", 0), ("lora_steps", 1), ("start", 0)):
+        for name, least in (
+            ("survey", 1),
+            ("steps", 0),
+            ("measure", 1),
+            ("lora", 0),
+            ("lora_steps", 1),
+            ("start", 0),
+            ("retrieve_k", 1),
+        ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected {least} or more")
         if self.start >= self.context:
@@ -73,6 +85,8 @@ class FitPlan:
                 )
         if not 0 <= self.retrieve <= 1:
             raise ValueError(f"retrieve is {self.retrieve:g}; expected a share of the KV heads, such as 0.15")
+        if self.retrieve_codes not in ("ram", "file"):
+            raise ValueError(f"retrieve_codes is {self.retrieve_codes!r}; expected 'ram' or 'file'")
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance is {self.tolerance:g}; expected a share of the loss, such as 0.01")
         Budget(self.budget, self.context, self.sink_tokens)

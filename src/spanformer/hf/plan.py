@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from spanformer.hf.fit import FitConfig, budget_of, check_layers, learn, set_win
 from spanformer.hf.fit_events import Measured, OnFitEvent, ignore
 from spanformer.hf.fit_plan import FitPlan
 from spanformer.hf.lora import check_peft, learn_lora
-from spanformer.hf.retrieval_fit import RING, K, retrieval_windows
+from spanformer.hf.retrieval_fit import CODE, Allocation, allocate_retrieval, ram_share, rings_within
 from spanformer.hf.retrieval_heads import retrieve, stop_retrieving
 from spanformer.hf.saved import save_fitted
 from spanformer.hf.spans import head_spans
@@ -49,12 +49,19 @@ class Outcome:
     """heads with a linear state"""
     state_bytes: int = 0
     """their bytes, which `share` includes"""
+    retrieving: dict[str, float] = field(default_factory=dict)
+    """share of the KV heads that retrieve, ring, k and share of an 8-bit KV cache in RAM; empty: none"""
 
     def text(self) -> str:
         full = self.bits["full"]
         lines = [f"{self.share:.3f} of the key/value memory, fitted in {self.seconds / 60:.1f} minutes; held-out text:"]
         if self.state_bytes:
             lines.insert(0, f"{self.states} KV heads have a linear state, {self.state_bytes:,} bytes in all, part of")
+        if self.retrieving:
+            lines[0] = (
+                "{ram:.4f} of an 8-bit KV cache in RAM, {share:.2f} of the KV heads retrieve (ring {ring:g}, k {k:g}); "
+            )
+            lines[0] = lines[0].format(**self.retrieving) + f"fitted in {self.seconds / 60:.1f} minutes; held-out text:"
         for name, bits in self.bits.items():
             lines.append(f"  {name:<24}{bits:.4f} bits per byte  {100 * (bits / full - 1):+.2f} %")
         return "\n".join(lines)
@@ -118,6 +125,8 @@ class FitRun:
     def survey(self, on_event: OnFitEvent) -> Survey:
         return survey(
             self.model, self.train[: self.plan.survey], sink_tokens=self.plan.sink_tokens, seed=self.plan.seed,
+            rings=rings_within(self.plan.context, self.plan.sink_tokens) if self.plan.retrieve else None,
+            k=self.plan.retrieve_k,
             on_progress=lambda done, total: _progress(on_event, "surveying the heads", done, total),
         )  # fmt: skip
 
@@ -131,7 +140,7 @@ class FitRun:
         config = FitConfig(steps=plan.steps, minutes=plan.minutes, lr=plan.lr,
                            ramp=max(1.0, min(96.0, plan.context / 16)),
                            last_ramp=max(1.0, min(32.0, plan.context / 32)))  # fmt: skip
-        costs = found
+        costs, retrieving = found, {}
         if plan.features:
             budget, costs = start_states(
                 self.model, self.train[: plan.survey], self.trials, budget, found, TransferConfig(), self.model.dtype,
@@ -148,8 +157,14 @@ class FitRun:
             with states_off(self.layers):
                 bits |= {name: self.measure(other, name, on_event) for name, other in others.items()}
         if plan.retrieve:
-            windows = retrieval_windows(found, windows, plan.retrieve, budget)
-            bits["retrieval heads"] = self._retrieving(windows, on_event)
+            made = allocate_retrieval(found, plan.retrieve, budget, code=self._code)
+            bits["retrieval heads"], windows = self._retrieving(made, on_event), made.windows
+            retrieving = {
+                "share": made.share,
+                "ring": made.ring,
+                "k": plan.retrieve_k,
+                "ram": ram_share(made, budget, code=self._code),
+            }
         if plan.lora:
             learn_lora(self.model, self.train, windows, budget, rank=plan.lora, steps=plan.lora_steps,
                        minutes=plan.minutes, lr=plan.lora_lr, on_event=on_event)  # fmt: skip
@@ -159,6 +174,7 @@ class FitRun:
         return Outcome(
             windows, budget.share_of(windows), bits, time.monotonic() - begun, bool(plan.lora),
             sum(len(far.kv_on()) for far in maps), sum(far.state_bytes(self.model.dtype) for far in maps),
+            retrieving,
         )  # fmt: skip
 
     def measure(self, windows: Tensor | None, title: str, on_event: OnFitEvent = ignore) -> float:
@@ -178,10 +194,15 @@ class FitRun:
             self.model, texts, lambda done, total: _progress(on_event, f"measuring: {title}", done, total)
         )
 
-    def _retrieving(self, windows: Tensor, on_event: OnFitEvent) -> float:
-        """Bits per byte of held-out text if the longest of these windows become rings with a store behind them."""
-        set_windows(self.model, windows)
-        retrieve(self.model, share=self.plan.retrieve, ring=RING, k=K)
+    @property
+    def _code(self) -> float:
+        """RAM of a stored token, over the 8-bit key and value of a token"""
+        return CODE if self.plan.retrieve_codes == "ram" else 0.0
+
+    def _retrieving(self, made: Allocation, on_event: OnFitEvent) -> float:
+        """Bits per byte of held-out text if these heads retrieve."""
+        set_windows(self.model, made.windows)
+        retrieve(self.model, share=made.share, ring=made.ring, k=self.plan.retrieve_k)
         try:
             return bits_per_byte(
                 self.model, self.held_out, lambda done, total: _progress(on_event, "measuring: retrieval", done, total)
@@ -226,7 +247,7 @@ class FitRun:
                 [] if layer.far is None else layer.far.kv_on() for layer in self.layers
             ]}  # fmt: skip
         if self.plan.retrieve:
-            figures["retrieve"] = {"share": self.plan.retrieve, "ring": RING, "k": K}
+            figures["retrieve"] = outcome.retrieving | {"codes": self.plan.retrieve_codes}
         save_fitted(model, self.tokenizer, out, figures)
 
 

@@ -1,15 +1,18 @@
 """A transformers KV cache for retrieval heads: rings as in a SpanCache, and a store of everything for some KV heads.
 
 Row p of a store is token p after the sink tokens. A query at position i searches rows up to i − ring, so a store may
-hold newer tokens, and a crop only lowers the count.
+hold newer tokens, and a crop only lowers the count. All retrieving heads of a layer have one ring, and are searched by
+one call.
 
-Shapes: B batch, G retrieving KV heads, M = B·G stores, T new tokens, D and Dv head sizes.
+Shapes: B batch, G retrieving KV heads, M = B·G stores, S query heads of each, T new tokens, D and Dv head sizes.
 """
 
 from __future__ import annotations
 
 import math
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -27,27 +30,35 @@ from spanformer.ops.search import Codes
 
 class RetrievalCache(SpanCache):
     """For a model whose heads retrieve (`retrieve`). folder: keep keys and values of the stores in files there, which
-    vanish with the cache; None: in RAM. Other arguments as in SpanCache."""
+    vanish with the cache; None: in RAM. codes: where their 8-bit codes lie, in RAM or in such files: every search reads
+    all codes, so the system's page cache should have room for them. Other arguments as in SpanCache."""
 
     def __init__(
         self, model: nn.Module, *, context: int = 0, slack: int = 0, bits: Literal[0, 8] = 0,
-        folder: str | Path | None = None,
+        folder: str | Path | None = None, codes: Literal["ram", "file"] = "ram",
     ) -> None:  # fmt: skip
         super().__init__(model, context=context, slack=slack, bits=bits)
+        if codes not in ("ram", "file") or (codes == "file" and folder is None):
+            raise ValueError(
+                f"codes is {codes!r} and folder {folder!r}; expected 'ram', or 'file' with a folder for the files"
+            )
+        make = partial(Store, folder, mapped=codes == "file")
         for n, layer in enumerate(self.layers):
             assert isinstance(layer, SpanLayer)
             found = retriever_of(layer.spans)
             if found is not None:
-                self.layers[n] = RetrievalLayer(layer.spans, found, context, slack, bits, folder)
+                self.layers[n] = RetrievalLayer(layer.spans, found, context, slack, bits, make)
 
 
 class RetrievalLayer(SpanLayer):
     def __init__(
         self, spans: HeadSpans, retriever: Retriever, context: int, slack: int, bits: Literal[0, 8],
-        folder: str | Path | None,
+        make: Callable[[], Store],
     ) -> None:  # fmt: skip
         super().__init__(spans, context, slack, bits)
-        self.retriever, self.folder = retriever, folder
+        self.retriever, self.make = retriever, make
+        shared = spans.heads // spans.groups
+        self.queries = [h for g in retriever.heads for h in range(g * shared, (g + 1) * shared)]
         self.store: Store | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float | None, s_aux: Tensor | None) -> Tensor:
@@ -57,7 +68,7 @@ class RetrievalLayer(SpanLayer):
             raise ValueError("a retrieval cache was given a text that it did not begin; make a new one for each text")
         rings, rule = self._rings(t), self.rule(s_aux)
         if first:
-            self.dtype, self.store = k.dtype, Store(self.folder)
+            self.dtype, self.store = k.dtype, self.make()
             out = attend_text(q, k, v, self.spans, self.retriever, scale)
             rings.append(k, v)
         else:
@@ -81,20 +92,17 @@ class RetrievalLayer(SpanLayer):
 
     def _with_older(self, near: Attended, q: Tensor, before: int, scale: float | None) -> Tensor:
         assert self.store is not None
-        found, sinks, keeps = self.retriever, self.spans.sink_tokens, self.spans.keeps()
+        found, heads, ring = self.retriever, self.queries, self.spans.keeps()[self.retriever.heads[0]]
         scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-        shared, out, shares = q.shape[1] // self.spans.groups, near.out.clone(), []
-        for n, g in enumerate(found.heads):
-            heads, each = slice(g * shared, (g + 1) * shared), []
-            for t in range(q.shape[2]):
-                mine = Attended(near.out[:, heads, t : t + 1], near.lse[:, heads, t : t + 1])
-                count = before + t + 1 - keeps[g] - sinks
-                mine, share = self.store.attend(q[:, heads, t : t + 1], n, count, mine, found.k, scale)
-                out[:, heads, t : t + 1] = mine.out
-                each.append(share)
-            shares.append(torch.cat(each, 2))
+        shares, out = [], near.out.clone()
+        for t in range(q.shape[2]):
+            mine = Attended(near.out[:, heads, t : t + 1], near.lse[:, heads, t : t + 1])
+            count = before + t + 1 - ring - self.spans.sink_tokens
+            mine, share = self.store.attend(q[:, heads, t], count, mine, found.k, scale)
+            out[:, heads, t : t + 1] = mine.out
+            shares.append(share)
         if found.omitted is not None:
-            found.omitted.append(torch.cat(shares, 1))
+            found.omitted.append(torch.cat(shares, 2))
         return out
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -117,77 +125,81 @@ class RetrievalLayer(SpanLayer):
 
 
 class Store:
-    """Keys and values of some KV heads, in the order of their tokens; codes of the keys in RAM."""
+    """Keys and values of some KV heads with codes of the keys, in the order of their tokens. folder: where files hold
+    them; None: in RAM. mapped: whether codes lie there, too."""
 
-    def __init__(self, folder: str | Path | None = None) -> None:
-        self.folder, self.count = folder, 0
-        self.codes: list[Codes] = []
-        """one for each head"""
+    def __init__(self, folder: str | Path | None = None, *, mapped: bool = False) -> None:
+        self.folder, self.mapped, self.count, self.heads = folder, mapped, 0, 0
+        self.codes: Codes | None = None
+        """of M stores"""
         self.keys: Tensor | None = None
-        """[G, B, room, D]"""
+        """[M, room, D]"""
         self.values: Tensor | None = None
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """[B, G, n, D] and [B, G, n, Dv]"""
-        if not self.codes:
-            self.codes = [Codes(k.shape[0], k.shape[3]) for _ in range(k.shape[1])]
-        end = self.count + k.shape[2]
+        self.heads, end, codes = k.shape[1], self.count + k.shape[2], self.codes
+        k, v = k.detach().flatten(0, 1), v.detach().flatten(0, 1)
         self.keys, self.values = (self._room(old, new, end) for old, new in ((self.keys, k), (self.values, v)))
-        self.keys[:, :, self.count : end] = k.transpose(0, 1)
-        self.values[:, :, self.count : end] = v.transpose(0, 1)
-        for g, codes in enumerate(self.codes):
-            codes.crop(self.count)
-            codes.append(k[:, g].detach())
+        self.keys[:, self.count : end], self.values[:, self.count : end] = k, v
+        if codes is None:
+            codes = self.codes = Codes(len(k), k.shape[2])
+        if self.mapped:
+            assert codes.scales is not None
+            codes.rows = self._room(codes.rows, codes.rows, end)
+            codes.scales = self._room(codes.scales[..., None], codes.scales[..., None], end)[..., 0]
+        codes.crop(self.count)
+        codes.append(k)
         self.count = end
 
-    def _room(self, old: Tensor | None, new: Tensor, end: int) -> Tensor:
-        if old is not None and end <= old.shape[2]:
+    def _room(self, old: Tensor | None, like: Tensor, end: int) -> Tensor:
+        """[M, room, D] with room for `end` rows of this dtype and size, with the rows that were there."""
+        if old is not None and end <= old.shape[1]:
             return old
-        size = (new.shape[1], new.shape[0], max(end, 256, 3 * self.count // 2), new.shape[3])
+        size = (len(like), max(end, 256, 3 * self.count // 2), like.shape[2])
         if self.folder is None:
-            made = new.new_empty(size)
+            made = like.new_empty(size)
         else:
             with tempfile.NamedTemporaryFile(dir=self.folder) as file:  # the mapping outlives its name
-                made = torch.from_file(file.name, shared=True, size=math.prod(size), dtype=new.dtype).view(size)
+                made = torch.from_file(file.name, shared=True, size=math.prod(size), dtype=like.dtype).view(size)
         if old is not None:
-            made[:, :, : self.count] = old[:, :, : self.count]
+            made[:, : self.count] = old[:, : self.count]
         return made
 
-    def attend(
-        self, q: Tensor, head: int, count: int, near: Attended, k: int, scale: float
-    ) -> tuple[Attended, Tensor]:  # fmt: skip
-        """One query q [B, shared, 1, D] of each row over the first `count` rows of a head, joined with what its ring
-        gave; certificates [B, shared, 1]."""
+    def attend(self, q: Tensor, count: int, near: Attended, k: int, scale: float) -> tuple[Attended, Tensor]:
+        """One query of each head, q [B, G·S, D], over the first `count` rows, joined with what the rings gave;
+        certificates [B, G·S, 1]."""
         if count <= 0:
             return near, torch.zeros_like(near.lse)
-        assert self.keys is not None and self.values is not None
-        codes, held = self.codes[head], self.codes[head].count
+        codes = self.codes
+        assert codes is not None and self.keys is not None and self.values is not None
+        flat, held = q.reshape(len(self.keys), -1, q.shape[2]), codes.count
         codes.count = count
         try:
-            ids = find_rows(codes, self.keys[head], q[:, :, 0], k)
+            ids = find_rows(codes, self.keys, flat, k)
         finally:
             codes.count = held
-        found = attend_rows(q[:, :, 0], self.keys[head], self.values[head], ids, scale)
-        merged = merge([near, Attended(found.out[:, :, None], found.lse[:, :, None])])
-        rest = (
-            math.log(max(0, count - k)) + found.lowest[:, :, None]
-            if count > k
-            else torch.full_like(near.lse, -math.inf)
-        )
+        found = attend_rows(flat, self.keys, self.values, ids, scale)
+        far = Attended(found.out.view(*q.shape[:2], 1, -1), found.lse.view_as(near.lse))
+        merged = merge([near, far])
+        if count <= k:
+            return merged, torch.zeros_like(near.lse)
+        rest = math.log(count - k) + found.lowest.view_as(near.lse)
         return merged, (rest - merged.lse).sigmoid()
 
     def take_rows(self, index: Tensor) -> None:
         if self.folder is not None:
             raise ValueError("a store in files cannot copy rows, as beams do; use folder=None")
-        assert self.keys is not None and self.values is not None
-        self.keys, self.values = self.keys[:, index], self.values[:, index]
-        for codes in self.codes:
-            codes.rows, codes.error, codes.longest = codes.rows[index], codes.error[index], codes.longest[index]
-            assert codes.scales is not None
-            codes.scales = codes.scales[index]
+        codes = self.codes
+        assert codes is not None and codes.scales is not None and self.keys is not None and self.values is not None
+        stores = (index[:, None] * self.heads + torch.arange(self.heads)).flatten()
+        self.keys, self.values = self.keys[stores], self.values[stores]
+        codes.rows, codes.scales = codes.rows[stores], codes.scales[stores]
+        codes.error, codes.longest = codes.error[stores], codes.longest[stores]
 
     def bytes(self) -> int:
-        held = sum(codes.bytes() for codes in self.codes)
+        """In RAM."""
+        held = 0 if self.codes is None or self.mapped else self.codes.bytes()
         if self.folder is None and self.keys is not None and self.values is not None:
             held += sum(t.numel() * t.element_size() for t in (self.keys, self.values))
         return held

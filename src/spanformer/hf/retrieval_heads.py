@@ -141,7 +141,7 @@ def attend_text(
     for g in found.heads:
         heads = slice(g * shared, (g + 1) * shared)
         mine = Attended(near.out[:, heads], near.lse[:, heads])
-        merged, share = _older(q[:, heads], k[:, g], v[:, g], mine, keeps[g], spans.sink_tokens, found.k, scale)
+        merged, share = read_older(q[:, heads], k[:, g], v[:, g], mine, keeps[g], spans.sink_tokens, found.k, scale)
         out[:, heads] = merged
         shares.append(share)
     if found.omitted is not None:
@@ -149,7 +149,7 @@ def attend_text(
     return out
 
 
-def _older(
+def read_older(
     q: Tensor, k: Tensor, v: Tensor, near: Attended, ring: int, sinks: int, most: int, scale: float
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One KV head: q [B, shared, T, D], k and v [B, T, D] → [B, shared, T, Dv] and certificates [B, shared, T]."""

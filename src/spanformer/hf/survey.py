@@ -10,24 +10,27 @@ all. Near the full model the predictions change by
 is ½ E[(g · δ)²]. The mean of g is zero, so products of different queries cancel as far as their
 effects on the predictions do not overlap; they are summed within blocks of queries and squared block by block.
 
-The same passes measure the share of attention outside each window, which needs no gradients.
+The same passes measure the share of attention outside each window, which needs no gradients, and price retrieving heads
+(retrieval_heads.py) alike: a ring, and the k best keys of everything before it.
 
-Shapes: L layers, H query heads, Hkv key/value heads, G windows tried, T tokens, D head size, Y drawings.
+Shapes: L layers, H query heads, Hkv key/value heads, G windows and R rings tried, T tokens, D head size, Y drawings.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spanformer.core.progress import OnCount
+from spanformer.hf.retrieval_heads import read_older
 from spanformer.hf.spans import NAME, HeadSpans, unwrap
 from spanformer.hf.text import TextChunks, hidden_states, logits_of
 from spanformer.hf.watch import attention_replaced
-from spanformer.ops import Rule, attend
+from spanformer.ops import Attended, Rule, attend
 
 IMPLEMENTATION = "spanformer_survey"
 BLOCK = 64
@@ -44,6 +47,10 @@ class Survey:
     """KL from the full model, in nats per token"""
     lost: Tensor
     """share of the attention that falls outside, averaged over queries from `start` on and the heads of a group"""
+    rings: list[int] = field(default_factory=list)
+    retrieved: Tensor | None = None
+    """[L, Hkv, R] KL likewise for a head that keeps rings[r] tokens and the sink_tokens and retrieves; ∞ in a layer
+    with its own sliding window. None: not surveyed"""
 
 
 def default_grid(longest: int) -> list[int]:
@@ -61,14 +68,17 @@ def survey(
     *,
     sink_tokens: int,
     grid: list[int] | None = None,
+    rings: list[int] | None = None,
+    k: int = 64,
     drawings: int = 4,
     seed: int = 0,
     on_progress: OnCount | None = None,
 ) -> Survey:
-    """Survey a model with spans attached (their values are not used), one text at a time."""
-    grid = grid or default_grid(texts.context - sink_tokens)
+    """Survey a model with spans attached (their values are not used), one text at a time. rings: of retrieving heads,
+    whose queries find k keys; None: none are surveyed."""
+    rings, grid = rings or [], grid or default_grid(texts.context - sink_tokens)
     generator = torch.Generator().manual_seed(seed)
-    costs = lost = None
+    totals: list[Tensor] = []
     seen: list[tuple[Tensor, Tensor, Tensor, float | None, Tensor, Tensor, int | None]] = []
 
     def watch(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, _mask, scaling: float | None = None, **others):
@@ -92,16 +102,18 @@ def survey(
         for number, row in enumerate(texts.ids):
             seen.clear()
             grads = _drawn_gradients(model, row, texts.start, drawings, generator, seen)
-            tables = [
-                _price(layer, [g[n] for g in grads], grid, sink_tokens, texts.start) for n, layer in enumerate(seen)
-            ]
-            c, m = (torch.stack(each) for each in zip(*tables, strict=True))
-            costs = c if costs is None else costs + c
-            lost = m if lost is None else lost + m
+            tables = []
+            for n, layer in enumerate(seen):
+                slopes = [g[n] for g in grads]
+                priced = _price(layer, slopes, grid, sink_tokens, texts.start)
+                tables.append((*priced, _price_rings(layer, slopes, rings, sink_tokens, k)))
+            found = [torch.stack(each) for each in zip(*tables, strict=True)]
+            totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else found
             if on_progress:
                 on_progress(number + 1, len(texts))
-    assert costs is not None and lost is not None
-    return Survey(grid, costs / (len(texts) * texts.targets), lost / len(texts))
+    costs, lost, retrieved = totals
+    each = len(texts) * texts.targets
+    return Survey(grid, costs / each, lost / len(texts), rings, retrieved / each if rings else None)
 
 
 def _drawn_gradients(model, row: Tensor, start: int, drawings: int, generator, seen: list) -> list[tuple[Tensor, ...]]:
@@ -121,18 +133,44 @@ def _drawn_gradients(model, row: Tensor, start: int, drawings: int, generator, s
 def _price(layer, grads: list[Tensor], grid: list[int], sink_tokens: int, start: int) -> tuple[Tensor, Tensor]:
     """(½ Σ_blocks (g · δ)² averaged over drawings, attention lost), each [Hkv, G]."""
     q, k, v, scaling, full, lse, own = layer
-    heads, groups, length = q.shape[1], k.shape[1], q.shape[2]
+    heads, groups = q.shape[1], k.shape[1]
     costs, lost = torch.zeros(groups, len(grid)), torch.zeros(groups, len(grid))
-    pad = -length % BLOCK
     for n, window in enumerate(grid):
         if own is not None and window >= own:  # such a window hides nothing more
             continue
         cut = attend(q, k, v, Rule(heads, reach=window, sink_tokens=sink_tokens if own is None else 0), scale=scaling)
-        change = (cut.out - full.detach()).float()
-        for g in grads:
-            moved = (change * g).sum(-1)[0].view(groups, heads // groups, length).sum(1)  # [Hkv, T]
-            blocks = nn.functional.pad(moved, (0, pad)).view(groups, -1, BLOCK).sum(2)
-            costs[:, n] += blocks.square().sum(1) / (2 * len(grads))
+        costs[:, n] = _divergence(cut.out - full.detach(), grads, groups)
         inside = (cut.lse - lse).exp()[0, :, start - 1 : -1].mean(1)
         lost[:, n] = (1 - inside).clamp(min=0).view(groups, -1).mean(1)
     return costs, lost
+
+
+@torch.no_grad()
+def _price_rings(layer, grads: list[Tensor], rings: list[int], sink_tokens: int, most: int) -> Tensor:
+    """[Hkv, R] the same costs if every head retrieves."""
+    q, k, v, scaling, full, _, own = layer
+    groups, shared = k.shape[1], q.shape[1] // k.shape[1]
+    costs = torch.full((groups, len(rings)), math.inf)
+    if own is not None:
+        return costs
+    scale = 1 / math.sqrt(q.shape[3]) if scaling is None else scaling
+    for n, ring in enumerate(rings):
+        near = attend(q, k, v, Rule(q.shape[1], reach=ring, sink_tokens=sink_tokens), scale=scaling)
+        outs = []
+        for g in range(groups):
+            some = slice(g * shared, (g + 1) * shared)
+            mine = Attended(near.out[:, some], near.lse[:, some])
+            outs.append(read_older(q[:, some], k[:, g], v[:, g], mine, ring, sink_tokens, most, scale)[0])
+        costs[:, n] = _divergence(torch.cat(outs, 1) - full.detach(), grads, groups)
+    return costs
+
+
+def _divergence(change: Tensor, grads: list[Tensor], groups: int) -> Tensor:
+    """[Hkv] ½ Σ_blocks (g · δ)² averaged over drawings, for a change δ of the outputs [1, H, T, D]."""
+    _, heads, length, _ = change.shape
+    found = torch.zeros(groups)
+    for g in grads:
+        moved = (change.float() * g).sum(-1)[0].view(groups, heads // groups, length).sum(1)  # [Hkv, T]
+        blocks = nn.functional.pad(moved, (0, -length % BLOCK)).view(groups, -1, BLOCK).sum(2)
+        found += blocks.square().sum(1) / (2 * len(grads))
+    return found
