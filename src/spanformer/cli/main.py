@@ -81,9 +81,13 @@ COMMANDS = {
     "bench positions": Route("spanformer.cli.bench", "POSITIONS", "time position encodings against none"),
     "bench products": Route("spanformer.cli.bench", "PRODUCTS", "time matrix products, MKL against oneDNN"),
     "bench quality": Route("spanformer.cli.bench", "QUALITY", "train the paper's recipe and spanformer's on enwik8"),
+    "bench retrieval": Route("spanformer.cli.bench", "RETRIEVAL", "measure retrieval heads of a Hugging Face model"),
     "bench search": Route("spanformer.cli.bench", "SEARCH", "time exact search over keys against faiss"),
     "bench tasks": Route("spanformer.cli.bench", "TASKS", "train tiny models to recall, copy and find"),
     "bench train-step": Route("spanformer.cli.bench", "TRAIN_STEP", "time a training step against the paper's code"),
+    "rl train": Route("spanformer.cli.rl", "TRAIN", "train a policy with memory by PPO"),
+    "rl eval": Route("spanformer.cli.rl", "EVAL", "play whole episodes with a trained policy"),
+    "rl report": Route("spanformer.cli.rl", "REPORT", "draw the learning curves of one or several policies"),
     "report attention": Route(
         "spanformer.cli.report", "ATTENTION", "print and draw the results of an attention benchmark"
     ),

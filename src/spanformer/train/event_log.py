@@ -8,7 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from spanformer.core.events import EvalEvent, Event, ResumeEvent, StepEvent, as_record
+from spanformer.core.events import (
+    EvalEvent,
+    Event,
+    ResumeEvent,
+    StepEvent,
+    as_record,
+)
+from spanformer.core.policy_events import PlayEvent, UpdateEvent
 
 SCALARS = (
     "loss",
@@ -20,8 +27,16 @@ SCALARS = (
     "span_longest",
     "choice_entropy",
     "choice_variance",
+    "episode_return",
+    "success",
+    "length",
+    "policy_loss",
+    "value_loss",
+    "entropy",
+    "kl",
+    "steps_per_second",
 )
-"""Fields of `step` and `eval` rows that TensorBoard receives, as step/loss, eval/loss, …"""
+"""Fields of `step`, `eval`, `update` and `play` rows that TensorBoard receives, as step/loss, eval/loss, …"""
 
 
 class EventLog:
@@ -73,7 +88,7 @@ class EventLog:
             return
         if isinstance(event, ResumeEvent):
             self._resumed = event.step
-        if not isinstance(event, StepEvent | EvalEvent):
+        if not isinstance(event, StepEvent | EvalEvent | UpdateEvent | PlayEvent):
             return
         if self._board is None:
             self._board = self._make_board(self._resumed)

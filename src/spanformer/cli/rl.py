@@ -1,0 +1,131 @@
+"""`spanformer rl train | eval | report`: policies with memory, trained by PPO."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from spanformer.cli.command import Command
+from spanformer.cli.progress import Progress
+from spanformer.cli.runfile import read_run
+from spanformer.core.events import (
+    Event,
+    NoteEvent,
+    ProgressEvent,
+    ResumeEvent,
+    StepsEvent,
+    StopEvent,
+)
+from spanformer.core.policy_events import PolicyStartEvent
+from spanformer.core.text import printable
+from spanformer.rl.config import EnvConfig, RLConfig
+
+
+@dataclass(frozen=True)
+class EvalPolicy:
+    """Play whole episodes with a trained policy and print the mean return.
+
+    For example:  spanformer rl eval out/t_maze --episodes 500
+    """
+
+    run: tyro.conf.Positional[str]
+    """a run's folder, of which it takes the newest checkpoint, or a checkpoint"""
+    env: str = ""
+    """another environment than the one of training, with the same observations and actions"""
+    length: int = 50
+    """with --env: its length"""
+    episodes: int = 200
+    seed: int = 1
+    sample: bool = False
+    """draw actions at random, by their probabilities, instead of taking the most probable one"""
+
+
+@dataclass(frozen=True)
+class ReportPolicies:
+    """Draw the learning curves of one or several runs on one page.
+
+    For example:  spanformer rl report out/seed-1 out/seed-2 --out out/curves
+    """
+
+    runs: tyro.conf.Positional[tuple[str, ...]]
+    """folders of runs"""
+    out: str = ""
+    """output folder; by default `report` in the first run's folder"""
+
+
+def parse(program: str, arguments: list[str]) -> RLConfig:
+    config = read_run(RLConfig, program, arguments, sorted(str(path) for path in Path("runs/rl").glob("*.toml")))
+    named = arguments and not arguments[0].startswith("-")
+    return config if config.out else dataclasses.replace(
+        config, out=str(Path("out") / (Path(arguments[0]).stem if named else "rl"))
+    )  # fmt: skip
+
+
+def show(progress: Progress, event: Event | ProgressEvent | StepsEvent) -> None:
+    match event:
+        case ProgressEvent():
+            progress(event.title, event.done, event.total)
+        case PolicyStartEvent():
+            progress.say(f"{event.run}: {event.parameters:,} parameters; {event.rows} environments {event.env}")
+        case ResumeEvent():
+            progress.say(f"continued from update {event.step:,} ({event.path})")
+        case NoteEvent():
+            progress.say(f"note: {event.text}")
+        case StopEvent():
+            progress.say(f"ended: {event.reason}, {event.step:,} updates in {event.seconds:.0f} s")
+
+
+def run(config: RLConfig) -> None:
+    from spanformer.cli.summary import reporting
+    from spanformer.report.policy import read_policy, said, write_policy_report
+    from spanformer.rl.run import train
+
+    with Progress() as progress:
+        result = train(config, watch=lambda event: show(progress, event))
+    if result.signal:
+        print(f"stopped by {result.reason} at update {result.updates:,}; continue with the same command and --resume")
+        sys.exit(128 + result.signal)
+    with reporting(result.out, shlex.join(["spanformer", "rl", "report", str(result.out)])):
+        print(said(read_policy(result.out)))
+        print(f"report: {printable(write_policy_report([result.out], result.out / 'report'))}")
+
+
+def evaluate(options: EvalPolicy) -> None:
+    from spanformer.rl.rollout import play_episodes
+    from spanformer.rl.run import EVAL_ROWS, play_event
+    from spanformer.rl.saving import load_policy
+
+    if options.episodes < 1:
+        raise ValueError(f"--episodes is {options.episodes}; expected at least 1")
+    other = EnvConfig(options.env, options.length) if options.env else None
+    policy, env = load_policy(options.run, other, min(EVAL_ROWS, options.episodes))
+    with Progress(transient=True) as progress:
+        progress(f"playing {options.episodes:,} episodes of {env.name}", 0, 0)
+        found = play_episodes(env, policy, options.episodes, seed=options.seed, greedy=not options.sample)
+    played = play_event(0, env.name, found)
+    right = "" if played.success != played.success else f", {100 * played.success:.1f} % right"
+    print(
+        f"{env.name}: return {played.episode_return:.3f}{right}; {played.episodes:,} episodes of {played.length:.1f} "
+        "steps on average"
+    )
+
+
+def report(options: ReportPolicies) -> None:
+    from spanformer.report.policy import read_policy, said, write_policy_report
+
+    if not options.runs:
+        raise ValueError("no run is given; expected the folder of at least one run of `spanformer rl train`")
+    paths = [Path(each) for each in options.runs]
+    for path in paths:
+        print(said(read_policy(path)))
+    print(f"report: {printable(write_policy_report(paths, Path(options.out or paths[0] / 'report')))}")
+
+
+TRAIN = Command(RLConfig, run, parse)
+EVAL = Command(EvalPolicy, evaluate)
+REPORT = Command(ReportPolicies, report)

@@ -1,0 +1,1 @@
+"""Environments: batches of rows that step together, and the same ones for gymnasium."""

@@ -1,0 +1,129 @@
+"""gymnasium's environments as a batch, and the batches of this project as gymnasium's environments.
+
+gymnasium is an extra: it is imported when an environment of it is made.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+from spanformer.rl.envs.batch import BatchEnv, Step
+from spanformer.rl.envs.memory_chain import MemoryChain
+from spanformer.rl.envs.t_maze import TMaze
+
+OURS = {"t_maze": TMaze, "memory_chain": MemoryChain}
+IDS = {"spanformer/TMaze-v0": "t_maze", "spanformer/MemoryChain-v0": "memory_chain"}
+
+
+def make_batch(name: str, rows: int, length: int) -> BatchEnv:
+    """name: one of `OURS`, or an id that gymnasium knows. length: of ours only."""
+    return OURS[name](rows, length) if name in OURS else GymBatch(name, rows)
+
+
+def load_gymnasium() -> Any:
+    try:
+        return importlib.import_module("gymnasium")
+    except ImportError as error:
+        raise ImportError(
+            f"gymnasium is not installed; install it with: pip install 'spanformer[rl]', or use one of "
+            f"{', '.join(OURS)}, which do not need it"
+        ) from error
+
+
+def register() -> None:
+    """Make the environments of this project known to gymnasium, by the ids of `IDS`."""
+    gymnasium = load_gymnasium()
+    for id, name in IDS.items():
+        if id not in gymnasium.registry:
+            gymnasium.register(id, entry_point=_single, kwargs={"name": name})
+
+
+def _single(name: str, length: int = 50) -> Any:
+    """One environment of gymnasium around a batch of one row."""
+    gymnasium = load_gymnasium()
+    batch: BatchEnv = OURS[name](1, length)
+
+    class Single(gymnasium.Env):
+        observation_space = gymnasium.spaces.Box(-1.0, 1.0, (batch.observation,), np.float32)
+        action_space = gymnasium.spaces.Discrete(batch.actions)
+
+        def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+            if seed is not None:
+                batch.seed(seed)
+            return batch.reset()[0], {}
+
+        def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+            s = batch.step(np.array([action]))
+            ended = bool(s.terminated[0] or s.truncated[0])
+            info = {"is_success": bool(s.success[0])} if ended else {}
+            return s.final[0], float(s.reward[0]), bool(s.terminated[0]), bool(s.truncated[0]), info
+
+    return Single()
+
+
+class GymBatch:
+    """Environments of gymnasium, one after the other: a vector of numbers or a discrete observation, and discrete
+    actions."""
+
+    def __init__(self, name: str, rows: int) -> None:
+        gymnasium = load_gymnasium()
+        register()
+        try:
+            self.envs = [gymnasium.make(name) for _ in range(rows)]
+        except gymnasium.error.DependencyNotInstalled as error:
+            raise ValueError(f"env.id is {name!r}, which needs a package: {error}") from None
+        except (gymnasium.error.Error, ImportError) as error:
+            raise ValueError(
+                f"env.id is {name!r}, which gymnasium cannot make ({error}); expected {', '.join(OURS)} or an id of an "
+                "installed environment"
+            ) from None
+        spaces, seen, acts = gymnasium.spaces, self.envs[0].observation_space, self.envs[0].action_space
+        self.discrete = isinstance(seen, spaces.Discrete)
+        if not self.discrete and not (isinstance(seen, spaces.Box) and len(seen.shape) == 1):
+            raise ValueError(
+                f"env.id is {name!r}, whose observations are {seen}; expected a vector (Box of one axis) or Discrete: "
+                "flatten dicts, and encode images, by a wrapper of gymnasium"
+            )
+        if not isinstance(acts, spaces.Discrete):
+            raise ValueError(f"env.id is {name!r}, whose actions are {acts}; expected Discrete actions")
+        self.name, self.rows, self.actions = name, rows, int(acts.n)
+        self.observation = int(seen.n) if self.discrete else int(seen.shape[0])
+        self.first_action, self.first_seen = int(acts.start), int(seen.start) if self.discrete else 0
+        self.seeds: list[int | None] = [None] * rows
+
+    def seed(self, seed: int) -> None:
+        self.seeds = [seed * 4096 + n for n in range(self.rows)]
+
+    def reset(self) -> np.ndarray:
+        return np.stack([self._reset(n) for n in range(self.rows)])
+
+    def _reset(self, n: int) -> np.ndarray:
+        seed, self.seeds[n] = self.seeds[n], None  # at the first reset after seed(); later ones draw on
+        return self._read(self.envs[n].reset(seed=seed)[0])
+
+    def _read(self, seen: Any) -> np.ndarray:
+        if self.discrete:
+            return np.eye(self.observation, dtype=np.float32)[int(seen) - self.first_seen]
+        return np.asarray(seen, np.float32)
+
+    def step(self, action: np.ndarray) -> Step:
+        rows = [self._step(n, int(a) + self.first_action) for n, a in enumerate(action)]
+        return Step(*(np.stack(each) for each in zip(*rows, strict=True)))
+
+    def _step(self, n: int, action: int) -> tuple[Any, ...]:
+        seen, reward, over, cut, info = self.envs[n].step(action)
+        final = self._read(seen)
+        ended = bool(over or cut)
+        success = float(info["is_success"]) if ended and "is_success" in info else np.nan
+        now = self._reset(n) if ended else final
+        numbers = np.float32(reward), np.bool_(over), np.bool_(cut and not over)
+        return now, *numbers, final, np.float32(success)
+
+    def arrays(self) -> None:
+        return None
+
+    def load(self, arrays: dict[str, np.ndarray]) -> np.ndarray:
+        return self.reset()
