@@ -218,3 +218,10 @@ def test_shipped_comparisons_train(tmp_path, file):
     assert len(found) == len(comparison.runs) and all(
         run.steps[-1].step == 2 and run.steps[-1].loss > 0 for run in found
     )
+
+
+def test_kinds_with_semicolons_are_kinds_of_layers(tmp_path):
+    file = run_file(tmp_path, "layers", more='kinds = ["full", "window(8); full"]\n')
+    one, two = parse("spanformer compare", [file]).runs
+    assert (one.model.attention.kind, one.model.attention.stack) == ("full", ())
+    assert two.model.attention.stack == ("window(8)", "full") and Path(two.out).name == "window-8-full"

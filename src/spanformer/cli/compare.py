@@ -19,7 +19,7 @@ from spanformer.core.fields import as_dict, build
 from spanformer.core.files import write_text
 from spanformer.core.progress import OnProgress
 from spanformer.core.text import printable
-from spanformer.model.config import PositionConfig
+from spanformer.model.config import AttentionConfig, PositionConfig
 from spanformer.train.config import RunConfig
 
 SHARE = 0.02
@@ -40,7 +40,8 @@ class CompareConfig(RunConfig):
     """
 
     kinds: tuple[str, ...] = ()
-    """kinds of attention to train, such as window(128) or "Window(64) | Global([0])"; none: the run file's kind"""
+    """kinds of attention to train, such as window(128) or "Window(64) | Global([0])"; with semicolons, the kinds of
+    layers: "window(64); full"; none: the run file's kind"""
     positions: tuple[str, ...] = ()
     """position encodings to train each kind with; none: the run file's position encoding"""
     depths: tuple[Literal["fixed", "exits", "universal", "act"], ...] = ()
@@ -179,7 +180,7 @@ def _product(config: CompareConfig, out: Path) -> list[RunConfig]:
         named = [each for each in (kind, place, depth) if each is not None]
         model = config.model
         if kind is not None:
-            model = dataclasses.replace(model, attention=dataclasses.replace(model.attention, kind=kind, stack=()))
+            model = dataclasses.replace(model, attention=_attention(model.attention, kind))
         if place is not None:
             chosen = build(PositionConfig, as_dict(model.position) | {"kind": place}, "positions")
             model = dataclasses.replace(model, position=chosen)
@@ -192,6 +193,13 @@ def _product(config: CompareConfig, out: Path) -> list[RunConfig]:
             raise ValueError(f"{' and '.join(named)} is listed twice; expected each once")
         runs[name] = _run(config, out / name, model)
     return list(runs.values())
+
+
+def _attention(attention: AttentionConfig, kind: str) -> AttentionConfig:
+    """With one kind for all layers, or with a list of them that repeats: "window(64); full"."""
+    if ";" not in kind:
+        return dataclasses.replace(attention, kind=kind, stack=())
+    return dataclasses.replace(attention, stack=tuple(each.strip() for each in kind.split(";")))
 
 
 def _run(config: CompareConfig, out: Path, model) -> RunConfig:
