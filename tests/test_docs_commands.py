@@ -63,6 +63,11 @@ REDUCED = {
     r"(train|compare) runs/(recall|duplicate)": TRAIN.replace("block 32", "block 256"),
     r"train runs/(seq2seq|hard|masked|etc)": TRAIN.replace("--data.limit 20000 ", "").replace("block 32", "block 72"),
     r"train": TRAIN,
+    r"rl train": (
+        "--env.count 4 --ppo.updates 2 --ppo.window 16 --env.length 4 --ppo.eval-episodes 4 --ppo.tensorboard off "
+        "--model.dim 16"
+    ),
+    r"rl eval": "--episodes 4",
     r"compare .*--kinds": f"{TRAIN} --model.kv-heads 0",
     r"compare runs/compare/depth": f"{TRAIN} --model.kv-heads 0",
     r"compare runs/compare/etc": f"{TRAIN} --train.block 64 --kinds full 'etc(16, 16)'",
