@@ -62,8 +62,7 @@ def _routing_transformer(length: int) -> Peer:
     with torch.random.fork_rng([]), torch.no_grad():
         torch.manual_seed(0)
         q = _shared(length)["q"].detach()
-        attention(q, q, q)  # its first call finds the centroids
-    attention.eval()
+        attention(q, q, q)  # its first call finds the centroids; without `update` they stay, in training too
     oracle = functools.partial(oracles.routing_transformer, attention.kmeans.means.clone(), WINDOW)
     return Peer(lambda i: attention(i["q"], i["q"], i["v"])[0], oracle, aim=2.5)
 

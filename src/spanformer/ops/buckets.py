@@ -63,13 +63,17 @@ class Sorted:
 
 def sort_tokens(ids: Tensor, documents: Tensor | None = None) -> Sorted:
     """ids [N, R, T] of buckets, 0 or more; documents [N, T]: tokens of others are not seen."""
-    tokens = ids.shape[2]
+    n, r, tokens = ids.shape
+    rows = torch.arange(n * r, device=ids.device)[:, None]
+    most = ids.amax() + 1 if ids.numel() else 1
+    # One row of all: PyTorch sorts long rows of whole numbers by radix on a CPU.
+    order = torch.sort((ids.reshape(n * r, tokens) + rows * most).flatten(), stable=True).indices
+    order = (order.view(n * r, tokens) - rows * tokens).view(ids.shape)
     at = torch.arange(tokens, device=ids.device)
-    packed, order = torch.sort(ids * tokens + at)  # one key of both, so that the sort need not be stable
     inverse = torch.empty_like(order).scatter_(2, order, at.expand(order.shape))
-    groups = packed.div_(max(tokens, 1), rounding_mode="floor")
+    groups = ids.gather(2, order)
     if documents is not None:
-        groups = groups + (ids.amax() + 1) * documents[:, None].expand(order.shape).gather(2, order)
+        groups = groups + most * documents[:, None].expand(order.shape).gather(2, order)
     places = (inverse + ids * GAP).transpose(0, 1)
     return Sorted(order, inverse, groups, places)
 
