@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -70,16 +71,19 @@ def test_low_temperature_matches_one_block_each() -> None:
 
 
 @pytest.mark.parametrize("at", [1, 8, 17, 24, 33])
+@pytest.mark.parametrize("future", [1e3, math.inf, math.nan])
 @pytest.mark.parametrize("backend", ["native", "banded"])
-def test_no_output_depends_on_later_tokens(at: int, backend: str) -> None:
+def test_no_output_depends_on_later_tokens(at: int, backend: str, future: float) -> None:
     """Not by NaN: a match of weight 0 times NaN is NaN."""
     m = Sinkhorn(2, 8, 32)
     m.backend = backend
     q, k, v = (t.detach().float() for t in inputs(70))
     before = run(m, q, k, v)[:, :, :at].clone()
     for t in (q, k, v):
-        t[:, :, at:] = 1e3 * torch.randn(t[:, :, at:].shape)
-    assert torch.equal(run(m, q, k, v)[:, :, :at], before)
+        t[:, :, at:] = future * torch.randn(t[:, :, at:].shape)
+    after = run(m, q, k, v)[:, :, :at]
+    # The kernel may round differently beside numbers that are not finite.
+    assert torch.equal(after, before) if future == 1e3 else (after - before).abs().max() < 1e-6
 
 
 def test_noise_is_of_training_alone() -> None:

@@ -55,6 +55,14 @@ def test_per_token(tmp_path, capsys):
     assert "longest over shortest" in shown.out and f"results: {tmp_path / 'per-token.json'}" in shown.out
 
 
+def test_reversible(tmp_path, capsys):
+    found = bench(tmp_path, "reversible")
+    assert [row["layers"] for row in found["memory"]] == [1, 2, 4] * 4
+    assert all(row["mib"] is not None for row in found["memory"]), found["memory"]
+    assert set(found["step"]) == {"residual", "reversible"}
+    assert set(found["chunks of a reversible stack"]) == {"all at once", "chunks of 1,024"}
+
+
 def test_positions(tmp_path, capsys):
     found = bench(tmp_path, "positions", "--length", "32")["positions"]
     assert set(found["over_none"]) == set(positions.encodings(32))

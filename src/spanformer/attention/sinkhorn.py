@@ -118,10 +118,14 @@ class Sinkhorn(Attention):
             earlier = (block[:, None] > block) & (stretch[:, None] == stretch)
             allowed = allowed & earlier
         weight = self.match(score, allowed.expand(score.shape))
-        kinds = torch.cat([k, v, there[:, None, ..., None].expand(*k.shape[:4], 1).to(k.dtype)], -1)
+        # NaN times a weight of 0 is NaN, so a later block would reach earlier ones: such tokens are counted apart.
+        broken = ~(k.isfinite().all(-1) & v.isfinite().all(-1))[..., None]
+        k, v = k.masked_fill(broken, 0), v.masked_fill(broken, 0)
+        real = there[:, None, ..., None].expand_as(broken)
+        kinds = torch.cat([k, v, real.to(k.dtype), broken.to(k.dtype)], -1)
         found = (weight.to(k.dtype) @ kinds.flatten(3)).view(kinds.shape).flatten(2, 3)
-        k, v, mass = found.split([k.shape[-1], v.shape[-1], 1], -1)
-        by = mass.masked_fill(mass == 0, 1)
+        k, v, mass, lost = found.split([k.shape[-1], v.shape[-1], 1, 1], -1)
+        by = mass.masked_fill(mass == 0, 1).masked_fill(lost != 0, torch.nan)
         return k / by, v / by, mass[..., 0]
 
     def match(self, score: Tensor, allowed: Tensor) -> Tensor:

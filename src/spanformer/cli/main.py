@@ -82,6 +82,7 @@ COMMANDS = {
     "bench products": Route("spanformer.cli.bench", "PRODUCTS", "time matrix products, MKL against oneDNN"),
     "bench quality": Route("spanformer.cli.bench", "QUALITY", "train the paper's recipe and spanformer's on enwik8"),
     "bench retrieval": Route("spanformer.cli.bench", "RETRIEVAL", "measure retrieval heads of a Hugging Face model"),
+    "bench reversible": Route("spanformer.cli.bench", "REVERSIBLE", "measure deep stacks that keep no activations"),
     "bench search": Route("spanformer.cli.bench", "SEARCH", "time exact search over keys against faiss"),
     "bench tasks": Route("spanformer.cli.bench", "TASKS", "train tiny models to recall, copy and find"),
     "bench train-step": Route("spanformer.cli.bench", "TRAIN_STEP", "time a training step against the paper's code"),
