@@ -24,19 +24,22 @@ class State:
     """[B, longest M] ids, if the text consists of packed documents"""
     padding: Tensor | None = None
     """[B, longest M] bool, True where a token is padding"""
+    offset: Tensor | None = None
+    """[B] the position of each text's first token, if texts begin at random positions"""
 
     def tokens(self) -> list[int]:
         """[layers] the number of earlier tokens in each layer's memory."""
         return [layer.tokens for layer in self.layers]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Each layer's tensors, by names such as 0.hidden; all have the batch as their first axis."""
-        return {f"{n}.{name}": t for n, layer in enumerate(self.layers) for name, t in layer.tensors().items()}
+        """Each layer's tensors, by names such as 0.hidden, and the offset; all have the batch as their first axis."""
+        found = {f"{n}.{name}": t for n, layer in enumerate(self.layers) for name, t in layer.tensors().items()}
+        return found if self.offset is None else found | {"offset": self.offset}
 
     def with_tensors(self, tensors: dict[str, Tensor], seen: int) -> State:
         """A state like this one with these tensors, named as in `tensors`."""
         layers = (layer.with_tensors(pick(tensors, n)) for n, layer in enumerate(self.layers))
-        return replace(self, layers=tuple(layers), seen=seen)
+        return replace(self, layers=tuple(layers), seen=seen, offset=tensors.get("offset"))
 
     def rows(self, rows: slice | Tensor) -> State:
         """The state of some rows of the batch, by a slice or by their indices."""
@@ -48,6 +51,7 @@ class State:
             layers=tuple(rows_of(layer, rows) for layer in self.layers),
             documents=None if self.documents is None else self.documents[rows],
             padding=None if self.padding is None else self.padding[rows],
+            offset=None if self.offset is None else self.offset[rows],
         )
 
     @staticmethod

@@ -58,6 +58,9 @@ class PositionConfig:
     """for rotary: how to scale its angles for longer texts"""
     factor: float = 1.0
     """for rotary with scaling: length of texts divided by the trained length"""
+    random_start: int = 0
+    """for absolute positions: in training each text begins at a random position below this number, so that a model
+    knows positions that only longer texts reach (Universal Transformers); 0: every text begins at 0"""
 
     def __post_init__(self) -> None:
         within("position.base", self.base, 0 < self.base < math.inf, "a positive, finite number")
@@ -72,6 +75,12 @@ class PositionConfig:
             raise ValueError(
                 f"model.position.scaling is {self.scaling!r}, which is for rotary positions; position.kind is "
                 f"{self.kind!r}, so set scaling to 'none'"
+            )
+        size("position.random_start", self.random_start, 0)
+        if self.random_start and not known.absolute:
+            raise ValueError(
+                f"model.position.random_start is {self.random_start}, and {self.kind} positions are distances, which do "
+                "not depend on where a text begins; expected 0, or an absolute kind such as sinusoidal"
             )
         within("position.factor", self.factor, 1 <= self.factor < math.inf, "at least 1")
         if self.factor != 1 and self.scaling == "none":

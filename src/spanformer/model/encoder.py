@@ -105,10 +105,10 @@ class Encoder(TransformerStack):
                 "global_attention_mask is given, and no layer has global tokens; expected attention kind "
                 "longformer(globals=N)"
             )
-        nothing = self.empty_memories(h)
+        nothing, at = self.empty_memories(h), self.positions_from(0, h[:, m:], self.draw_offsets(len(h), h.device))
 
         def add_positions(position: Position, h: Tensor) -> Tensor:
-            return torch.cat([h[:, :m], position.embed(h[:, m:], 0)], 1) if m else position.embed(h, 0)
+            return torch.cat([h[:, :m], position.embed(h[:, m:], at)], 1) if m else position.embed(h, at)
 
         h, penalty = self.run_blocks(h, nothing, view, add_positions)
         h = self.norm(h)

@@ -31,9 +31,11 @@ class SegmentStack(TransformerStack):
         lengths, seen = self.memory_lengths(), state.seen
         memories = self._memories(state, lengths, h.dtype)
         view = View(documents=documents, padding=padding, start=seen)
-        out, penalty = self.run_blocks(h, memories, view, lambda position, h: position.embed(h, seen))
+        at = self.positions_from(seen, h, state.offset)
+        out, penalty = self.run_blocks(h, memories, view, lambda position, h: position.embed(h, at))
         longest = max(lengths)
-        after = State(tuple(memories), seen + h.shape[1], _last(documents, longest), _last(padding, longest))
+        ids = _last(documents, longest), _last(padding, longest)
+        after = State(tuple(memories), seen + h.shape[1], *ids, state.offset)
         return out, after, penalty
 
     def start(self, batch: int) -> State:
@@ -47,7 +49,8 @@ class SegmentStack(TransformerStack):
             return lambda mechanism, shape: HiddenStates(torch.zeros(batch, n, dim, dtype=dtype, device=weight.device))
 
         each = zip(self.mechanisms(), lengths, strict=True)
-        return State(tuple(new_memory(mechanism, shape, empty(n)) for mechanism, n in each))
+        layers = tuple(new_memory(mechanism, shape, empty(n)) for mechanism, n in each)
+        return State(layers, offset=self.draw_offsets(batch, weight.device))
 
     def _memories(self, state: State, lengths: list[int], dtype: torch.dtype) -> list[LayerMemory]:
         """Each layer's memory for the next segment."""

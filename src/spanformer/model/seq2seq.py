@@ -70,9 +70,9 @@ class Seq2Seq(Decoder):
         check_padding("padding", padding, x)
         states, penalty = self.encode(source, source_padding)
         h, heard = self.embedding(x), (states, source_padding)
-        nothing = self.empty_memories(h)
+        nothing, at = self.empty_memories(h), self.positions_from(0, h, self.draw_offsets(len(h), h.device))
         h, added = self.run_blocks(
-            h, nothing, View(padding=padding), lambda position, h: position.embed(h, 0), [heard] * len(nothing)
+            h, nothing, View(padding=padding), lambda position, h: position.embed(h, at), [heard] * len(nothing)
         )
         penalty = penalty + added
         h = self.dropout(self.norm(h))

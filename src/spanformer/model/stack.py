@@ -98,6 +98,18 @@ class TransformerStack(nn.Module):
         mechanisms = [block.attention.mechanism for block in self.ordered_blocks()]
         return [new_memory(mechanism, shape, lambda *_: HiddenStates(h[:, :0])) for mechanism in mechanisms]
 
+    def draw_offsets(self, batch: int, device: torch.device) -> Tensor | None:
+        """[B] the positions at which new texts begin, in training with `position.random_start`; None: at 0."""
+        most = self.config.position.random_start
+        return torch.randint(most, (batch,), device=device) if most and self.training else None
+
+    @staticmethod
+    def positions_from(seen: int, h: Tensor, offset: Tensor | None) -> int | Tensor:
+        """The positions of h [B, T, dim] after `seen` tokens of texts that begin at offset [B]: those of all tokens
+        [B, T], or the first one's."""
+        step = torch.arange(seen, seen + h.shape[1], device=h.device)
+        return seen if offset is None else offset.to(h.device)[:, None] + step
+
     def run_blocks(
         self, h: Tensor, memories: list[M], view: View, add_positions: AddPositions,
         encoder_states: Sequence[EncoderStates | Source | None] = (),
