@@ -97,5 +97,5 @@ def test_relative_positions_refuse_it() -> None:
     )
     with pytest.raises(ValueError, match=f"^{wanted}$"):
         PositionConfig(kind="rotary", random_start=9)
-    with pytest.raises(ValueError, match="model.position.random_start is -1; expected at least 0"):
+    with pytest.raises(ValueError, match=r"model\.position\.random_start is -1; expected at least 0"):
         PositionConfig(kind="sinusoidal", random_start=-1)

@@ -152,7 +152,7 @@ class HeadPart(NamedTuple):
     """Heads of a layer that share one memory."""
 
     mechanism: Any
-    """their `Attention`"""
+    """their `Attention`; None for the inputs of a feed-forward that convolves (inputs.py)"""
     memory: Any
     """their `LayerMemory`; in a KV cache, their rings"""
 
@@ -169,7 +169,10 @@ class ByHead:
 
     def attend(self, call: LayerCall) -> tuple[Attended, Tensor | None]:
         found, penalty, first = [], None, 0
-        for mechanism, memory in self.parts:
+        attending = [part for part in self.parts if part.mechanism is not None]
+        if len(attending) == 1:
+            return attending[0].memory.attend(call)
+        for mechanism, memory in attending:
             some, added = memory.attend(call.for_heads(first, mechanism))
             found.append(some)
             penalty = penalty if added is None else added if penalty is None else penalty + added

@@ -9,18 +9,19 @@ A decoder has a second attention between the two, over the states of an encoder.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from spanformer.attention import View
+from spanformer.attention import Attention, View, new_memory
 from spanformer.depth.base import replace_rows
-from spanformer.memory import LayerMemory, Source
+from spanformer.memory import LayerMemory, MemoryShape, Source
 from spanformer.model.cross_attention import CrossAttention
 from spanformer.model.feedforward import FeedForward
 from spanformer.model.layer import SelfAttention, active_rows
 from spanformer.model.reversible import Halves, Streams
+from spanformer.model.separable_conv import SeparableConv
 from spanformer.position import Position
 
 EncoderStates = tuple[Tensor, Tensor | None]
@@ -67,6 +68,7 @@ class Block(nn.Module):
             return self._halves(memory, view, position, encoder_states).run(x)
         found, h, penalty = self.attend(x, memory, view, position)
         if view.nobody:
+            self._convolve(x, found, memory, view)
             return x, h, penalty
         y = self._join("attention", active_rows(x, view.active), found)
         y = y if self.pre else self.norm1(y)
@@ -74,7 +76,7 @@ class Block(nn.Module):
             y = active_rows(self.cross_attend(replace_rows(x, view.active, y), encoder_states), view.active)
         else:
             y = self.cross_attend(y, encoder_states)
-        y, auxiliary = self.feed(y)
+        y, auxiliary = self._convolve(x, y, memory, view) or self.feed(y)
         return y if view.active is None else replace_rows(x, view.active, y), h, _plus(penalty, auxiliary)
 
     def attend(
@@ -110,6 +112,24 @@ class Block(nn.Module):
         added, auxiliary = self.fed(x)
         joined = self._join("feedforward", x, added)
         return joined if self.pre else self.norm2(joined), auxiliary
+
+    def _convolve(self, x: Tensor, y: Tensor, memory: LayerMemory, view: View) -> tuple[Tensor, None] | None:
+        """`feed` for a feed-forward that reads neighbours; None for others. x [B, T, dim]: the block's input, which
+        stands for a neighbour that halted; y: the active tokens' sums."""
+        if not isinstance(self.feedforward, SeparableConv) or self.norm2 is None:
+            return None
+        whole = y if view.active is None else replace_rows(x, view.active, y)
+        added, _ = self.feedforward(self.norm2(whole) if self.pre else whole, memory, view)
+        joined = self._join("feedforward", y, added)
+        return joined if self.pre else self.norm2(joined), None
+
+    def new_memory(self, shape: MemoryShape, usual: Callable[[Attention, MemoryShape], Any]) -> Any:
+        """An empty memory for this layer. usual: makes that of mechanisms without their own."""
+        mechanism = self.attention.mechanism
+        memory = new_memory(mechanism, shape, usual)
+        if isinstance(self.feedforward, SeparableConv):
+            return self.feedforward.with_memory(memory, mechanism, shape)
+        return memory
 
     def _join(self, part: str, x: Tensor, y: Tensor) -> Tensor:
         """The stream x with what a part of the block returned, [..., dim] each."""

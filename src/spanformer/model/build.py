@@ -21,6 +21,7 @@ from spanformer.model.feedforward import FeedForward
 from spanformer.model.gates import make_gate
 from spanformer.model.layer import SelfAttention
 from spanformer.model.norm import make_norm
+from spanformer.model.separable_conv import SeparableConv
 from spanformer.position import Position
 
 
@@ -122,6 +123,11 @@ def make_feedforward(config: ModelConfig) -> nn.Module | None:
     f = config.feedforward
     if f.kind == "none":
         return None
+    if f.kind == "separable_conv":
+        return SeparableConv(
+            config.dim, f.dim or 4 * config.dim, f.kernel, causal=config.causal, bias=f.bias, dropout=f.dropout,
+            chunk=f.chunk,
+        )  # fmt: skip
     inner = f.dim or (-(-8 * config.dim // 3 // 32) * 32 if f.kind == "swiglu" else 4 * config.dim)
     if f.experts:
         return Experts(

@@ -112,6 +112,8 @@ class ModelConfig:
                 f"model.depth.kind is 'exits' with model.kind {self.kind!r}, order {self.order!r} and {self.layers} "
                 "layers; expected a language model with pre-norm and at least 2 layers"
             )
+        if self.feedforward.kind == "separable_conv":
+            self._check_convolution()
         if self.stack == "reversible" and self.order == "post":
             raise ValueError("model.stack is 'reversible', and a norm of a sum cannot be undone; expected order 'pre'")
         size("dim", self.dim, 1)
@@ -134,6 +136,20 @@ class ModelConfig:
         if self.paper_compat and strange:
             raise ValueError(
                 f"model.paper_compat is set, and the paper's code has no {', '.join(strange)}; unset one of them"
+            )
+
+    def _check_convolution(self) -> None:
+        f, etc = self.feedforward, any(spec.kind.startswith("etc") for layer in self.layer_specs() for spec in layer)
+        if self.stack == "reversible" or self.paper_compat or etc:
+            what = "paper_compat" if self.paper_compat else "etc" if etc else "a reversible stack"
+            raise ValueError(
+                f"model.feedforward.kind is 'separable_conv' with {what}, whose layers feed each token alone; expected "
+                "relu, gelu, swiglu or none"
+            )
+        if self.kind != "lm" and f.kernel % 2 == 0:
+            raise ValueError(
+                f"model.feedforward.kernel is {f.kernel}; an encoder's separable_conv reads as many tokens to either "
+                "side, so expected an odd number"
             )
 
     @property

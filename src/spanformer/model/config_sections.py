@@ -79,8 +79,8 @@ class PositionConfig:
         size("position.random_start", self.random_start, 0)
         if self.random_start and not known.absolute:
             raise ValueError(
-                f"model.position.random_start is {self.random_start}, and {self.kind} positions are distances, which do "
-                "not depend on where a text begins; expected 0, or an absolute kind such as sinusoidal"
+                f"model.position.random_start is {self.random_start}, and {self.kind} positions are distances, which "
+                "do not depend on where a text begins; expected 0, or an absolute kind such as sinusoidal"
             )
         within("position.factor", self.factor, 1 <= self.factor < math.inf, "at least 1")
         if self.factor != 1 and self.scaling == "none":
@@ -96,8 +96,11 @@ class PositionConfig:
 
 @dataclass(frozen=True)
 class FeedForwardConfig:
-    kind: Literal["relu", "gelu", "swiglu", "none"] = "swiglu"
-    """none: attention only, as with persistent memory vectors"""
+    kind: Literal["relu", "gelu", "swiglu", "separable_conv", "none"] = "swiglu"
+    """separable_conv: relu after a depthwise convolution over neighbouring tokens (Universal Transformers), only
+    earlier ones unless the model is an encoder; none: attention only, as with persistent memory vectors"""
+    kernel: int = 3
+    """for separable_conv: tokens that it reads, in an encoder an odd number"""
     dim: int = 0
     """inner size; 0: 4 times the model's (8/3 times for swiglu, the same number of weights)"""
     bias: bool = False
@@ -117,6 +120,12 @@ class FeedForwardConfig:
         for name in ("dim", "chunk"):
             size(f"feedforward.{name}", getattr(self, name), 0)
         size("feedforward.experts", self.experts, 0, MOST_PARTS)
+        size("feedforward.kernel", self.kernel, 1, MOST_PARTS)
+        if self.kind == "separable_conv" and self.experts:
+            raise ValueError(
+                f"model.feedforward.experts is {self.experts} with kind 'separable_conv', which reads a token's "
+                "neighbours, and an expert sees only its own tokens; expected 0, or another kind"
+            )
         dropout("feedforward", self.dropout)
         within("feedforward.balance", self.balance, 0 <= self.balance < math.inf, "0 or more")
 

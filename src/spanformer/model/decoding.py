@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from spanformer.attention import Attention, View, new_memory
+from spanformer.attention import Attention, View
 from spanformer.depth import Exits
 from spanformer.memory import ByHead, Cache, HeadCache, LayerCall, LayerMemory, MemoryShape, OwnMemory, Source
 from spanformer.memory.base import unread
@@ -58,7 +58,7 @@ def make_cache(
         )  # fmt: skip
 
     shape = MemoryShape(batch, config.groups, config.head_dim, slack, weight.dtype, weight.device, in_place=True)
-    layers = [new_memory(mechanism, shape, rings) for mechanism in mechanisms]
+    layers = [block.new_memory(shape, rings) for block in lm.decoding_rules.blocks]
     return Cache(lm, layers, place, settings, sources, defer_skipped(lm, layers))
 
 

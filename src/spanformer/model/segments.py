@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spanformer.attention import Attention, View, new_memory
+from spanformer.attention import Attention, View
 from spanformer.memory import ByHead, HiddenStates, LayerMemory, MemoryShape, State
 from spanformer.memory.segment import memory_length
 from spanformer.model.stack import TransformerStack
@@ -48,8 +48,8 @@ class SegmentStack(TransformerStack):
         def empty(n: int) -> Callable[[Attention, MemoryShape], HiddenStates]:
             return lambda mechanism, shape: HiddenStates(torch.zeros(batch, n, dim, dtype=dtype, device=weight.device))
 
-        each = zip(self.mechanisms(), lengths, strict=True)
-        layers = tuple(new_memory(mechanism, shape, empty(n)) for mechanism, n in each)
+        each = zip(self.layers(), lengths, strict=True)
+        layers = tuple(block.new_memory(shape, empty(n)) for block, n in each)
         return State(layers, offset=self.draw_offsets(batch, weight.device))
 
     def _memories(self, state: State, lengths: list[int], dtype: torch.dtype) -> list[LayerMemory]:

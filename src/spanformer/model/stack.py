@@ -16,7 +16,6 @@ from spanformer.attention import (
     Choices,
     DynamicSpan,
     View,
-    new_memory,
     read_spans,
     remembers_itself,
 )
@@ -95,8 +94,7 @@ class TransformerStack(nn.Module):
     def empty_memories(self, h: Tensor) -> list[LayerMemory]:
         """Each layer's memory before a text h [B, T, dim] that is read whole."""
         shape = MemoryShape(len(h), self.config.groups, self.config.head_dim, dtype=h.dtype, device=h.device)
-        mechanisms = [block.attention.mechanism for block in self.ordered_blocks()]
-        return [new_memory(mechanism, shape, lambda *_: HiddenStates(h[:, :0])) for mechanism in mechanisms]
+        return [block.new_memory(shape, lambda *_: HiddenStates(h[:, :0])) for block in self.ordered_blocks()]
 
     def draw_offsets(self, batch: int, device: torch.device) -> Tensor | None:
         """[B] the positions at which new texts begin, in training with `position.random_start`; None: at 0."""
