@@ -38,12 +38,13 @@ class DepthBench(BenchOptions):
 
     chase: a universal model with adaptive computation time follows pointers 1 to 6 times; layers and right answers by
     hops. words: universal and plain models of about equal size repeat and reverse words of up to 40 symbols, and are
-    asked for 80. exits: an 8-layer language model of enwik8 with exits and one without, the same steps. calm: exits of
+    asked for 80. ponder: the time of a pass when tokens halt sooner. span_depth: dynamic spans, exits, both and neither
+    under one price, their bits and operations of a token. exits: an 8-layer language model of enwik8 with exits and one without, the same steps. calm: exits of
     that model, calibrated to δ 0.25 and 0.1, and their tokens per second. All are trained once, with --seed.
     """
 
     parts: tuple[str, ...] = ()
-    """chase, words, exits, calm (after exits). Default: all."""
+    """chase, words, ponder, span_depth, exits, calm (after exits). Default: all."""
     steps: int = 0
     """Training steps. Default: what the part needs (with --quick: 2)."""
     seed: int = 1
@@ -157,5 +158,19 @@ def calm(bench: Bench[DepthBench]) -> dict:
     return measure_calm(bench)
 
 
-PARTS: dict[str, Callable[[Bench[DepthBench]], dict]] = {"chase": chase, "words": words, "exits": exits, "calm": calm}
+def ponder(bench: Bench[DepthBench]) -> dict:
+    from spanformer.bench.depth_price import measure_ponder
+
+    return measure_ponder(bench)
+
+
+def span_depth(bench: Bench[DepthBench]) -> dict:
+    from spanformer.bench.depth_price import measure_span_depth
+
+    return measure_span_depth(bench)
+
+
+PARTS: dict[str, Callable[[Bench[DepthBench]], dict]] = {
+    "chase": chase, "words": words, "ponder": ponder, "span_depth": span_depth, "exits": exits, "calm": calm,
+}  # fmt: skip
 OPTIONS = DepthBench

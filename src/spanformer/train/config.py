@@ -24,6 +24,10 @@ class TrainConfig:
     cpc_mask_ratio: float = 0.0
     """encoder of kind etc: share of the segments to mask as a whole; contrastive predictive coding then trains their
     global tokens to identify the segment; 0: none"""
+    flop_price: float = 0.0
+    """nats that a million operations of decoding a token cost: sets the penalty of learned spans, the ponder cost of
+    adaptive computation time and the price of exits, instead of model.attention.penalty, model.depth.cost and
+    model.depth.price; 0: those"""
     grad_accum_steps: int = 1
     """split each batch into this many pieces, to save memory"""
     steps: int = 1000
@@ -76,7 +80,8 @@ class TrainConfig:
         for name in ("batch", "block", "grad_accum_steps", "steps", "keep", "log_every", "max_skips"):
             if getattr(self, name) < 1:
                 raise ValueError(f"train.{name} is {getattr(self, name)}; expected at least 1")
-        for name in ("minutes", "eval_every", "eval_tokens", "patience", "save_every", "spike", "threads"):
+        for name in ("minutes", "eval_every", "eval_tokens", "patience", "save_every", "spike", "threads",
+                     "flop_price"):  # fmt: skip
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"train.{name} is {getattr(self, name)}; expected a finite number, 0 or more")
         if self.threads > MOST_THREADS:

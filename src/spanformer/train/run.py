@@ -15,6 +15,7 @@ from spanformer.model.config import SPECIAL
 from spanformer.train.config import RunConfig
 from spanformer.train.distributed import World, join_world
 from spanformer.train.loop import Result, TrainingLoop, reporter
+from spanformer.train.price import priced
 from spanformer.train.run_folder import UNLOCKED, claim_folder
 
 
@@ -27,7 +28,7 @@ def train(config: RunConfig, *, watch: Watch | None = None) -> Result:
         locked = held.enter_context(claim_folder(out, resume=config.resume)) if world.first else True
         world.wait()
         data = prepare_once(config, world, watch)
-        config = with_vocab(config, data)
+        config = priced(with_vocab(config, data))
         if config.train.keep_memory and not config.train.checkpointing and world.device.type == "cpu":
             keep_freed_memory(True)
         with TrainingLoop(config, data, world, out, watch) as run:
