@@ -39,8 +39,9 @@ class DepthBench(BenchOptions):
     chase: a universal model with adaptive computation time follows pointers 1 to 6 times; layers and right answers by
     hops. words: universal and plain models of about equal size repeat and reverse words of up to 40 symbols, and are
     asked for 80. ponder: the time of a pass when tokens halt sooner. span_depth: dynamic spans, exits, both and neither
-    under one price, their bits and operations of a token. exits: an 8-layer language model of enwik8 with exits and one without, the same steps. calm: exits of
-    that model, calibrated to δ 0.25 and 0.1, and their tokens per second. All are trained once, with --seed.
+    under one price, with their bits and operations per token. exits: an 8-layer language model of enwik8 with exits and
+    one without, the same steps. calm: exits of that model, calibrated to δ 0.25 and 0.1, and their tokens per second.
+    All are trained once, with --seed.
     """
 
     parts: tuple[str, ...] = ()

@@ -1,8 +1,8 @@
-"""The parts ponder and span_depth of `spanformer bench depth`: the time of fewer steps, and spans and exits together."""
+"""The parts ponder and span_depth of `spanformer bench depth`: the time of fewer steps, spans with exits."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
 from functools import partial
 
 import numpy as np
@@ -174,7 +174,7 @@ def cheapest(points: list[dict], wanted: float) -> dict[str, float]:
     """The point of a curve at these bits, between its measured ones; without such a point, the nearest."""
     crossed = []
     ordered = sorted(points, key=lambda p: p["operations"])
-    for a, b in zip(ordered[:-1], ordered[1:], strict=True):
+    for a, b in itertools.pairwise(ordered):
         if min(a["bits"], b["bits"]) <= wanted <= max(a["bits"], b["bits"]) and a["bits"] != b["bits"]:
             share = (wanted - a["bits"]) / (b["bits"] - a["bits"])
             crossed.append(a["operations"] + share * (b["operations"] - a["operations"]))
