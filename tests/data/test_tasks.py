@@ -94,19 +94,26 @@ def test_duplicate_is_the_papers() -> None:
     assert set(texts[:, 1:128].ravel()) == set(range(1, 128))
 
 
-@pytest.mark.parametrize("task", [Chase(), Chase(hops=1, nodes=2, questions=1), Chase(31, 5, 3, fewest=5)], ids=written)
+@pytest.mark.parametrize(
+    "task", [Chase(), Chase(14, named=1), Chase(hops=1, nodes=2, questions=1), Chase(31, 5, 3, fewest=5)], ids=written
+)
 def test_chase_follows_pointers(task: Chase) -> None:
-    asked = set()
+    asked, names = set(), set()
     for text in drawn(task):
         pointers = text[: task.nodes].astype(int) - 32
+        if task.named:
+            pairs = text[: task.given].reshape(-1, 2).astype(int) - 32
+            names.add(tuple(pairs[:, 0]))
+            pointers = pairs[pairs[:, 0].argsort(), 1]
         assert sorted(pointers) == list(range(task.nodes)) and (pointers != np.arange(task.nodes)).all()
-        for hops, start, end in text[task.nodes :].reshape(-1, 3).astype(int):
+        for hops, start, end in text[task.given :].reshape(-1, 3).astype(int):
             at = start - 32
             for _ in range(hops):
                 at = pointers[at]
             assert at == end - 32
             asked.add(hops)
-        assert (text[task.answers()] == text[task.nodes + 2 :: 3]).all()
+        assert (text[task.answers()] == text[task.given + 2 :: 3]).all()
+    assert len(names) >= 100 * task.named
     assert asked == set(range(task.fewest, task.hops + 1))
 
 
@@ -154,6 +161,7 @@ def test_notation(name: str) -> None:
         ("duplicate(symbols=0)", "symbols of the task duplicate is 0; expected 1 … 65,536"),
         ("chase(hops=8)", "hops of the task chase is 8; expected 1 … 7, less than nodes and 32"),
         ("chase(nodes=1)", "nodes of the task chase is 1; expected 2 … 96"),
+        ("chase(named=2)", "named of the task chase is 2; expected 0 or 1"),
         ("chase(fewest=7)", "fewest of the task chase is 7; expected 1 … hops, 6"),
         ("reverse(symbols=128)", "symbols of the task reverse is 128; expected 1 … 127, as none comes twice"),
         ("repeat(symbols=5, fewest=6)", "fewest of the task repeat is 6; expected 0, .* or 1 … 5"),
