@@ -13,6 +13,7 @@ import torch
 from spanformer.bench import decode, positions
 from spanformer.bench.contenders import unusable_backend
 from spanformer.bench.depth import spearman
+from spanformer.bench.depth_price import at_equal_bits, cheapest
 from spanformer.bench.per_token import relative_per_token
 from spanformer.bench.results import PartsFile
 from spanformer.bench.session import Bench, BenchOptions, check_same
@@ -393,10 +394,34 @@ def test_depth(tmp_path):
     assert all(1 <= layers <= 8 for layers in found["chase"]["layers"].values())
     sizes = [row["parameters"] for row in found["words"].values()]
     assert len(sizes) == 4 and max(sizes) < 1.01 * min(sizes)
+    ponder = found["ponder"]
+    assert (
+        ponder["steps"]["8 steps"] == 8
+        and 2 < ponder["steps"]["4 steps"] < 6
+        and set(ponder["pass"]) == set(ponder["steps"])
+    )
+    cells = found["span_depth"]
+    assert len(cells["neither"]) == len(cells["span"]) == 1 and len(cells["both"]) == len(cells["depth"]) > 5
+    assert cells["ratio"]["neither"] == 1 and cells["neither"][0]["layers"] == 6
+    assert cells["span"][0]["keys"] < cells["neither"][0]["keys"] == 16
     assert list(found["exits"]["static"]) == list("12345678") and 1 <= found["exits"]["classifier"]["layers"] <= 8
     assert found["exits"]["step_ratio"] > 0 and set(found["calm"]) == {"0.25", "0.1", "tokens_per_second"}
     with pytest.raises(SystemExit):
         bench(tmp_path / "other", "depth", "--parts", "calm", "--source", str(text))
+
+
+def test_operations_at_equal_bits():
+    def at(*points: tuple[float, float]) -> list[dict]:
+        return [{"operations": operations, "bits": bits} for operations, bits in points]
+
+    curve = at((2.0, 3.2), (4.0, 2.8), (6.0, 2.6))
+    assert cheapest(curve, 3.0) == {"operations": pytest.approx(3.0), "bits_away": 0.0}
+    assert cheapest(curve, 2.5) == {"operations": 6.0, "bits_away": pytest.approx(0.04)}
+    assert cheapest(curve, 3.5) == {"operations": 2.0, "bits_away": pytest.approx(3.2 / 3.5 - 1)}
+    found = at_equal_bits({"neither": at((8.0, 3.0)), "span": at((6.0, 2.9)), "depth": curve, "both": at((2.0, 3.0))})
+    assert found["ratio"] == {"neither": 1.0, "span": 0.75, "depth": pytest.approx(0.375), "both": 0.25}
+    assert found["both_by_better_single"] == pytest.approx(2 / 3)
+    assert found["both_by_product"] == pytest.approx(0.25 / (0.75 * 0.375))
 
 
 def test_rank_correlation_of_layers():
