@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,14 +102,21 @@ def words(bench: Bench[DepthBench]) -> dict:
         length = o.size(40, 4)
         task = parse_task(f"{name}(symbols={length}, fewest=1)")
         assert task is not None
-        universal = replace(small(128, 4, task), stack="universal")
-        for kind, model in (("universal", universal), ("plain", small(64, 4, task))):
-            title = f"{name}-{kind}"
-            lm = trained(bench, recipe(bench, model, task, o.taken(600)), folder(bench, title), title)
+        models = {"universal": replace(small(128, 4, task), stack="universal"), "plain": small(64, 4, task)}
+        for (kind, model), (place, position) in itertools.product(models.items(), places(length).items()):
+            title = f"{name} {kind} {place}"
+            model = replace(model, position=position)
+            lm = trained(bench, recipe(bench, model, task, o.taken(600)), folder(bench, title.replace(" ", "-")), title)
             parameters = sum(p.numel() for p in lm.blocks.parameters())
             right = {str(n): share(lm, replace(task, symbols=n, fewest=0), o) for n in (length, 2 * length)}  # type: ignore[call-arg]
-            found[f"{name} {kind}"] = {"right": right, "parameters": parameters, "steps": o.taken(600)}
+            found[title] = {"right": right, "parameters": parameters, "steps": o.taken(600)}
     return found
+
+
+def places(length: int) -> dict[str, PositionConfig]:
+    """Positions of texts whose words have up to twice this length: the paper's, and distances that end."""
+    sinusoids = PositionConfig(kind="sinusoidal_per_layer", random_start=5 * length)
+    return {"sinusoids": sinusoids, "shaw": PositionConfig(kind="shaw", clip=8)}
 
 
 def share(lm: LM, task: Task, o: DepthBench) -> float | None:
