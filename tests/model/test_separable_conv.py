@@ -136,6 +136,19 @@ def test_segments_and_decoding_equal_one_pass(name: str) -> None:
         assert lm.depth is not None and len(lm(x).state.layers) == 3
 
 
+def test_packed_documents_and_left_padding_equal_single_texts() -> None:
+    lm, x = small(), ids(2, 12)
+    documents = torch.tensor([0] * 5 + [3] * 7).expand(2, 12)
+    packed = lm(x, documents=documents).logits
+    torch.testing.assert_close(packed[:, 5:], lm(x[:, 5:]).logits, atol=1e-9, rtol=1e-9)  # rotary: places do not count
+    first = lm(x[:, :7], documents=documents[:, :7])
+    rest = lm(x[:, 7:], first.state, documents=documents[:, 7:])
+    torch.testing.assert_close(rest.logits, packed[:, 7:], atol=1e-9, rtol=1e-9)
+    padding = torch.tensor([[True] * 4 + [False] * 8, [False] * 12])
+    padded = lm(x, padding=padding).logits
+    torch.testing.assert_close(padded[0, 4:], lm(x[:1, 4:]).logits[0], atol=1e-9, rtol=1e-9)
+
+
 def test_rows_of_different_lengths_crop_fork_and_file(tmp_path) -> None:
     lm, x = small(), ids(2, 14)
     whole = lm(x).logits
