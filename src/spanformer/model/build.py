@@ -31,7 +31,7 @@ def make_block(config: ModelConfig, specs: list[HeadSpec]) -> Block:
     mechanism = make_mechanism(config, specs)
     if persistent is not None and (refused := mechanism.supports(persistent=True)):
         raise ValueError(refused[0])
-    attention = SelfAttention(config.dim, config.groups, mechanism, persistent)
+    attention = SelfAttention(config.dim, config.groups, mechanism, persistent, bias=a.bias)
     feedforward = make_feedforward(config)
     norm2, cross, norm3 = None if feedforward is None else norm(), None, None
     if config.kind == "seq2seq":

@@ -24,6 +24,8 @@ class AttentionConfig(Section):
     """kind of each layer, instead of `kind` for all: a list that repeats until every layer has one"""
     dropout: float = 0.0
     """dropout of attention weights"""
+    bias: bool = False
+    """biases of the queries, keys, values and output of self-attention"""
     backend: str = "auto"
     """backend of attention: auto, native, flex, banded or reference"""
 

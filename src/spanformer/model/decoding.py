@@ -102,7 +102,7 @@ def _read_pieces(lm: Decoder, x: Tensor, cache: Cache, lengths: Tensor | None, l
     for start in range(0, x.shape[1], CHUNK):
         piece = x[:, start : start + CHUNK]
         real = None if lengths is None else (lengths - start).clamp(0, piece.shape[1])
-        h = _read_piece(lm, piece, cache, real)
+        h = _read_piece(lm, lm.embedding(piece), cache, real)
         if logits == "all":
             every.append(lm.head.logits(lm.norm(h)))
         elif logits == "last":
@@ -120,8 +120,16 @@ def _last_real(h: Tensor, real: Tensor, last: Tensor | None) -> Tensor:
     return torch.where((real > 0)[:, None], here, torch.zeros_like(here) if last is None else last)
 
 
+@torch.inference_mode()
+def read_embedded(lm: Decoder, h: Tensor, cache: Cache) -> Tensor:
+    """The next embedded tokens h [B, T, dim] of each row of the KV cache → the last block's output. The model must not be
+    training."""
+    lm.decoding_rules.renew(lm, cache)
+    return _read_piece(lm, h, cache, None)
+
+
 def _read_piece(lm: Decoder, x: Tensor, cache: Cache, real: Tensor | None) -> Tensor:
-    """x [B, T] → the last block's output [B, T, dim]; advances the KV cache."""
+    """Embedded tokens x [B, T, dim] → the last block's output [B, T, dim]; advances the KV cache."""
     step, deferred = Step(cache.seen, x, real), cache.deferred
     rules, numbers = lm.decoding_rules, itertools.count()
 
@@ -131,7 +139,7 @@ def _read_piece(lm: Decoder, x: Tensor, cache: Cache, real: Tensor | None) -> Te
     memories = [layer.change(ready) if isinstance(layer, ByHead) else ready(layer) for layer in cache.layers]
     own = len(cache.rings()) < len(cache.parts())
     view = step.view() if own else View(lazy=deferred is not None)
-    h, _ = lm.run_blocks(lm.embedding(x), memories, view, step.add_positions, cache.sources)
+    h, _ = lm.run_blocks(x, memories, view, step.add_positions, cache.sources)
     if deferred is not None and lm.depth is not None and lm.depth.latest is not None:
         deferred.defer(h, lm.depth.latest, real)
     cache.layers = [_held(memory) for memory in memories]

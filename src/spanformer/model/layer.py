@@ -18,14 +18,16 @@ from spanformer.position import Position
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, dim: int, kv_heads: int, mechanism: Attention, persistent: Persistent | None) -> None:
+    def __init__(
+        self, dim: int, kv_heads: int, mechanism: Attention, persistent: Persistent | None, *, bias: bool = False
+    ) -> None:  # fmt: skip
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = mechanism.heads, kv_heads, dim // mechanism.heads
         self.mechanism, self.persistent = mechanism, persistent
-        self.query = Linear(dim, dim, bias=False)
-        self.key = Linear(dim, kv_heads * self.head_dim, bias=False)
-        self.value = Linear(dim, kv_heads * self.head_dim, bias=False)
-        self.out = Linear(dim, dim, bias=False)
+        self.query = Linear(dim, dim, bias=bias)
+        self.key = Linear(dim, kv_heads * self.head_dim, bias=bias)
+        self.value = Linear(dim, kv_heads * self.head_dim, bias=bias)
+        self.out = Linear(dim, dim, bias=bias)
         mechanism.start_from(self.query, self.key, self.value)
         parts = [part for part in mechanism.modules() if isinstance(part, Attention)]
         self.all_queries = any(part.keys_are_queries for part in parts)
@@ -74,9 +76,11 @@ class SelfAttention(nn.Module):
     ) -> Tensor:  # fmt: skip
         if kv_heads is None:
             return split_heads(linear(states), self.kv_heads)
-        weight = linear.weight.detach() if frozen else linear.weight
+        weight, bias = (p if p is None or not frozen else p.detach() for p in (linear.weight, linear.bias))
+        assert weight is not None
         weight = weight.view(self.kv_heads, self.head_dim, -1)[kv_heads].flatten(0, 1)
-        return split_heads(product(states, weight), len(kv_heads))
+        bias = None if bias is None else bias.view(self.kv_heads, self.head_dim)[kv_heads].flatten()
+        return split_heads(product(states, weight, bias), len(kv_heads))
 
 
 def _of_tokens(linear: nn.Linear, x: Tensor, tokens: Tensor | None) -> Tensor:

@@ -49,17 +49,17 @@ class BatchEnv(Protocol):
         ...
 
 
-class Memory:
-    """The base of tasks in which a row sees a cue [N] of 0 or 1 at time 0 only, and must answer it at the end."""
+class Rows:
+    """The base of the environments written here. `state` names the arrays [N, ...] of the episodes under way."""
 
     observation: int
     actions: int
+    state: tuple[str, ...]
 
     def __init__(self, name: str, rows: int, length: int) -> None:
         if length < 1 or rows < 1:
             raise ValueError(f"{name} has length {length} and {rows} rows; expected at least 1 each")
         self.name, self.rows, self.length = name, rows, length
-        self.cue, self.time, self.place = (np.zeros(rows, np.int64) for _ in range(3))
         self.seed(0)
 
     def seed(self, seed: int) -> None:
@@ -73,17 +73,16 @@ class Memory:
         raise NotImplementedError
 
     def arrays(self) -> dict[str, np.ndarray] | None:
-        return {"cue": self.cue.copy(), "time": self.time.copy(), "place": self.place.copy()}
+        return {name: getattr(self, name).copy() for name in self.state}
 
     def load(self, arrays: dict[str, np.ndarray]) -> np.ndarray:
-        for name, now in (("cue", self.cue), ("time", self.time), ("place", self.place)):
-            now[:] = arrays[name]
+        for name in self.state:
+            getattr(self, name)[:] = arrays[name]
         return self.see()
 
     def _begin(self, which: np.ndarray) -> None:
-        self.cue = np.where(which, self.random.integers(0, 2, self.rows), self.cue)
-        self.time = np.where(which, 0, self.time)
-        self.place = np.where(which, 0, self.place)
+        """Begin an episode in these rows [N] bool."""
+        raise NotImplementedError
 
     def _end(self, reward: np.ndarray, over: np.ndarray, cut: np.ndarray, right: np.ndarray) -> Step:
         """The step's result, and the next episode of the rows that ended."""
@@ -93,3 +92,18 @@ class Memory:
             self._begin(ended)
         success = np.where(ended, (over & right).astype(np.float32), np.nan)
         return Step(self.see() if ended.any() else final, reward.astype(np.float32), over, cut, final, success)
+
+
+class Memory(Rows):
+    """The base of tasks in which a row sees a cue [N] of 0 or 1 at time 0 only, and must answer it at the end."""
+
+    state = "cue", "time", "place"
+
+    def __init__(self, name: str, rows: int, length: int) -> None:
+        super().__init__(name, rows, length)
+        self.cue, self.time, self.place = (np.zeros(rows, np.int64) for _ in range(3))
+
+    def _begin(self, which: np.ndarray) -> None:
+        self.cue = np.where(which, self.random.integers(0, 2, self.rows), self.cue)
+        self.time = np.where(which, 0, self.time)
+        self.place = np.where(which, 0, self.place)

@@ -11,11 +11,18 @@ from typing import Any
 import numpy as np
 
 from spanformer.rl.envs.batch import BatchEnv, Step
+from spanformer.rl.envs.graph import Graph
+from spanformer.rl.envs.key_to_door import KeyToDoor
 from spanformer.rl.envs.memory_chain import MemoryChain
 from spanformer.rl.envs.t_maze import TMaze
 
-OURS = {"t_maze": TMaze, "memory_chain": MemoryChain}
-IDS = {"spanformer/TMaze-v0": "t_maze", "spanformer/MemoryChain-v0": "memory_chain"}
+OURS = {"t_maze": TMaze, "memory_chain": MemoryChain, "key_to_door": KeyToDoor, "graph": Graph}
+IDS = {
+    "spanformer/TMaze-v0": "t_maze",
+    "spanformer/MemoryChain-v0": "memory_chain",
+    "spanformer/KeyToDoor-v0": "key_to_door",
+    "spanformer/Graph-v0": "graph",
+}
 
 
 def make_batch(name: str, rows: int, length: int) -> BatchEnv:
