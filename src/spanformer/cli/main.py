@@ -88,6 +88,8 @@ COMMANDS = {
     "bench train-step": Route("spanformer.cli.bench", "TRAIN_STEP", "time a training step against the paper's code"),
     "rl train": Route("spanformer.cli.rl", "TRAIN", "train a policy with memory by PPO"),
     "rl eval": Route("spanformer.cli.rl", "EVAL", "play whole episodes with a trained policy"),
+    "rl collect": Route("spanformer.cli.rl_decision", "COLLECT", "record episodes of random actions or of a policy"),
+    "rl imitate": Route("spanformer.cli.rl_decision", "IMITATE", "train a Decision Transformer on recorded episodes"),
     "rl report": Route("spanformer.cli.rl", "REPORT", "draw the learning curves of one or several policies"),
     "report attention": Route(
         "spanformer.cli.report", "ATTENTION", "print and draw the results of an attention benchmark"

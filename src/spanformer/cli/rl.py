@@ -12,6 +12,7 @@ import tyro
 
 from spanformer.cli.command import Command
 from spanformer.cli.progress import Progress
+from spanformer.cli.rl_decision import evaluate as evaluate_imitation
 from spanformer.cli.runfile import read_run
 from spanformer.core.events import (
     Event,
@@ -28,9 +29,10 @@ from spanformer.rl.config import EnvConfig, RLConfig
 
 @dataclass(frozen=True)
 class EvalPolicy:
-    """Play whole episodes with a trained policy and print the mean return.
+    """Play whole episodes with a trained policy, or with a model of `rl imitate`, and print the mean return.
 
     For example:  spanformer rl eval out/t_maze --episodes 500
+                  spanformer rl eval out/graph --target -2 -4 -8
     """
 
     run: tyro.conf.Positional[str]
@@ -43,6 +45,10 @@ class EvalPolicy:
     seed: int = 1
     sample: bool = False
     """draw actions at random, by their probabilities, instead of taking the most probable one"""
+    target: tuple[float, ...] = ()
+    """returns to ask a Decision Transformer for; by default the best return of its data"""
+    picture: str = ""
+    """draw returns asked against returns got into this file"""
 
 
 @dataclass(frozen=True)
@@ -96,12 +102,20 @@ def run(config: RLConfig) -> None:
 
 
 def evaluate(options: EvalPolicy) -> None:
+    from spanformer.rl.decision_saving import is_imitation
     from spanformer.rl.rollout import play_episodes
     from spanformer.rl.run import EVAL_ROWS, play_event
     from spanformer.rl.saving import load_policy
 
     if options.episodes < 1:
         raise ValueError(f"--episodes is {options.episodes}; expected at least 1")
+    if is_imitation(options.run):
+        return evaluate_imitation(options)
+    if options.target or options.picture:
+        raise ValueError(
+            f"--target and --picture are for models of `rl imitate`, and {options.run} is a policy of `rl train`; "
+            "leave them out"
+        )
     other = EnvConfig(options.env, options.length) if options.env else None
     policy, env = load_policy(options.run, other, min(EVAL_ROWS, options.episodes))
     with Progress(transient=True) as progress:
@@ -116,11 +130,15 @@ def evaluate(options: EvalPolicy) -> None:
 
 
 def report(options: ReportPolicies) -> None:
+    from spanformer.report.imitation import is_imitation, write_imitation_report
     from spanformer.report.policy import read_policy, said, write_policy_report
 
     if not options.runs:
         raise ValueError("no run is given; expected the folder of at least one run of `spanformer rl train`")
     paths = [Path(each) for each in options.runs]
+    if is_imitation(paths[0]):
+        print(f"report: {printable(write_imitation_report(paths, Path(options.out or paths[0] / 'report')))}")
+        return
     for path in paths:
         print(said(read_policy(path)))
     print(f"report: {printable(write_policy_report(paths, Path(options.out or paths[0] / 'report')))}")

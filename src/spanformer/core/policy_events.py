@@ -63,3 +63,57 @@ class PlayEvent(Event):
     episode_return: float
     length: float
     success: float = math.nan
+
+
+@dataclass(frozen=True)
+class ImitationStartEvent(Event):
+    """A run that learns from recorded episodes begins. The first row of its file."""
+
+    kind = "imitation"
+    run: str
+    config: dict
+    parameters: int
+    env: str
+    episodes: int
+    data_steps: int
+    """steps of all episodes"""
+    returns: list[float]
+    """smallest, mean and largest return of the data"""
+    machine: dict
+    version: str
+    format: int = FORMAT
+
+
+@dataclass(frozen=True)
+class ImitateEvent(Event):
+    """Optimiser steps since the previous row; losses are means over them."""
+
+    kind = "imitate"
+    seconds: float
+    """seconds of steps since the start of the run"""
+    loss: float
+    """nats of an action, or squared error"""
+    penalty: float
+    grad_norm: float
+    lr: float
+    span_average: float = math.nan
+    """in tokens"""
+    spans: list = field(default_factory=list)
+    """[layers][heads] learned spans in tokens; None for a head that learns none"""
+
+
+@dataclass(frozen=True)
+class AskedEvent(Event):
+    """Whole episodes in which a return was asked for."""
+
+    kind = "asked"
+    env: str
+    target: float
+    """NaN: nothing is asked for"""
+    episodes: int
+    episode_return: float
+    """the mean of what was got"""
+    deviation: float
+    """standard deviation over episodes"""
+    length: float
+    success: float = math.nan

@@ -116,8 +116,8 @@ class ModelConfig:
             self._check_convolution()
         if self.attention.bias and self.depth.kind != "fixed":
             raise ValueError(
-                f"model.attention.bias is set, and model.depth.kind is {self.depth.kind!r}, whose skipped layers project "
-                "keys without biases; expected depth 'fixed' or no bias"
+                f"model.attention.bias is set, and model.depth.kind is {self.depth.kind!r}, whose skipped layers "
+                "project keys without biases; expected depth 'fixed' or no bias"
             )
         if self.stack == "reversible" and self.order == "post":
             raise ValueError("model.stack is 'reversible', and a norm of a sum cannot be undone; expected order 'pre'")

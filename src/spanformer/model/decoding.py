@@ -122,8 +122,8 @@ def _last_real(h: Tensor, real: Tensor, last: Tensor | None) -> Tensor:
 
 @torch.inference_mode()
 def read_embedded(lm: Decoder, h: Tensor, cache: Cache) -> Tensor:
-    """The next embedded tokens h [B, T, dim] of each row of the KV cache → the last block's output. The model must not be
-    training."""
+    """The next embedded tokens h [B, T, dim] of each row of the KV cache → the last block's output. The model must not
+    be training."""
     lm.decoding_rules.renew(lm, cache)
     return _read_piece(lm, h, cache, None)
 

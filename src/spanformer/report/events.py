@@ -29,7 +29,7 @@ from spanformer.core.events import (
     StopEvent,
 )
 from spanformer.core.paths import check_regular
-from spanformer.core.policy_events import PolicyStartEvent
+from spanformer.core.policy_events import ImitationStartEvent, PolicyStartEvent
 from spanformer.core.text import printable
 from spanformer.report.rows import Line, read_row, read_start
 
@@ -61,7 +61,7 @@ def read_run(path: Path) -> Run:
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     lines = _lines(file)
     first = next(lines, None)
-    if first is not None and first.record.get("event") == PolicyStartEvent.kind:
+    if first is not None and first.record.get("event") in (PolicyStartEvent.kind, ImitationStartEvent.kind):
         raise ValueError(f"{file} is the run of a policy; draw it with: spanformer rl report {file.parent}")
     if first is None or first.record.get("event") != StartEvent.kind:
         raise ValueError(f"{file} does not begin with a start event; expected the {FILE} of a training run")

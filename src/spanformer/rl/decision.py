@@ -44,6 +44,24 @@ class Steps(NamedTuple):
     episode: Tensor | None = None
     """[B, T] the number of the episode, for rows that hold several"""
 
+    def part(self, some: slice) -> Steps:
+        """Some steps of all rows."""
+        episode = None if self.episode is None else self.episode[:, some]
+        asked, observation, action, time, padding = (t[:, some] for t in self.always())
+        return Steps(asked, observation, action, time, padding, episode)
+
+    @staticmethod
+    def join(parts: list[Steps]) -> Steps:
+        """The steps of all parts, one part after the other."""
+        numbers = [part.episode for part in parts if part.episode is not None]
+        each = zip(*(part.always() for part in parts), strict=True)
+        asked, observation, action, time, padding = (torch.cat(some, 1) for some in each)
+        return Steps(asked, observation, action, time, padding, torch.cat(numbers, 1) if numbers else None)
+
+    def always(self) -> list[Tensor]:
+        """All but episode, in order."""
+        return [self.asked, self.observation, self.action, self.time, self.padding]
+
 
 class Predicted(NamedTuple):
     action: Tensor
@@ -107,7 +125,9 @@ class DecisionTransformer(nn.Module):
         weight = self.observe.weight
         at = self.time(steps.time.clamp(max=self.task.longest - 1))
         seen = self.observe((steps.observation.to(weight) - self.mean) / self.std)
-        done = steps.action.to(weight) if self.task.continuous else F.one_hot(steps.action, self.task.actions).to(weight)
+        done = (
+            steps.action.to(weight) if self.task.continuous else F.one_hot(steps.action, self.task.actions).to(weight)
+        )
         parts = [seen + at, self.acted(done) + at]
         if self.ask is not None:
             parts.insert(0, self.ask((steps.asked / self.scale).to(weight)[..., None]) + at)
@@ -131,6 +151,7 @@ class DecisionTransformer(nn.Module):
         """An empty KV cache for `rows` episodes."""
         return make_cache(self.stack, rows, 0, 0)
 
+    @torch.no_grad()
     def continue_cached(self, tokens: Tensor, cache: Cache) -> Tensor:
         """The action [B, A] at the last of the next tokens [B, n, dim]: a state's token."""
         return self.read(read_embedded(self.stack, tokens, cache)[:, -1])

@@ -45,8 +45,7 @@ class Window:
         self.steps.append(one_step(self.model, asked, observation, self.time))
         self.steps = self.steps[-self.length :]
         self.time += 1
-        joined = [None if each[0] is None else torch.cat(each, 1) for each in zip(*self.steps, strict=True)]
-        return self.model(Steps(*joined)).action[:, -1]  # pyright: ignore[reportArgumentType]
+        return self.model(Steps.join(self.steps)).action[:, -1]
 
     def did(self, action: Tensor) -> None:
         self.steps[-1] = self.steps[-1]._replace(action=action[:, None])

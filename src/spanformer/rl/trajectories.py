@@ -94,7 +94,9 @@ class Trajectories:
 
     def pick(self, episodes: np.ndarray) -> Trajectories:
         """Some episodes, by their indices."""
-        steps = np.concatenate([np.arange(self.starts[e], self.starts[e] + self.lengths[e]) for e in episodes])
+        lengths = self.lengths[episodes]
+        within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        steps = np.repeat(self.starts[episodes], lengths) + within
         per_step = (each[steps] for each in (self.observation, self.action, self.reward))
         per_episode = (each[episodes] for each in (self.lengths, self.terminated, self.success, self.final))
         return Trajectories(self.about, *per_step, *per_episode)
@@ -163,7 +165,7 @@ def checked(t: Trajectories, where: str) -> Trajectories:
         )
     if t.about.continuous and t.action.shape[1] != t.about.actions:
         raise ValueError(f"{where}: action has {t.action.shape[1]} numbers; expected {t.about.actions}")
-    if not t.about.continuous and not (0 <= t.action.min() and t.action.max() < t.about.actions):
+    if not t.about.continuous and not (t.action.min() >= 0 and t.action.max() < t.about.actions):
         raise ValueError(
             f"{where}: action holds {t.action.min()} … {t.action.max()}; expected 0 … {t.about.actions - 1}"
         )

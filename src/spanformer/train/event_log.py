@@ -15,7 +15,7 @@ from spanformer.core.events import (
     StepEvent,
     as_record,
 )
-from spanformer.core.policy_events import PlayEvent, UpdateEvent
+from spanformer.core.policy_events import ImitateEvent, PlayEvent, UpdateEvent
 
 SCALARS = (
     "loss",
@@ -36,7 +36,7 @@ SCALARS = (
     "kl",
     "steps_per_second",
 )
-"""Fields of `step`, `eval`, `update` and `play` rows that TensorBoard receives, as step/loss, eval/loss, …"""
+"""Fields of `step`, `eval`, `update`, `play` and `imitate` rows for TensorBoard, as step/loss, eval/loss, …"""
 
 
 class EventLog:
@@ -88,7 +88,7 @@ class EventLog:
             return
         if isinstance(event, ResumeEvent):
             self._resumed = event.step
-        if not isinstance(event, StepEvent | EvalEvent | UpdateEvent | PlayEvent):
+        if not isinstance(event, StepEvent | EvalEvent | UpdateEvent | PlayEvent | ImitateEvent):
             return
         if self._board is None:
             self._board = self._make_board(self._resumed)

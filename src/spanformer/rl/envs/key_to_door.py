@@ -1,11 +1,11 @@
-"""Key to door, after Mesnard et al. (2021), https://arxiv.org/abs/2011.09464: what the last step pays was decided in the
-first room.
+"""Key to door, after Mesnard et al. (2021), https://arxiv.org/abs/2011.09464: the first room decides what the last step
+pays.
 
     key room, 6 steps   →   empty room, `length` steps   →   door room, at most 6 steps
 
-Each room has 4 × 4 cells; agent and object begin in random ones, the object of the empty room is worth nothing. Reaching
-the door ends the episode and pays 1 if the key was taken. All else pays 0, and the door room does not show who has the
-key. Walks of random steps succeed in about 5 of 100 episodes.
+Each room has 4 × 4 cells; agent and object begin in random ones, and the object of the empty room is worth nothing. The
+door ends the episode and pays 1 if the key was taken. All else pays 0, and the door room does not show who has the key.
+Walks of random steps succeed in about 4 of 100 episodes.
 
 Shapes: N rows.
 """
