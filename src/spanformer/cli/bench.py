@@ -59,7 +59,8 @@ def _command(name: str) -> Command:
 
 
 ATTENTION, CONTENT = Command(AttentionBench, run_attention), _command("content")
-DECODE, DEPTH, FIT_SPANS, GALLERY = _command("decode"), _command("depth"), _command("fit-spans"), _command("gallery")
+DECISION, DECODE, DEPTH = _command("decision"), _command("decode"), _command("depth")
+FIT_SPANS, GALLERY = _command("fit-spans"), _command("gallery")
 HF, KNN, LINEAR = _command("hf"), _command("knn"), _command("linear")
 LONGFORMER, MEMORIES = _command("longformer"), _command("memories")
 PATTERNS, PER_TOKEN = _command("patterns"), _command("per-token")
