@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from spanformer.rl.envs.batch import BatchEnv, Step
+from spanformer.rl.envs.graph import NODES, Graph, distances, distances_to, edges
 from spanformer.rl.envs.gym import IDS, OURS, load_gymnasium, make_batch, register
+from spanformer.rl.envs.key_to_door import MOVES, SIDE, STEPS, KeyToDoor
 from spanformer.rl.envs.memory_chain import MemoryChain
 from spanformer.rl.envs.t_maze import DOWN, LEFT, RIGHT, UP, TMaze
 
@@ -56,6 +58,100 @@ def test_memory_chain_asks_for_the_first_bit(right: bool) -> None:
     assert not any(s.terminated.any() or s.reward.any() for s in steps[:-1])
     assert steps[-1].terminated.all() and (steps[-1].reward == (1 if right else -1)).all()
     assert (steps[-1].observation[:, 0] == 1).all()  # the next episode began
+
+
+def towards(env: KeyToDoor) -> np.ndarray:
+    """The action of each row that brings it nearer to the object, or against a wall."""
+    way = env.thing - env.place
+    rows, columns = way[:, 0], way[:, 1]
+    return np.where(columns > 0, 0, np.where(columns < 0, 1, np.where(rows > 0, 2, 3)))
+
+
+@pytest.mark.parametrize("takes_key", [True, False])
+def test_key_to_door_pays_at_the_door_for_the_key(takes_key: bool) -> None:
+    env = KeyToDoor(ROWS, LENGTH)
+    env.seed(3)
+    first = env.reset()
+    assert first.shape == (ROWS, 3 + 4 * SIDE) and (first.sum(1) == 5).all() and (first[:, 0] == 1).all()
+    found: list[Step] = []
+    for t in range(STEPS + LENGTH):
+        # action 3 stays in the corner, against the wall
+        found.append(env.step(towards(env) if takes_key and t < STEPS else np.full(ROWS, 3)))
+    assert (env.has_key == takes_key).all()
+    assert not any(s.terminated.any() or s.reward.any() for s in found)
+    assert all((s.final[:, 3:].sum(1) == 4).all() for s in found[STEPS - 1 : -1])  # the empty room shows its object
+    door = found[-1].observation
+    assert (door[:, 2] == 1).all() and (door[:, 3:].sum(1) == 4).all() and len(np.unique(door, axis=0)) == SIDE**2 - 1
+    paid, over = np.zeros(ROWS), np.zeros(ROWS, bool)
+    for _ in range(STEPS):
+        s = env.step(towards(env))
+        paid, over = paid + np.where(over, 0, s.reward), over | s.terminated
+    assert (paid == takes_key).all() and over.all()
+
+
+def test_key_to_door_ends_without_reward_and_hides_the_taken_key() -> None:
+    env = KeyToDoor(ROWS, LENGTH)
+    env.seed(3)
+    env.reset()
+    steps = [env.step(np.full(ROWS, 3)) for _ in range(2 * STEPS + LENGTH)]
+    assert not any(s.terminated.any() for s in steps[:-1]) and steps[-1].terminated.all()
+    assert (steps[-1].success == 0).all() and not any(s.reward.any() or s.truncated.any() for s in steps)
+    near = (env.thing == [0, 1]).all(1)
+    seen = env.step(np.where(near, 0, 3)).final
+    assert (
+        near.any() and (seen[near][:, 3 + 2 * SIDE :] == 0).all() and (seen[~near][:, 3 + 2 * SIDE :].sum(1) == 2).all()
+    )
+    assert (MOVES.sum(0) == 0).all()
+
+
+def test_random_steps_seldom_open_the_door() -> None:
+    env, random = make_batch("key_to_door", 2000, LENGTH), np.random.default_rng(0)
+    env.seed(1)
+    env.reset()
+    found = np.concatenate([env.step(random.integers(0, 4, 2000)).success for _ in range(2 * STEPS + LENGTH)])
+    assert 0.04 < np.nanmean(found) < 0.08
+
+
+def test_graph_is_connected_and_its_distances_are_shortest_paths() -> None:
+    joined = edges()
+    assert (joined == joined.T).all() and not joined.diagonal().any() and (distances() < NODES).all()
+    steps = np.where(joined, 1.0, np.inf)
+    np.fill_diagonal(steps, 0)
+    for k in range(NODES):  # Floyd and Warshall
+        steps = np.minimum(steps, steps[:, k, None] + steps[None, k])
+    assert all((distances_to(joined, goal) == steps[goal]).all() for goal in range(NODES))
+    apart = np.zeros((3, 3), bool)
+    apart[0, 1] = apart[1, 0] = True
+    assert distances_to(apart, 0).tolist() == [0, 1, 3]
+
+
+def test_graph_pays_for_each_edge_until_the_goal() -> None:
+    env = Graph(300, 30)
+    env.seed(3)
+    start = env.reset().argmax(1)
+    assert set(start.tolist()) == set(range(1, NODES))
+    paid, over = np.zeros(300), np.zeros(300, bool)
+    while not over.all():
+        before = env.node.copy()
+        nearest = np.array([np.argmin(distances()[env.next[node]]) for node in before])
+        s = env.step(nearest)
+        assert edges()[before, s.final.argmax(1)].all()
+        paid, over = paid + np.where(over, 0, s.reward), over | s.terminated
+        assert ((s.final.argmax(1) == 0) == s.terminated).all() and (s.success[s.terminated] == 1).all()
+    assert (paid == -distances()[start]).all()
+
+
+def test_graph_cuts_a_walk_and_wraps_actions() -> None:
+    env = Graph(ROWS, 7)
+    env.seed(3)
+    env.reset()
+    far = distances()[env.node] > 7
+    steps = [env.step(np.zeros(ROWS, np.int64)) for _ in range(7)]
+    assert far.any() and steps[-1].truncated[far].all() and (steps[-1].success[far] == 0).all()
+    assert not steps[-2].truncated.any()
+    for node, row in enumerate(env.next):
+        neighbours = np.flatnonzero(edges()[node])
+        assert (row[: len(neighbours)] == neighbours[: env.actions]).all() and set(row) == set(neighbours)
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -45,7 +45,7 @@ def register() -> None:
     gymnasium = load_gymnasium()
     for id, name in IDS.items():
         if id not in gymnasium.registry:
-            gymnasium.register(id, entry_point=_single, kwargs={"name": name})
+            gymnasium.register(id, entry_point=f"{__name__}:_single", kwargs={"name": name})
 
 
 def _single(name: str, length: int = 50) -> Any:

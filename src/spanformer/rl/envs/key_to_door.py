@@ -4,8 +4,8 @@ pays.
     key room, 4 steps   →   empty room, `length` steps   →   door room, at most 4 steps
 
 The agent enters each room of 3 × 3 cells in the same corner; its object lies in any other cell, and that of the empty
-room is worth nothing. The door ends the episode and pays 1 if the key was taken. All else pays 0, and the door room does
-not show who has the key. Walks of random steps succeed in about 6 of 100 episodes.
+room is worth nothing. The door ends the episode and pays 1 if the key was taken. All else pays 0, and the door room
+does not show who has the key. Walks of random steps succeed in about 6 of 100 episodes.
 
 Shapes: N rows.
 """
