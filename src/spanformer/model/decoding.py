@@ -182,6 +182,8 @@ class RingMemory:
     """A layer's memory in decoding: the keys and values that its heads still see (`HeadCache`), written in place."""
 
     tokens = 0
+    latest: Tensor
+    """[B, T, dim] the states of the latest tokens, which a memory of hidden states would keep"""
 
     def __init__(
         self, cache: HeadCache, rules: DecodingRules, part: int, step: Step, deferred: Deferred | None = None
@@ -205,6 +207,7 @@ class RingMemory:
         return self.cache.read(q, k, call.v, rule, lengths=lengths, backend=backend), None
 
     def keep(self, states: Tensor) -> RingMemory:
+        self.latest = states
         return self
 
     def bytes(self) -> int:

@@ -5,7 +5,7 @@ Shapes: B batch, T tokens of a segment, M remembered tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,14 @@ class SegmentStack(TransformerStack):
         ids = _last(documents, longest), _last(padding, longest)
         after = State(tuple(memories), seen + h.shape[1], *ids, state.offset)
         return out, after, penalty
+
+    def remember(self, state: State, new: Sequence[Tensor], documents: Tensor) -> State:
+        """The state after T more tokens whose states [layers][B, T, dim] are known, as `run_segment` returns it."""
+        past, lengths = max(state.tokens()), self.memory_lengths()
+        documents_of_all = _beside("documents", state.documents, documents, new[0], past, NO_DOCUMENT)
+        memories = self._memories(state, lengths, new[0].dtype)
+        kept = tuple(memory.keep(states) for memory, states in zip(memories, new, strict=True))
+        return State(kept, state.seen + documents.shape[1], _last(documents_of_all, max(lengths)))
 
     def start(self, batch: int) -> State:
         """The initial state of a text: empty, or zeros that heads can see, as in the paper's code."""

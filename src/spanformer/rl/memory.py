@@ -51,12 +51,16 @@ class Segments:
     def __init__(self, state: State) -> None:
         self.state = state
 
+    def count(self) -> int:
+        """The number of rows."""
+        return len(next(iter(self.state.tensors().values())))
+
     def rows(self, index: Tensor) -> Segments:
         return Segments(self.state.rows(index))
 
     def tensors(self) -> dict[str, Tensor]:
         held = self.state.tensors()
-        rows = len(next(iter(held.values())))
+        rows = self.count()
         documents = self.state.documents
         documents = torch.zeros(rows, 0, dtype=torch.int64) if documents is None else documents
         return held | {"documents": documents, "seen": torch.full((rows,), self.state.seen)}

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spanformer.model.config import ModelConfig
+from spanformer.model.decoder import Decoder
 from spanformer.model.segments import SegmentStack
 from spanformer.rl.memory import Carried, PolicyMemory, Segments
 
@@ -52,6 +53,10 @@ class Decision(NamedTuple):
     """a term of the loss: spans that learn have a price"""
 
 
+class PolicyStack(SegmentStack, Decoder):
+    """Blocks without embedding and output layer: by segments in training, by a KV cache in acting (playing.py)."""
+
+
 class TransformerCore(nn.Module):
     """A stack of blocks with a segment memory; [model] decides its kind, such as gated blocks."""
 
@@ -59,7 +64,7 @@ class TransformerCore(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.stack = SegmentStack(config, "lm", tokens=False)
+        self.stack = PolicyStack(config, "lm", tokens=False)
 
     def start(self, rows: int) -> Segments:
         return Segments(self.stack.start(rows))
@@ -130,14 +135,22 @@ class Policy(nn.Module):
         return self.core.start(rows)
 
     def forward(self, seen: Seen, memory: PolicyMemory) -> Decision:
+        found, after, penalty = self.core(self.embed(seen), seen.episode, memory)
+        return Decision(*self.decide(found), after, penalty)
+
+    def embed(self, seen: Seen) -> Tensor:
+        """The core's input [B, T, dim]."""
         x = seen.observation
         if self.core.remembers:
             acted = F.one_hot(seen.action + 1, self.actions + 1)[..., 1:].to(x)  # all 0 for NO_ACTION
             x = torch.cat([x, acted, seen.reward[..., None]], -1)
-        found, after, penalty = self.core(self.encode(x), seen.episode, memory)
-        return Decision(self.actor(found), self.critic(found)[..., 0], after, penalty)
+        return self.encode(x)
 
-    def stack(self) -> SegmentStack | None:
+    def decide(self, found: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [B, T, A] and value [B, T] of the core's output [B, T, dim]."""
+        return self.actor(found), self.critic(found)[..., 0]
+
+    def stack(self) -> PolicyStack | None:
         """The transformer, if it is one."""
         return self.core.stack if isinstance(self.core, TransformerCore) else None
 

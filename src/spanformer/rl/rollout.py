@@ -14,7 +14,8 @@ from torch import Tensor
 
 from spanformer.rl.envs.batch import BatchEnv, Step
 from spanformer.rl.memory import PolicyMemory, compact
-from spanformer.rl.policy import NO_ACTION, Decision, Policy, Seen
+from spanformer.rl.playing import Choice, make_player
+from spanformer.rl.policy import NO_ACTION, Policy, Seen
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Actor:
         self.env, self.policy, self.greedy = env, policy, greedy
         self.episode = torch.zeros(env.rows, dtype=torch.int64)
         self.memory = policy.start(env.rows)
+        self.player = make_player(policy, self.memory, record=False)
         self._begin(env.reset())
 
     def _begin(self, observation: np.ndarray) -> None:
@@ -78,15 +80,14 @@ class Actor:
         return Seen(observation[:, None], action[:, None], reward[:, None], self.episode[:, None])
 
     @torch.no_grad()
-    def step(self) -> tuple[Seen, Decision, Tensor, Step, Episodes]:
-        """One step of every row: input, decision, actions [N], result, episodes that ended."""
+    def step(self) -> tuple[Seen, Choice, Tensor, Step, Episodes]:
+        """One step of every row: input, choice, actions [N], result, episodes that ended."""
         seen = self._seen(self.observation, self.action, self.reward)
-        decision = self.policy(seen, self.memory)
-        logits = decision.logits[:, 0]
+        choice = self.player.step(seen)
+        logits = choice.logits
         action = logits.argmax(-1) if self.greedy else torch.multinomial(logits.softmax(-1), 1)[:, 0]
         result = self.env.step(action.numpy())
-        self.memory = decision.memory
-        return seen, decision, action, result, self._advance(action, result)
+        return seen, choice, action, result, self._advance(action, result)
 
     def _advance(self, action: Tensor, result: Step) -> Episodes:
         reward, ended = torch.from_numpy(result.reward), torch.from_numpy(result.terminated | result.truncated)
@@ -107,24 +108,26 @@ class Actor:
             torch.from_numpy(result.final)[:, None], action[:, None], torch.from_numpy(result.reward)[:, None],
             (self.episode - ended.long())[:, None],
         )  # fmt: skip
-        return self.policy(seen, self.memory).value[:, 0]
+        return self.player.peek(seen).value
 
     def collect(self, steps: int) -> tuple[Window, Episodes]:
         """Play `steps` steps of every row."""
-        self.memory = start = compact(self.memory)
+        start = compact(self.memory)
+        self.player = make_player(self.policy, start, record=True)  # the weights may have changed
         seen, rows, ended_ones = [], [], Episodes()
         for t in range(steps):
-            before, decision, action, result, over = self.step()
+            before, choice, action, result, over = self.step()
             # a cut episode goes on after its end, and so does the last step of the window
             asks = t == steps - 1 or result.truncated.any()
             after = self._value_of_next(action, result) if asks else torch.zeros(len(action))
-            log_prob = decision.logits[:, 0].log_softmax(-1).gather(1, action[:, None])[:, 0]
+            log_prob = choice.logits.log_softmax(-1).gather(1, action[:, None])[:, 0]
             terminated, truncated = torch.from_numpy(result.terminated), torch.from_numpy(result.truncated)
-            value, reward = decision.value[:, 0], torch.from_numpy(result.reward)
+            value, reward = choice.value, torch.from_numpy(result.reward)
             seen.append(before)
             rows.append((action, log_prob, value, reward, terminated, terminated | truncated, after))
             for all_of, some in zip(vars(ended_ones).values(), vars(over).values(), strict=True):
                 all_of += some
+        self.memory = self.player.memory()
         together = Seen(*(torch.cat(each, 1) for each in zip(*seen, strict=True)))
         found = [torch.stack(each, 1) for each in zip(*rows, strict=True)]
         action, log_prob, value, reward, terminated, ended, after = found
