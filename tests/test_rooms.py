@@ -34,7 +34,7 @@ DOORS: dict[str, set[str]] = {
     "infer": {"model", "memory", "ops", "depth"},
     "retrieve": {"model", "memory", "ops"},
     "hf": {"model", "infer", "ops", "attention", "memory", "retrieve"},
-    "rl": {"model", "memory", "attention", "kinds", "train", "infer"},
+    "rl": {"model", "memory", "attention", "kinds", "train", "infer", "inspect"},
     "report": {"cost"},
 }
 for _room in DOORS.keys() - {"core"}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -214,6 +215,57 @@ def test_discrete_observation_is_one_hot() -> None:
     pytest.importorskip("gymnasium")
     env = make_batch("FrozenLake-v1", 2, 0)
     assert env.observation == 16 and (env.reset() == np.eye(16)[0]).all()
+
+
+class Odd:
+    """An environment of gymnasium whose spaces are given."""
+
+    metadata: ClassVar = {"render_modes": []}
+    render_mode, spec = None, None
+
+    def __new__(cls, seen: str) -> Any:
+        gymnasium = load_gymnasium()
+        box = gymnasium.spaces.Box(-1, 1, (3,))
+        spaces = {"dict": gymnasium.spaces.Dict(a=box), "image": gymnasium.spaces.Box(0, 255, (8, 8, 3), np.uint8)}
+
+        class Made(gymnasium.Env):
+            observation_space, action_space = spaces[seen], gymnasium.spaces.Discrete(2)
+
+        return Made()
+
+
+SPACES = {"dict": r"whose observations are Dict\(.*: flatten dicts, and encode images, by a wrapper of gymnasium",
+          "image": r"whose observations are Box\(.*expected a vector \(Box of one axis\) or Discrete"}  # fmt: skip
+
+
+@pytest.mark.parametrize("seen", SPACES)
+def test_space_without_an_encoder_is_refused(seen: str) -> None:
+    gymnasium = pytest.importorskip("gymnasium")
+    name = f"spanformer-test/{seen.title()}-v0"
+    gymnasium.register(name, entry_point=Odd, kwargs={"seen": seen}, disable_env_checker=True)
+    try:
+        with pytest.raises(ValueError, match=f"env.id is '{name}', {SPACES[seen]}"):
+            make_batch(name, 1, 0)
+    finally:
+        del gymnasium.registry[name]
+
+
+MISSING = {
+    "popgym-RepeatPreviousEasy-v0": ("popgym", "whose package popgym is not installed; install it with: pip install p"),
+    "LunarLander-v3": ("Box2D", "which needs a package: .*box2d"),
+    "Hopper-v5": ("mujoco", "which needs a package: .*mujoco"),
+}
+
+
+@pytest.mark.parametrize("id", MISSING)
+def test_missing_package_of_an_environment_is_named(id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gymnasium")
+    package, sentence = MISSING[id]
+    for name in [n for n in sys.modules if n.startswith(("gymnasium.envs.box2d", "gymnasium.envs.mujoco", "popgym"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match=f"env.id is '{id}', {sentence}"):
+        make_batch(id, 1, 0)
 
 
 REFUSED = {

@@ -69,6 +69,8 @@ def test_resumed_gymnasium_run_begins_new_episodes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_run_file_takes_an_update(tmp_path: Path, name: str) -> None:
     config = read_run(RLConfig, "spanformer rl train", [str(ROOT / name)])
+    if config.env.id.startswith("popgym"):
+        pytest.importorskip("popgym")
     ppo = replace(config.ppo, updates=1, window=12, eval_episodes=2, tensorboard="off", threads=1)
     env = replace(config.env, length=4, count=4)
     before = torch.get_num_threads()
@@ -173,6 +175,11 @@ def test_checkpoint_of_another_environment_is_refused(tmp_path: Path) -> None:
     train(replace(config, ppo=replace(config.ppo, updates=1)))
     with pytest.raises(ValueError, match=r"was trained in t_maze with 4 numbers .*memory_chain has 3 and 2"):
         train(replace(config, resume=True, env=EnvConfig("memory_chain", 5, 4)))
+    with pytest.raises(
+        ValueError, match=r"was trained in t_maze, and env.id is 'spanformer/TMaze-v0'; expected the sa"
+    ):
+        pytest.importorskip("gymnasium")
+        train(replace(config, resume=True, env=EnvConfig("spanformer/TMaze-v0", 5, 4)))
     with pytest.raises(ValueError, match=r"env.count is 2; .*has 4 environments: expected the same"):
         train(replace(config, resume=True, env=EnvConfig("t_maze", 5, 2)))
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tyro
 
@@ -25,6 +27,9 @@ from spanformer.core.events import (
 from spanformer.core.policy_events import PolicyStartEvent
 from spanformer.core.text import printable
 from spanformer.rl.config import EnvConfig, RLConfig
+
+if TYPE_CHECKING:
+    from spanformer.report.policy_pictures import EpisodeMaps
 
 
 @dataclass(frozen=True)
@@ -53,15 +58,19 @@ class EvalPolicy:
 
 @dataclass(frozen=True)
 class ReportPolicies:
-    """Draw the learning curves of one or several runs on one page.
+    """Draw learning curves, learned spans and the attention along an episode, on one page.
 
-    For example:  spanformer rl report out/seed-1 out/seed-2 --out out/curves
+    For example:  spanformer rl report out/seed-1 out/seed-2 out/lstm --out out/curves
+
+    Runs that differ only in their seed are one line, with its range. runs.json beside the page has the figures.
     """
 
     runs: tyro.conf.Positional[tuple[str, ...]]
     """folders of runs"""
     out: str = ""
     """output folder; by default `report` in the first run's folder"""
+    episode: bool = True
+    """play an episode with the first transformer's newest checkpoint, and draw what it attends to"""
 
 
 def parse(program: str, arguments: list[str]) -> RLConfig:
@@ -98,7 +107,8 @@ def run(config: RLConfig) -> None:
         sys.exit(128 + result.signal)
     with reporting(result.out, shlex.join(["spanformer", "rl", "report", str(result.out)])):
         print(said(read_policy(result.out)))
-        print(f"report: {printable(write_policy_report([result.out], result.out / 'report'))}")
+        page = write_policy_report([result.out], result.out / "report", watched([result.out]))
+        print(f"report: {printable(page)}")
 
 
 def evaluate(options: EvalPolicy) -> None:
@@ -141,7 +151,25 @@ def report(options: ReportPolicies) -> None:
         return
     for path in paths:
         print(said(read_policy(path)))
-    print(f"report: {printable(write_policy_report(paths, Path(options.out or paths[0] / 'report')))}")
+    seen = watched(paths) if options.episode else []
+    print(f"report: {printable(write_policy_report(paths, Path(options.out or paths[0] / 'report'), seen))}")
+
+
+def watched(paths: Sequence[Path]) -> list[EpisodeMaps]:
+    """One episode of the first run with a transformer and a checkpoint."""
+    from spanformer.report.policy_pictures import EpisodeMaps
+    from spanformer.rl.saving import load_policy
+    from spanformer.rl.watching import watch_episode
+
+    for path in paths:
+        if not (path / "checkpoints").is_dir():
+            continue
+        policy, env = load_policy(path, None, 1)
+        if policy.stack() is not None:
+            found = watch_episode(policy, env, seed=1)
+            maps = [each.float().numpy() for each in found.maps]
+            return [EpisodeMaps(path.name, found.env, maps, found.episode_return, found.success)]
+    return []
 
 
 TRAIN = Command(RLConfig, run, parse)

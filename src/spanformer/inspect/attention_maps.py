@@ -80,7 +80,6 @@ def pair_maps(model: Seq2Seq, source: Tensor, x: Tensor) -> PairMaps:
     return PairMaps(*_maps(model, [reading, writing, crossing], source=source, x=x))
 
 
-@torch.no_grad()
 def _maps(
     model: LM | Encoder | Seq2Seq, parts: Sequence[Sequence[SelfAttention | CrossAttention]], **texts: Tensor
 ) -> list[list[Tensor]]:
@@ -90,6 +89,14 @@ def _maps(
             raise ValueError(
                 f"{name} has shape {list(ids.shape)} and dtype {ids.dtype}; expected 1 … {LONGEST} token ids"
             )
+    return watched_maps(model, parts, lambda: model(*(ids[None] for ids in texts.values())))
+
+
+@torch.no_grad()
+def watched_maps(
+    model: nn.Module, parts: Sequence[Sequence[SelfAttention | CrossAttention]], run: Callable[[], object]
+) -> list[list[Tensor]]:
+    """The attention maps of each part of the model while `run` reads one text with it, without memory."""
     watched = [[_watch_heads(attention) for attention in part] for part in parts]
     watches = [watch for part in watched for layer in part for watch in layer]
     training = model.training
@@ -97,7 +104,7 @@ def _maps(
     try:
         for watch in watches:
             watch.begin()
-        model(*(ids[None] for ids in texts.values()))
+        run()
     finally:
         for watch in watches:
             watch.end()

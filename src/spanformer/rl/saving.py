@@ -44,6 +44,11 @@ def restore(run: PolicyRun, path: Path) -> str:
     meta, parts = run.checkpoints.load(path)
     try:
         check_env(run.env, meta, path)
+        if meta["env"] != run.env.name:
+            raise ValueError(
+                f"{path} was trained in {meta['env']}, and env.id is {run.env.name!r}; expected the same environment "
+                "to resume, or another --out"
+            )
         load_weights(run.policy, dict(parts["model"]), path)
         rates = [{k: v for k, v in group.items() if k != "params"} for group in run.optimizer.param_groups]
         unpack_optimizer(run.optimizer, run.named.items(), dict(parts["optimizer"]), meta["optimizer"])

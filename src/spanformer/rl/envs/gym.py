@@ -17,6 +17,8 @@ from spanformer.rl.envs.memory_chain import MemoryChain
 from spanformer.rl.envs.t_maze import TMaze
 
 OURS = {"t_maze": TMaze, "memory_chain": MemoryChain, "key_to_door": KeyToDoor, "graph": Graph}
+PACKAGES = {"popgym-": "popgym"}
+"""packages that make environments known to gymnasium, by how the ids begin; imported when such an id is asked for"""
 IDS = {
     "spanformer/TMaze-v0": "t_maze",
     "spanformer/MemoryChain-v0": "memory_chain",
@@ -38,6 +40,19 @@ def load_gymnasium() -> Any:
             f"gymnasium is not installed; install it with: pip install 'spanformer[rl]', or use one of "
             f"{', '.join(OURS)}, which do not need it"
         ) from error
+
+
+def load_package(name: str) -> None:
+    """Import the package of an environment, if its id says which."""
+    for begin, package in PACKAGES.items():
+        if name.startswith(begin):
+            try:
+                importlib.import_module(package)
+            except ImportError as error:
+                raise ValueError(
+                    f"env.id is {name!r}, whose package {package} is not installed; install it with: pip install "
+                    f"{package}"
+                ) from error
 
 
 def register() -> None:
@@ -78,6 +93,7 @@ class GymBatch:
     def __init__(self, name: str, rows: int) -> None:
         gymnasium = load_gymnasium()
         register()
+        load_package(name)
         try:
             self.envs = [gymnasium.make(name) for _ in range(rows)]
         except gymnasium.error.DependencyNotInstalled as error:
