@@ -64,6 +64,14 @@ def test_reversible(tmp_path, capsys):
     assert set(found["chunks of a reversible stack"]) == {"all at once", "chunks of 1,024"}
 
 
+def test_rl(tmp_path, capsys):
+    pytest.importorskip("gymnasium")
+    found = bench(tmp_path, "rl", "--envs", "4")["throughput"]
+    assert set(found) == {"t_maze", "CartPole"} and {"GTrXL, batch", "LSTM, batch"} < set(found["t_maze"])
+    assert all(row["steps_per_second"] > 0 for rows in found.values() for row in rows.values())
+    assert "t_maze: 4 environments, windows of 8 steps" in capsys.readouterr().out
+
+
 def test_positions(tmp_path, capsys):
     found = bench(tmp_path, "positions", "--length", "32")["positions"]
     assert set(found["over_none"]) == set(positions.encodings(32))

@@ -86,6 +86,7 @@ COMMANDS = {
     "bench quality": Route("spanformer.cli.bench", "QUALITY", "train the paper's recipe and spanformer's on enwik8"),
     "bench retrieval": Route("spanformer.cli.bench", "RETRIEVAL", "measure retrieval heads of a Hugging Face model"),
     "bench reversible": Route("spanformer.cli.bench", "REVERSIBLE", "measure deep stacks that keep no activations"),
+    "bench rl": Route("spanformer.cli.bench", "RL", "time policies with memory against sb3-contrib's RecurrentPPO"),
     "bench search": Route("spanformer.cli.bench", "SEARCH", "time exact search over keys against faiss"),
     "bench tasks": Route("spanformer.cli.bench", "TASKS", "train tiny models to recall, copy and find"),
     "bench train-step": Route("spanformer.cli.bench", "TRAIN_STEP", "time a training step against the paper's code"),
@@ -93,7 +94,7 @@ COMMANDS = {
     "rl eval": Route("spanformer.cli.rl", "EVAL", "play whole episodes with a trained policy"),
     "rl collect": Route("spanformer.cli.rl_decision", "COLLECT", "record episodes of random actions or of a policy"),
     "rl imitate": Route("spanformer.cli.rl_decision", "IMITATE", "train a Decision Transformer on recorded episodes"),
-    "rl report": Route("spanformer.cli.rl", "REPORT", "draw the learning curves of one or several policies"),
+    "rl report": Route("spanformer.cli.rl", "REPORT", "draw learning curves, spans and attention of policies"),
     "report attention": Route(
         "spanformer.cli.report", "ATTENTION", "print and draw the results of an attention benchmark"
     ),

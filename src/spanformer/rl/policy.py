@@ -12,15 +12,18 @@ Shapes: B rows, T steps, O numbers of an observation, A actions.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spanformer.attention import AdaptiveSpan
 from spanformer.model.config import ModelConfig
 from spanformer.model.decoder import Decoder
 from spanformer.model.segments import SegmentStack
+from spanformer.rl.lstm import LSTMCore
 from spanformer.rl.memory import Carried, PolicyMemory, Segments
 
 NO_ACTION = -1
@@ -56,6 +59,13 @@ class Decision(NamedTuple):
 class PolicyStack(SegmentStack, Decoder):
     """Blocks without embedding and output layer: by segments in training, by a KV cache in acting (playing.py)."""
 
+    def spans_modules(self) -> list[AdaptiveSpan]:
+        return self._learned  # asked for at every step, and the blocks never change
+
+    @cached_property
+    def _learned(self) -> list[AdaptiveSpan]:
+        return super().spans_modules()
+
 
 class TransformerCore(nn.Module):
     """A stack of blocks with a segment memory; [model] decides its kind, such as gated blocks."""
@@ -72,31 +82,6 @@ class TransformerCore(nn.Module):
     def forward(self, h: Tensor, episode: Tensor, memory: Segments) -> tuple[Tensor, Segments, Tensor]:
         x, state, penalty = self.stack.run_segment(h, memory.state, episode)
         return self.stack.norm(x), Segments(state), penalty
-
-
-class LSTMCore(nn.Module):
-    """One LSTM layer, whose state begins at 0 with each episode."""
-
-    remembers = True
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.cell = nn.LSTMCell(config.dim, config.dim)
-
-    def start(self, rows: int) -> Carried:
-        zeros = torch.zeros(rows, self.cell.hidden_size)
-        return Carried({"hidden": zeros, "cell": zeros.clone(), "episode": torch.full((rows,), -1)})
-
-    def forward(self, h: Tensor, episode: Tensor, memory: Carried) -> tuple[Tensor, Carried, Tensor]:
-        hidden, cell, before = (memory.carried[name] for name in ("hidden", "cell", "episode"))
-        found = []
-        for t in range(h.shape[1]):
-            same = (episode[:, t] == before)[:, None].to(h.dtype)
-            hidden, cell = self.cell(h[:, t].relu(), (hidden * same, cell * same))
-            before = episode[:, t]
-            found.append(hidden)
-        after = Carried({"hidden": hidden.detach(), "cell": cell.detach(), "episode": before})
-        return torch.stack(found, 1), after, h.new_zeros(())
 
 
 class MLPCore(nn.Module):

@@ -66,13 +66,13 @@ def update(
     gain = advantages(window.reward, window.value, window.next_value, window.terminated, window.ended, c.gamma, c.gae)
     target = gain + window.value
     gain = (gain - gain.mean()) / (gain.std() + 1e-8)
-    all_parts = []
+    all_parts, parameters = [], list(policy.parameters())
     for _ in range(c.epochs):
         for index in torch.randperm(len(gain)).chunk(c.minibatches):
             loss, parts = ppo_loss(policy, rows_of(window, index), gain[index], target[index], c)
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
-            norm = clip_global(policy.parameters(), max_norm)
+            norm = clip_global(parameters, max_norm)
             if not torch.isfinite(norm):
                 raise FloatingPointError("the gradient is not finite")
             set_rate()
