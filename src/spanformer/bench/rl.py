@@ -36,8 +36,9 @@ class RLBench(BenchOptions):
         spanformer bench rl --threads 1
 
     throughput: environment steps per second of Gated Transformer-XL and an LSTM here, and of RecurrentPPO with an LSTM
-    of the same width, the same environments side by side, window, epochs and minibatches. Policies here play the T-maze
-    as a batch and also through gymnasium, as RecurrentPPO does. Without stable-baselines3 and sb3-contrib, ours alone.
+    of the same width, the same environments side by side, window, epochs and minibatches, and with its default width,
+    epochs and batch. Policies here play the T-maze as a batch and also through gymnasium, as RecurrentPPO does. Without
+    stable-baselines3 and sb3-contrib, ours alone.
     """
 
     parts: tuple[str, ...] = ()
@@ -70,8 +71,10 @@ def throughput(bench: Bench[RLBench]) -> dict:
             "GTrXL": ours(o, "transformer", id),
             "LSTM": ours(o, "lstm", id),
         }
-        if (peer := theirs(o, id)) is not None:
+        if (peer := theirs(o, id, equal=True)) is not None:
             contenders["RecurrentPPO"] = peer
+        if (usual := theirs(o, id, equal=False)) is not None:
+            contenders["RecurrentPPO, its defaults"] = usual
         if task == "t_maze":
             contenders["GTrXL, batch"] = ours(o, "transformer", task)
             contenders["LSTM, batch"] = ours(o, "lstm", task)
@@ -84,7 +87,7 @@ def throughput(bench: Bench[RLBench]) -> dict:
         bench.say(f"{task}: {o.envs} environments, windows of {o.ppo.window} steps")
         for name, row in found[task].items():
             ratio = f"  {row['ratio']:.2f} × RecurrentPPO" if "ratio" in row else ""
-            bench.say(f"  {name:14} {row['steps_per_second']:>6,} steps/s{ratio}")
+            bench.say(f"  {name:26} {row['steps_per_second']:>6,} steps/s{ratio}")
     return found
 
 
@@ -101,22 +104,22 @@ def ours(o: RLBench, policy: Any, id: str) -> Callable[[], object]:
     return step
 
 
-def theirs(o: RLBench, id: str) -> Callable[[], object] | None:
-    """The same of RecurrentPPO; None if it is not installed. It has an LSTM for the critic too by default; one for both
-    is faster."""
+def theirs(o: RLBench, id: str, *, equal: bool) -> Callable[[], object] | None:
+    """The same of RecurrentPPO; None if it is not installed. equal: one LSTM of our width for actor and critic, and our
+    epochs and minibatches, instead of its defaults."""
     try:
         contrib, vectors = (importlib.import_module(n) for n in ("sb3_contrib", "stable_baselines3.common.vec_env"))
     except ImportError:
         return None
     gymnasium = load_gymnasium()
     register()
-    vector = vectors.DummyVecEnv([lambda: gymnasium.make(id)] * o.envs)
+    vector = vectors.DummyVecEnv([lambda: gymnasium.make(id, disable_env_checker=True)] * o.envs)
     steps = o.ppo.window * o.envs
     threads = torch.get_num_threads()
+    narrow = {"lstm_hidden_size": DIM, "net_arch": [], "shared_lstm": True, "enable_critic_lstm": False}
+    changes = {"batch_size": steps // 4, "n_epochs": 3, "policy_kwargs": narrow} if equal else {}
     model = contrib.RecurrentPPO(
-        "MlpLstmPolicy", vector, learning_rate=3e-4, n_steps=o.ppo.window, batch_size=steps // 4, n_epochs=3,
-        policy_kwargs={"lstm_hidden_size": DIM, "net_arch": [], "shared_lstm": True, "enable_critic_lstm": False},
-        device="cpu", seed=1,
+        "MlpLstmPolicy", vector, n_steps=o.ppo.window, device="cpu", seed=1, **changes
     )  # fmt: skip
     torch.set_num_threads(threads)
     return lambda: model.learn(steps, reset_num_timesteps=False)

@@ -95,7 +95,7 @@ class GymBatch:
         register()
         load_package(name)
         try:
-            self.envs = [gymnasium.make(name) for _ in range(rows)]
+            self.envs = [gymnasium.make(name, disable_env_checker=True) for _ in range(rows)]
         except gymnasium.error.DependencyNotInstalled as error:
             raise ValueError(f"env.id is {name!r}, which needs a package: {error}") from None
         except (gymnasium.error.Error, ImportError) as error:
@@ -115,13 +115,14 @@ class GymBatch:
         self.name, self.rows, self.actions = name, rows, int(acts.n)
         self.observation = int(seen.n) if self.discrete else int(seen.shape[0])
         self.first_action, self.first_seen = int(acts.start), int(seen.start) if self.discrete else 0
+        self.one_hot = np.eye(self.observation if self.discrete else 0, dtype=np.float32)
         self.seeds: list[int | None] = [None] * rows
 
     def seed(self, seed: int) -> None:
         self.seeds = [seed * 4096 + n for n in range(self.rows)]
 
     def reset(self) -> np.ndarray:
-        return np.stack([self._reset(n) for n in range(self.rows)])
+        return np.stack([self._reset(n) for n in range(self.rows)]).astype(np.float32)
 
     def _reset(self, n: int) -> np.ndarray:
         seed, self.seeds[n] = self.seeds[n], None  # at the first reset after seed(); later ones draw on
@@ -129,21 +130,27 @@ class GymBatch:
 
     def _read(self, seen: Any) -> np.ndarray:
         if self.discrete:
-            return np.eye(self.observation, dtype=np.float32)[int(seen) - self.first_seen]
-        return np.asarray(seen, np.float32)
+            return self.one_hot[int(seen) - self.first_seen]
+        return seen
 
     def step(self, action: np.ndarray) -> Step:
-        rows = [self._step(n, int(a) + self.first_action) for n, a in enumerate(action)]
-        return Step(*(np.stack(each) for each in zip(*rows, strict=True)))
-
-    def _step(self, n: int, action: int) -> tuple[Any, ...]:
-        seen, reward, over, cut, info = self.envs[n].step(action)
-        final = self._read(seen)
-        ended = bool(over or cut)
-        success = float(info["is_success"]) if ended and "is_success" in info else np.nan
-        now = self._reset(n) if ended else final
-        numbers = np.float32(reward), np.bool_(over), np.bool_(cut and not over)
-        return now, *numbers, final, np.float32(success)
+        n = self.rows
+        final, reward, success = (
+            np.empty((n, self.observation), np.float32),
+            np.empty(n, np.float32),
+            np.full(n, np.nan),
+        )
+        over, cut = np.empty(n, bool), np.empty(n, bool)
+        for row, (env, chosen) in enumerate(zip(self.envs, (action + self.first_action).tolist(), strict=True)):
+            seen, reward[row], over[row], cut[row], info = env.step(chosen)
+            final[row] = self._read(seen)
+            if (over[row] or cut[row]) and "is_success" in info:
+                success[row] = info["is_success"]
+        cut &= ~over
+        now = final.copy()
+        for row in np.flatnonzero(over | cut).tolist():
+            now[row] = self._reset(row)
+        return Step(now, reward, over, cut, final, success.astype(np.float32))
 
     def arrays(self) -> None:
         return None
