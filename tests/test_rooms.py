@@ -33,7 +33,7 @@ DOORS: dict[str, set[str]] = {
     "train": {"model", "data", "cost", "inspect"},
     "infer": {"model", "memory", "ops", "depth"},
     "retrieve": {"model", "memory", "ops"},
-    "hf": {"model", "infer", "ops", "attention", "memory", "retrieve"},
+    "hf": {"model", "infer", "ops", "attention", "memory", "retrieve", "depth"},
     "rl": {"model", "memory", "attention", "kinds", "train", "infer", "inspect"},
     "report": {"cost"},
 }

@@ -26,7 +26,8 @@ class CalibrateExitsOptions:
     """
 
     checkpoint: tyro.conf.Positional[str]
-    """a run's folder (its best checkpoint), or a checkpoint, of a model with exits"""
+    """a run's folder (its best checkpoint), or a checkpoint, of a model with exits; or a pretrained model of Llama's
+    form (a folder in Hugging Face's format, a .gguf file), whose exits are trained first"""
     delta: float = 0.1
     """tolerated mean loss, 0 … 1"""
     epsilon: float = 0.05
@@ -34,8 +35,8 @@ class CalibrateExitsOptions:
     consistency: Literal["textual", "risk"] = "textual"
     """textual: loss = 1 − ROUGE-L of the text with and without exits; risk: how much farther from the true continuation
     the text with exits is"""
-    measure: Literal["softmax", "saturation", "classifier"] = "softmax"
-    """confidence of a token after a layer; see docs/depth.md"""
+    measure: Literal["", "softmax", "saturation", "classifier"] = ""
+    """confidence of a token after a layer, see docs/depth.md; empty: softmax, and classifier for a pretrained model"""
     decay: float = 0.0
     """τ of a threshold that decays along the text, 0.9 λ + 0.1 exp(−τ t / max_tokens); 0: it stays"""
     prompts: int = 200
@@ -50,9 +51,15 @@ class CalibrateExitsOptions:
     """a copy of the named corpus that is already on disk"""
     split: Literal["train", "valid", "test"] = "test"
     """split of the corpus"""
+    exit_layers: tuple[int, ...] = ()
+    """pretrained model: layers after which a token may leave; default: a third, a half, two thirds and five sixths"""
+    train_prompts: int = 128
+    """pretrained model: prompts from the beginning of the text whose continuations train the classifiers"""
+    out: str = ""
+    """pretrained model: the file to write; default: exits.safetensors in its folder"""
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "prompt_tokens", "max_tokens"):
+        for name in ("prompts", "prompt_tokens", "max_tokens", "train_prompts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected 1 or more")
         for name in ("delta", "epsilon"):
@@ -63,10 +70,24 @@ class CalibrateExitsOptions:
 
 
 def run(options: CalibrateExitsOptions) -> None:
+    from spanformer.cli.hf_exits import calibrate_hf, is_hf
+
+    if is_hf(options.checkpoint):
+        calibrate_hf(options)
+        return
+    if options.exit_layers or options.out:
+        raise ValueError(
+            "--exit-layers and --out are for pretrained models of Hugging Face; this model has exits after every layer "
+            "and keeps its threshold in its folder"
+        )
+    _calibrate(options)
+
+
+def _calibrate(options: CalibrateExitsOptions) -> None:
     from spanformer.cli.eval import EvalOptions, check_vocabulary, data_config, vocabulary
     from spanformer.cli.progress import Progress
     from spanformer.data import prepare
-    from spanformer.infer.exits import calibrate, save
+    from spanformer.infer.exits import calibrate, save, table
     from spanformer.model.load import load, load_meta, model_folder
 
     with Progress() as report:
@@ -87,18 +108,10 @@ def run(options: CalibrateExitsOptions) -> None:
         found = calibrate(
             lm, [ids[at : at + options.prompt_tokens] for at in starts],
             [ids[at + options.prompt_tokens : at + each] for at in starts], weights=weights_digest(meta),
-            measure=options.measure, consistency=options.consistency, delta=options.delta, epsilon=options.epsilon,
-            max_tokens=options.max_tokens, decay=options.decay, on_progress=report,
+            measure=options.measure or "softmax", consistency=options.consistency, delta=options.delta,
+            epsilon=options.epsilon, max_tokens=options.max_tokens, decay=options.decay, on_progress=report,
         )  # fmt: skip
-    print("threshold    loss    p-value    layers")
-    for row in found.tested:
-        print(f"{row['threshold']:9.2f} {row['loss']:7.3f} {row['p']:10.2g} {row['layers']:9.2f}")
-    layers = lm.config.layers
-    if found.threshold is None:
-        print(f"no threshold passes: every token runs through all {layers} layers")
-    else:
-        last = next(row for row in reversed(found.tested) if row["threshold"] == found.threshold)
-        print(f"threshold {found.threshold}: {last['layers']:.2f} of {layers} layers a token")
+    print(table(found, lm.config.layers))
     print(f"saved in {save(found, model_folder(options.checkpoint))}")
 
 

@@ -39,7 +39,8 @@ class GenerateOptions:
     """
 
     checkpoint: tyro.conf.Positional[str]
-    """a run's folder (its best checkpoint), a checkpoint, or an imported model"""
+    """a run's folder (its best checkpoint), a checkpoint, or an imported model; or a pretrained model of Llama's form
+    (a folder in Hugging Face's format, a .gguf file), which is continued greedily"""
     prompt: tuple[str, ...] = ()
     """the text to continue; several prompts are continued as one batch"""
     file: str = ""
@@ -72,7 +73,7 @@ class GenerateOptions:
     one step; same text"""
     exits: str = ""
     """leave layers early, for a model with exits: "calibrated" (by calibrate-exits; greedy decoding only), or a measure
-    and a threshold, such as softmax:0.3"""
+    and a threshold, such as softmax:0.3; for a pretrained model also a file that calibrate-exits wrote"""
     chunk: int = 512
     """prompt tokens per forward pass"""
     cache_bits: Literal[0, 8] = 0
@@ -87,6 +88,7 @@ class GenerateOptions:
 
 def run(options: GenerateOptions) -> None:
     from spanformer.cli.generate_exits import use_exits
+    from spanformer.cli.hf_exits import generate_hf, is_hf
     from spanformer.cli.progress import Progress
     from spanformer.cli.retrieval import used, with_datastore
     from spanformer.cli.text_input import TextFile, model_vocabulary
@@ -96,6 +98,9 @@ def run(options: GenerateOptions) -> None:
     from spanformer.model.seq2seq import Seq2Seq
 
     check_counts(max_tokens=options.max_tokens, beams=options.beams, lookup=options.lookup, chunk=options.chunk)
+    if is_hf(options.checkpoint):
+        generate_hf(options)
+        return
     sampling, prompts = _sampling(options), _prompts(options)
     file = TextFile(options.file) if options.file else None
     with Progress(transient=True) as report:

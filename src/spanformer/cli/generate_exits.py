@@ -38,12 +38,17 @@ def use_exits(lm: LM, meta: dict, options: GenerateOptions) -> Exits:
             )
         exits.confidence = load(model_folder(options.checkpoint), weights_digest(meta)).confidence()
         return exits
-    measure, colon, threshold = options.exits.partition(":")
+    exits.confidence = parse_confidence(options.exits)
+    return exits
+
+
+def parse_confidence(text: str) -> Confidence:
+    """A measure and a threshold, such as softmax:0.3."""
+    measure, colon, threshold = text.partition(":")
     try:
-        exits.confidence = Confidence(measure, float(threshold))  # pyright: ignore[reportArgumentType]
+        return Confidence(measure, float(threshold))  # pyright: ignore[reportArgumentType]
     except ValueError as error:
         why = f" ({error})" if colon else ""
         raise ValueError(
-            f"--exits is {options.exits!r}; expected calibrated, or a measure and a threshold such as softmax:0.3{why}"
+            f"--exits is {text!r}; expected calibrated, or a measure and a threshold such as softmax:0.3{why}"
         ) from error
-    return exits

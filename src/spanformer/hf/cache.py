@@ -208,6 +208,14 @@ class SpanLayer(CacheLayerMixin):
         self.far.join(block, rings.place, self.slack)
         return out
 
+    def store(self, k: Tensor, v: Tensor) -> None:
+        """Keep k [B, Hkv, T, D] and v [B, Hkv, T, Dv] of the next tokens, whose layer no query reads: they left the
+        model's layers before this one."""
+        self.update(k, v)
+        rings = self._rings(k.shape[2])
+        self.tokens.add(k.shape[2], None)
+        rings.append(k, v)
+
     def rule(self, s_aux: Tensor | None) -> Rule:
         """The same object while nothing changes, so that HeadCache can reuse what it prepared."""
         sink = None if s_aux is None else (id(s_aux), s_aux._version)

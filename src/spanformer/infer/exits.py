@@ -28,10 +28,12 @@ from spanformer.infer.sampling import Sampling
 from spanformer.model.lm import LM
 
 FILE = "exits.json"
-GRID = tuple(round(1 - 0.05 * n, 2) for n in range(1, 21))
-"""thresholds in the order of the test"""
+GRID = (0.995, 0.99, 0.98, 0.97, 0.96, *(round(1 - 0.05 * n, 2) for n in range(1, 21)))
+"""thresholds in the order of the test: classifiers need fine steps near 1"""
 Consistency = Literal["textual", "risk"]
 OnProgress = Callable[[str, int, int], None]
+Write = Callable[[Confidence, Callable[[int, int], None]], tuple[list[list[int]], float]]
+"""(when tokens leave, progress of prompts) → a greedy continuation of every prompt, and the mean layers of a token"""
 
 
 @dataclass(frozen=True)
@@ -115,23 +117,35 @@ def calibrate(
     consistency: Consistency = "textual", delta: float = 0.1, epsilon: float = 0.05, max_tokens: int = 48,
     decay: float = 0.0, on_progress: OnProgress = lambda text, done, total: None,
 ) -> Calibration:  # fmt: skip
-    """Test thresholds in descending order until one fails. prompts: independent of each other and of the training;
-    references: the true continuation of each."""
-    if len(prompts) < (needed := prompts_needed(delta, epsilon)):
+    """Choose the threshold of a model's exits. prompts: independent of each other and of the training; references: the
+    true continuation of each."""
+    model.exits()
+    return choose_threshold(
+        lambda confidence, report: continuations(model, prompts, max_tokens, confidence, on_progress=report),
+        references, weights=weights, measure=measure, consistency=consistency, delta=delta, epsilon=epsilon,
+        max_tokens=max_tokens, decay=decay, on_progress=on_progress,
+    )  # fmt: skip
+
+
+def choose_threshold(
+    write: Write, references: Sequence[Sequence[int] | np.ndarray], *, weights: str, measure: Measure,
+    consistency: Consistency = "textual", delta: float = 0.1, epsilon: float = 0.05, max_tokens: int = 48,
+    decay: float = 0.0, on_progress: OnProgress = lambda text, done, total: None,
+) -> Calibration:  # fmt: skip
+    """Test thresholds in descending order until one fails."""
+    if len(references) < (needed := prompts_needed(delta, epsilon)):
         raise ValueError(
-            f"there are {len(prompts)} prompts; delta {delta} with epsilon {epsilon} needs at least {needed}, even if "
-            "no text changes"
+            f"there are {len(references)} prompts; delta {delta} with epsilon {epsilon} needs at least {needed}, even "
+            "if no text changes"
         )
     never = Confidence(measure)  # without a confidence, a trained classifier would let tokens leave
-    full, _ = continuations(
-        model, prompts, max_tokens, never, on_progress=lambda d, n: on_progress("all layers", d, n)
-    )  # fmt: skip
+    full, _ = write(never, lambda d, n: on_progress("all layers", d, n))
     tested, losses = [], []
     for threshold in GRID:
-        early, layers = continuations(
-            model, prompts, max_tokens, Confidence(measure, threshold, decay, max_tokens),
-            on_progress=lambda d, n, t=threshold: on_progress(f"threshold {t}", d, n),
-        )  # fmt: skip
+        early, layers = write(
+            Confidence(measure, threshold, decay, max_tokens),
+            lambda d, n, t=threshold: on_progress(f"threshold {t}", d, n),
+        )
         losses.append([_loss(consistency, *each) for each in zip(early, full, references, strict=True)])
         p = p_value(losses[-1], delta)
         tested.append({"threshold": threshold, "loss": float(np.mean(losses[-1])), "p": p, "layers": layers})
@@ -140,15 +154,25 @@ def calibrate(
     found = choose(GRID[: len(losses)], losses, delta, epsilon)
     threshold = None if found == NEVER else found
     return Calibration(
-        weights, measure, threshold, consistency, delta, epsilon, len(prompts), max_tokens, decay, tested
+        weights, measure, threshold, consistency, delta, epsilon, len(references), max_tokens, decay, tested
     )
 
 
-def _loss(consistency: Consistency, early: list[int], full: list[int], reference: np.ndarray) -> float:
+def _loss(consistency: Consistency, early: list[int], full: list[int], reference: Sequence[int] | np.ndarray) -> float:
     if consistency == "textual":
         return 1 - rouge_l(early, full)
-    truth = reference.tolist()
+    truth = [int(token) for token in reference]
     return max(0.0, rouge_l(full, truth) - rouge_l(early, truth))
+
+
+def table(found: Calibration, layers: int) -> str:
+    """The thresholds that were tested, and the one that was accepted. layers: of the model."""
+    rows = ["threshold    loss    p-value    layers"]
+    rows += [f"{r['threshold']:9.3f} {r['loss']:7.3f} {r['p']:10.2g} {r['layers']:9.2f}" for r in found.tested]
+    if found.threshold is None:
+        return "\n".join([*rows, f"no threshold passes: every token runs through all {layers} layers"])
+    last = next(row for row in reversed(found.tested) if row["threshold"] == found.threshold)
+    return "\n".join([*rows, f"threshold {found.threshold}: {last['layers']:.2f} of {layers} layers a token"])
 
 
 def save(calibration: Calibration, folder: Path) -> Path:
