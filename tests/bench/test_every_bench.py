@@ -412,8 +412,12 @@ def test_depth(tmp_path):
     assert len(cells["neither"]) == len(cells["span"]) == 1 and len(cells["both"]) == len(cells["depth"]) > 5
     assert cells["ratio"]["neither"] == 1 and cells["neither"][0]["layers"] == 6
     assert cells["span"][0]["keys"] < cells["neither"][0]["keys"] == 16
-    assert list(found["exits"]["static"]) == list("12345678") and 1 <= found["exits"]["classifier"]["layers"] <= 8
-    assert found["exits"]["step_ratio"] > 0 and set(found["calm"]) == {"0.25", "0.1", "tokens_per_second"}
+    assert list(found["exits"]["static"]) == list("12345678") == list(found["pairs"]["static"])
+    assert len(found["pairs"]["pairs"]) == 6
+    for row in found["pairs"]["pairs"].values():
+        assert 1 <= row["layers"] <= 8 and row["excess"] == pytest.approx(row["bits"] / row["full"] - 1)
+    assert found["exits"]["step_ratio"] > 0 and set(found["calm"]["softmax"]) == {"0.25", "0.1"}
+    assert all(0 <= wrong <= 100 for each in found["calm"]["resplits"].values() for wrong in each.values())
     with pytest.raises(SystemExit):
         bench(tmp_path / "other", "depth", "--parts", "calm", "--source", str(text))
 

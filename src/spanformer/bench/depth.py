@@ -42,11 +42,12 @@ class DepthBench(BenchOptions):
     asked for 80. ponder: the time of a pass when tokens halt sooner. span_depth: dynamic spans, exits, both and neither
     under one price, with their bits and operations per token. exits: an 8-layer language model of enwik8 with exits and
     one without, the same steps. calm: exits of that model, calibrated to δ 0.25 and 0.1, and their tokens per second.
-    All are trained once, with --seed.
+    pairs: three classifiers by two oracles, on the states of that model. All are trained once, with --seed; exits and
+    single continue where they stopped.
     """
 
     parts: tuple[str, ...] = ()
-    """chase, words, ponder, span_depth, exits, calm (after exits). Default: all."""
+    """chase, words, ponder, span_depth, exits, calm and pairs (after exits). Default: all."""
     steps: int = 0
     """Training steps. Default: what the part needs (with --quick: 2)."""
     seed: int = 1
@@ -179,7 +180,14 @@ def span_depth(bench: Bench[DepthBench]) -> dict:
     return measure_span_depth(bench)
 
 
+def pairs(bench: Bench[DepthBench]) -> dict:
+    from spanformer.bench.depth_pairs import measure_pairs
+
+    return measure_pairs(bench)
+
+
 PARTS: dict[str, Callable[[Bench[DepthBench]], dict]] = {
     "chase": chase, "words": words, "ponder": ponder, "span_depth": span_depth, "exits": exits, "calm": calm,
+    "pairs": pairs,
 }  # fmt: skip
 OPTIONS = DepthBench

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,8 +13,10 @@ from spanformer.bench.depth import DepthBench, folder, trained
 from spanformer.bench.session import Bench
 from spanformer.data import Prepared, prepare
 from spanformer.data.config import DataConfig
-from spanformer.depth import Confidence, Exits
-from spanformer.infer.exits import calibrate, exits_by
+from spanformer.depth import Confidence
+from spanformer.depth.calibrate import NEVER, choose
+from spanformer.depth.confidence import Measure
+from spanformer.infer.exits import GRID, choose_threshold, continuations, exits_by, rouge_l
 from spanformer.infer.generate import generate_batch
 from spanformer.infer.sampling import Sampling
 from spanformer.model.config import AttentionConfig, DepthConfig, FeedForwardConfig, ModelConfig, PositionConfig
@@ -26,16 +30,17 @@ from spanformer.train.optim import OptimConfig
 
 STEPS, LANES = 400, 8
 DELTAS = (0.25, 0.1)
+MEASURES: tuple[Measure, ...] = ("softmax", "saturation", "classifier")
 
 
 def config(bench: Bench[DepthBench], depth: DepthConfig) -> RunConfig:
     o = bench.options
     model = ModelConfig(
-        dim=o.size(128, 32), layers=8, heads=4, attention=AttentionConfig(kind="full", max_span=o.size(256, 16)),
+        dim=o.size(256, 32), layers=8, heads=4, attention=AttentionConfig(kind="full", max_span=o.size(256, 16)),
         position=PositionConfig(kind="rotary"), feedforward=FeedForwardConfig(kind="swiglu"), depth=depth,
     )  # fmt: skip
     settings = TrainConfig(
-        batch=o.size(8, 2), block=o.size(256, 16), steps=o.taken(STEPS), eval_every=0, save_every=0, measure=False,
+        batch=o.size(8, 2), block=o.size(256, 16), steps=o.taken(STEPS), eval_every=0, save_every=100, measure=False,
         eval_tokens=o.size(16_384, 256), threads=o.threads, tensorboard="off", seed=o.seed,
     )  # fmt: skip
     data = DataConfig(source=o.source, copy=o.data, limit=o.size(10_000_000, 0))
@@ -43,30 +48,31 @@ def config(bench: Bench[DepthBench], depth: DepthConfig) -> RunConfig:
     return RunConfig(data=data, model=model, optim=optim, train=settings)
 
 
+def base(bench: Bench[DepthBench]) -> RunConfig:
+    """The model that calm and pairs measure: aligned exits, and a calm classifier, which gives the layers no
+    gradient."""
+    return config(bench, DepthConfig(kind="exits", classifier="calm"))
+
+
 def measure_exits(bench: Bench[DepthBench]) -> dict:
-    """Bits with all layers, at each static exit and by the classifier, beside a model without exits."""
-    depth = DepthConfig(kind="exits", classifier="geometric", oracle="likelihood", price=0.1)
-    configs = {"single": config(bench, DepthConfig()), "exits": config(bench, depth)}
-    models = {name: trained(bench, each, folder(bench, name), name) for name, each in configs.items()}
+    """Bits with all layers and at each static exit, beside a model without exits."""
+    configs = {"single": config(bench, DepthConfig()), "exits": base(bench)}
+    models = {name: trained(bench, each, folder(bench, name), name, resume=True) for name, each in configs.items()}
     data = prepare(configs["single"].data, on_progress=bench.report)
-    lm = models["exits"]
-    exits = lm.exits()
+    exits = models["exits"].exits()
     found: dict = {"steps": bench.options.taken(STEPS), "single": bits(bench, models["single"], data)}
     found["static"] = {}
     for n in range(1, exits.layers + 1):
         exits.fixed = n
-        found["static"][str(n)] = bits(bench, lm, data)
+        found["static"][str(n)] = bits(bench, models["exits"], data)
     exits.fixed = None
-    exits.count_from_here()
-    learned = bits(bench, lm, data)
-    found["classifier"] = {"bits": learned, "layers": exits.mean_run()}
     found["step_ratio"] = step_ratio(bench, configs, models, data)
     return found
 
 
-def bits(bench: Bench[DepthBench], lm: LM, data: Prepared) -> float:
-    """Per byte of the beginning of the validation split."""
-    ids = data.splits["valid"].ids[: bench.options.size(16_384, 256)]
+def bits(bench: Bench[DepthBench], lm: LM, data: Prepared, split: str = "valid") -> float:
+    """Per byte of the beginning of a split."""
+    ids = data.splits[split].ids[: bench.options.size(16_384, 256)]
     return evaluate(lm, ids, lanes=LANES, block=bench.options.size(256, 16)).bits
 
 
@@ -84,39 +90,78 @@ def step_ratio(
 
 
 def measure_calm(bench: Bench[DepthBench]) -> dict:
-    """Layers and tokens per second of calibrated exits; the full model is timed in turn."""
-    o, out = bench.options, folder(bench, "exits")
-    if not out.exists():
-        raise ValueError(f"there is no model in {out}; measure the part exits before calm")
-    lm = load(out).eval()
-    assert isinstance(lm.depth, Exits)
-    data = prepare(config(bench, DepthConfig()).data, on_progress=bench.report)
+    """Layers and tokens per second of exits calibrated with each confidence; the full model is timed in turn. And how
+    often a threshold chosen on half of the prompts has a loss above δ on the others."""
+    o, lm = bench.options, load_exits(bench, "calm")
+    data = prepare(base(bench).data, on_progress=bench.report)
     ids = data.splits["test"].ids
-    count, start, more = o.size(100, 60), o.size(64, 4), o.size(48, 2)
+    count, start, more = o.size(200, 60), o.size(64, 4), o.size(48, 2)
     places = [len(ids) * n // count for n in range(count)]
     prompts = [ids[at : at + start] for at in places]
     truths = [ids[at + start : at + start + more] for at in places]
-    found: dict = {}
-    for delta in DELTAS:
-        chosen = calibrate(
-            lm, prompts, truths, weights="", measure="softmax", delta=delta, max_tokens=more,
-            on_progress=bench.report,
-        )  # fmt: skip
-        row = next((each for each in chosen.tested if each["threshold"] == chosen.threshold), None)
-        found[str(delta)] = {"threshold": chosen.threshold, "layers": row["layers"] if row else lm.depth.layers,
-                             "loss": row["loss"] if row else 0.0, "tested": chosen.tested}  # fmt: skip
-    confidences = {"full": Confidence("softmax")} | {
-        d: Confidence("softmax", r["threshold"]) for d, r in found.items() if r["threshold"]
-    }
+    found: dict = {"resplits": {}}
+    confidences = {"full": Confidence("softmax")}
+    for measure in MEASURES:
+        texts = Texts(lm, prompts, more)
+        found[measure] = {}
+        for delta in DELTAS:
+            chosen = choose_threshold(
+                texts.write, truths, weights="", measure=measure, delta=delta, max_tokens=more, on_progress=bench.report
+            )
+            row = next((each for each in chosen.tested if each["threshold"] == chosen.threshold), None)
+            found[measure][str(delta)] = {
+                "threshold": chosen.threshold, "layers": row["layers"] if row else lm.config.layers,
+                "loss": row["loss"] if row else 0.0,
+            }  # fmt: skip
+            if chosen.threshold is not None:
+                confidences[f"{measure} {delta}"] = chosen.confidence()
+        found["resplits"][measure] = {str(delta): texts.resplits(measure, delta) for delta in DELTAS}
     bench.plan(1)
-    times = bench.compare(
-        "generating",
-        {name: lambda c=each: write(lm, prompts[0], c, o.size(200, 2)) for name, each in confidences.items()},
-    )
-    for delta in found:
-        found[delta]["speed"] = times[delta].times_as_fast_as(times["full"]) if delta in times else 1.0
+    runs = {name: partial(write, lm, prompts[0], each, o.size(200, 2)) for name, each in confidences.items()}
+    times = bench.compare("generating", runs)
+    for name in times:
+        measure, _, delta = name.partition(" ")
+        if delta:
+            found[measure][delta]["speed"] = times[name].times_as_fast_as(times["full"])
     found["tokens_per_second"] = o.size(200, 2) / times["full"].median
     return found
+
+
+class Texts:
+    """Greedy continuations by confidence, each written once."""
+
+    def __init__(self, lm: LM, prompts: list[np.ndarray], tokens: int) -> None:
+        self.lm, self.prompts, self.tokens = lm, prompts, tokens
+        self.known: dict[Confidence, tuple[list[list[int]], float]] = {}
+
+    def write(self, confidence: Confidence, report: Callable[[int, int], None]) -> tuple[list[list[int]], float]:
+        if confidence not in self.known:
+            self.known[confidence] = continuations(
+                self.lm, self.prompts, self.tokens, confidence, on_progress=report
+            )  # fmt: skip
+        return self.known[confidence]
+
+    def resplits(self, measure: Measure, delta: float) -> int:
+        """In how many of 100 random halves a threshold chosen on one has a mean loss above δ on the other."""
+        full = self.known[Confidence(measure)][0]
+        losses, wrong = {}, 0
+        for confidence, (texts, _) in self.known.items():
+            losses[confidence.threshold] = [1 - rouge_l(*each) for each in zip(texts, full, strict=True)]
+        grid = [each for each in GRID if each in losses]
+        for seed in range(100):
+            order = np.random.default_rng(seed).permutation(len(full))
+            one, other = order[: len(order) // 2], order[len(order) // 2 :]
+            found = choose(grid, [[losses[each][n] for n in one] for each in grid], delta, 0.05)
+            wrong += found != NEVER and float(np.mean([losses[found][n] for n in other])) > delta
+        return wrong
+
+
+def load_exits(bench: Bench[DepthBench], part: str) -> LM:
+    """The model of the part exits."""
+    out = folder(bench, "exits")
+    if not out.exists():
+        raise ValueError(f"there is no model in {out}; measure the part exits before {part}")
+    return load(out).eval()
 
 
 @torch.no_grad()

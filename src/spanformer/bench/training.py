@@ -17,9 +17,10 @@ from spanformer.train.run import train
 Options = TypeVar("Options", bound=BenchOptions)
 
 
-def trained(bench: Bench[Options], config: RunConfig, out: Path, title: str) -> LM:
-    """The best checkpoint of a run into `out`, which is removed first."""
-    shutil.rmtree(out, ignore_errors=True)
+def trained(bench: Bench[Options], config: RunConfig, out: Path, title: str, *, resume: bool = False) -> LM:
+    """The best checkpoint of a run into `out`, which is removed first, or continued with `resume`."""
+    if not resume:
+        shutil.rmtree(out, ignore_errors=True)
 
     def watch(event: object) -> None:
         if isinstance(event, ProgressEvent):
@@ -27,5 +28,5 @@ def trained(bench: Bench[Options], config: RunConfig, out: Path, title: str) -> 
         elif isinstance(event, StepsEvent):
             bench.report(f"training {title}", event.step, config.train.steps)
 
-    train(replace(config, out=str(out)), watch=watch)
+    train(replace(config, out=str(out), resume=resume), watch=watch)
     return load(out)

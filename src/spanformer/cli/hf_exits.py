@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from spanformer.cli.calibrate_exits import CalibrateExitsOptions
     from spanformer.cli.generate import GenerateOptions
     from spanformer.hf.exit_layers import ExitLayers
-    from spanformer.hf.exits import ExitHeads, Leaving
+    from spanformer.hf.exits import Leaving
 
 SHARES = (1 / 3, 1 / 2, 2 / 3, 5 / 6)
 """of the layers, for default exits: 10, 15, 20 and 25 of 30"""
@@ -143,11 +143,11 @@ def _leaving(decoder: ExitLayers, options: GenerateOptions) -> Leaving:
 
     from spanformer.cli.generate_exits import parse_confidence
     from spanformer.depth.confidence import Confidence
-    from spanformer.hf.exits import Leaving, fingerprint, load
+    from spanformer.hf.exits import Leaving, fingerprint, load, no_heads
 
     given = options.exits
     if not given:
-        return Leaving(decoder, _no_exits(decoder), Confidence("classifier", math.inf))
+        return Leaving(decoder, no_heads(decoder.width), Confidence("classifier", math.inf))
     own = given == "calibrated" or ":" in given
     heads = load(exits_path(options.checkpoint, "" if own else given), decoder, fingerprint(decoder))
     if own and given != "calibrated":
@@ -155,11 +155,3 @@ def _leaving(decoder: ExitLayers, options: GenerateOptions) -> Leaving:
     if heads.calibration is None:
         raise ValueError("its exits have no calibrated threshold; run spanformer calibrate-exits again")
     return Leaving(decoder, heads, heads.calibration.confidence())
-
-
-def _no_exits(decoder: ExitLayers) -> ExitHeads:
-    import torch
-
-    from spanformer.hf.exits import ExitHeads
-
-    return ExitHeads((), torch.zeros(0, decoder.width), torch.zeros(0), "", "")

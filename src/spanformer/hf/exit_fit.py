@@ -1,9 +1,10 @@
-"""Train the classifiers of a pretrained model's exits, with the model as it is, and choose their threshold.
+"""Train the exits of a pretrained model, with the model as it is, and choose their threshold.
 
-    loss = mean over exits of BCE(σ(w_n · norm(x^n) + b_n), 1[argmax of layer n = argmax of the last layer])
+    A_n, a_n = argmin Σ |A z^n + a − z^L|² + ridge        z^n = norm(x^n), by the normal equations
+    loss     = mean BCE(σ(w_n · z^n + b_n), 1[argmax W (A_n z^n + a_n) = argmax W z^L])
 
-on greedy continuations of prompts by the model itself: the texts that exits will meet. States are those of all layers,
-in one pass.
+on prompts and their greedy continuations by the model itself: the texts that exits will meet. States are those of all
+layers, in one pass.
 
 Shapes: N prompts of T tokens, M tokens, E width, X exits.
 """
@@ -21,10 +22,19 @@ from torch import Tensor
 from spanformer.core.progress import OnProgress
 from spanformer.depth.confidence import Confidence, Measure
 from spanformer.hf.exit_layers import ExitLayers
-from spanformer.hf.exits import ExitHeads, Leaving, calibrated, check_layers, continuations, fingerprint, write
+from spanformer.hf.exits import (
+    ExitHeads,
+    Leaving,
+    calibrated,
+    check_layers,
+    continuations,
+    fingerprint,
+    no_heads,
+    write,
+)
 from spanformer.infer.exits import Consistency, choose_threshold
 
-STEPS, RATE, RIDGE = 300, 2e-2, 1e-2
+STEPS, RATE, RIDGE, MAP_RIDGE = 300, 2e-2, 1e-2, 1e-2
 
 
 def split_prompts(ids: Sequence[int], train: int, test: int, prompt: int, more: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,51 +61,58 @@ def fit_heads(
     decoder: ExitLayers, layers: tuple[int, ...], prompts: Tensor, most: int, *, batch: int = 16,
     on_progress: OnProgress = lambda text, done, total: None,
 ) -> ExitHeads:  # fmt: skip
-    """Train a classifier for each of these layers on continuations of prompts [N, T] by `most` tokens."""
+    """Train a map and a classifier for each of these layers on continuations of prompts [N, T] by `most` tokens."""
     check_layers(layers, decoder.count)
-    none = ExitHeads(layers, torch.zeros(len(layers), decoder.width), torch.zeros(len(layers)), "", "")
-    never = Leaving(decoder, none, Confidence("classifier"))
-    normed: list[list[Tensor]] = [[] for _ in layers]
-    agrees: list[list[Tensor]] = [[] for _ in layers]
+    never = Leaving(decoder, no_heads(decoder.width), Confidence("classifier"))
+    found: dict[int, list[Tensor]] = {n: [] for n in (*layers, decoder.count)}
     for start in range(0, len(prompts), batch):
         on_progress("reading the training prompts", start, len(prompts))
         some = prompts[start : start + batch]
         made = torch.stack([token.ids for token in write(decoder, never, some, most)], 1)
-        for n, (x, right) in enumerate(_states(decoder, layers, torch.cat([some, made], 1), some.shape[1])):
-            normed[n].append(x)
-            agrees[n].append(right)
-    fitted = []
-    for n in range(len(layers)):
-        on_progress("training the classifiers", n, len(layers))
-        fitted.append(_fit(torch.cat(normed[n]), torch.cat(agrees[n])))
-    weight, bias = (torch.stack(each) for each in zip(*fitted, strict=True))
-    return ExitHeads(layers, weight, bias, fingerprint(decoder), digest_text(prompts))
+        for n, normed in _states(decoder, layers, torch.cat([some, made], 1)).items():
+            found[n].append(normed)
+    last = torch.cat(found.pop(decoder.count))
+    best, fitted = _best(decoder, last), []
+    for states in found.values():
+        on_progress("training the exits", len(fitted), len(layers))
+        normed = torch.cat(states)
+        matrix = _fit_map(normed, last)
+        right = _best(decoder, torch.addmm(matrix[-1], normed, matrix[:-1])) == best
+        fitted.append((*_fit_classifier(normed, right), matrix))
+    weight, bias, maps = (torch.stack(each) for each in zip(*fitted, strict=True))
+    return ExitHeads(layers, weight, bias, maps, fingerprint(decoder), digest_text(prompts))
 
 
 @torch.no_grad()
-def _states(decoder: ExitLayers, layers: tuple[int, ...], ids: Tensor, start: int) -> list[tuple[Tensor, Tensor]]:
-    """For each exit, norm(x) [M, E] of the tokens that predict those after `start`, and whether it predicts the last
-    layer's token [M]."""
+def _states(decoder: ExitLayers, layers: tuple[int, ...], ids: Tensor) -> dict[int, Tensor]:
+    """norm(x) [M, E] after these layers and the last."""
     kept: dict[int, Tensor] = {}
 
     def keep(n: int, x: Tensor) -> None:
         if n in layers or n == decoder.count:
-            kept[n] = decoder.trunk.norm(x[:, start - 1 : -1]).flatten(0, 1)
+            kept[n] = decoder.trunk.norm(x).flatten(0, 1).float()
 
     decoder.read(ids, decoder.cache(ids.shape[1]), keep)
-    best = {n: _best(decoder, x) for n, x in kept.items()}
-    return [(kept[n], (best[n] == best[decoder.count]).float()) for n in layers]
+    return kept
 
 
+@torch.no_grad()
 def _best(decoder: ExitLayers, normed: Tensor) -> Tensor:
-    from spanformer.hf.text import logits_of
+    """[M, E] → [M], part by part: all logits at once would be M × vocabulary numbers."""
+    return torch.cat([decoder.output(part).argmax(-1) for part in normed.split(256)])
 
-    return torch.cat([logits_of(decoder.model, part).argmax(-1) for part in normed.split(256)])
+
+def _fit_map(x: Tensor, y: Tensor) -> Tensor:
+    """[E + 1, E] the linear map from x [M, E] to y [M, E], in float64."""
+    x, y = torch.cat([x, x.new_ones(len(x), 1)], 1).double(), y.double()
+    gram = x.T @ x
+    gram.diagonal().add_(MAP_RIDGE * gram.diagonal().mean())
+    return torch.linalg.solve(gram, x.T @ y).float()
 
 
-def _fit(x: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Logistic regression with a ridge: (w [E], b) for x [M, E] and right [M]."""
-    x, right = x.float(), right.float()
+def _fit_classifier(x: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Logistic regression with a ridge: (w [E], b) for x [M, E] and right [M] bool."""
+    right = right.float()
     mean, spread = x.mean(0), x.std(0) + 1e-4
     scaled = (x - mean) / spread
     w, b = torch.zeros(x.shape[1], requires_grad=True), torch.zeros((), requires_grad=True)

@@ -67,7 +67,11 @@ class ExitLayers:
 
     def logits(self, states: Tensor) -> Tensor:
         """States after any layer [..., E] → [..., V]."""
-        return logits_of(self.model, self.trunk.norm(states))
+        return self.output(self.trunk.norm(states))
+
+    def output(self, normed: Tensor) -> Tensor:
+        """States after the last norm [..., E] → [..., V]."""
+        return logits_of(self.model, normed)
 
     @torch.no_grad()
     def read(self, ids: Tensor, cache: SpanCache, each: Callable[[int, Tensor], None] | None = None) -> Tensor:
