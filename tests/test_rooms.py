@@ -30,7 +30,7 @@ DOORS: dict[str, set[str]] = {
     "inspect": {"ops", "attention", "memory", "model"},
     "convert": {"model"},
     "data": set(),
-    "train": {"model", "data", "cost", "inspect"},
+    "train": {"model", "data", "cost", "inspect", "retrieve"},
     "infer": {"model", "memory", "ops", "depth"},
     "retrieve": {"model", "memory", "ops"},
     "hf": {"model", "infer", "ops", "attention", "memory", "retrieve", "depth"},

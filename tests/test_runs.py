@@ -15,7 +15,7 @@ from spanformer.cli.runfile import read_run
 from spanformer.core import processor
 from spanformer.data import parse_task
 from spanformer.report.events import read_run as read_events
-from spanformer.train.config import RunConfig
+from spanformer.train.config import RetrieveConfig, RunConfig
 from spanformer.train.run import train
 from support.products import Bfloat16Products
 from support.tiny_runs import write_text
@@ -139,6 +139,7 @@ def shrink(config: RunConfig, folder: Path) -> RunConfig:
             embedding=replace(m.embedding, cutoffs=(10, 20, 40)[: len(m.embedding.cutoffs)]),
         ),
         optim=config.optim,
+        retrieve=replace(config.retrieve, model=config.retrieve.model and str(folder / "frozen")),
         train=replace(
             config.train, batch=4, block=block, steps=1, minutes=0.0, eval_tokens=300, threads=1, device="cpu",
             tensorboard="off", measure=False,
@@ -152,8 +153,12 @@ def test_one_step(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(processor, "multiplies_bfloat16", lambda: False)
     threads = torch.get_num_threads()
     try:
+        config = shrink(load(name), tmp_path)
+        if config.model.neighbours:
+            model = replace(config.model, neighbours=0)
+            train(replace(config, out=config.retrieve.model, model=model, retrieve=RetrieveConfig()))
         with Bfloat16Products() as products:
-            result = train(shrink(load(name), tmp_path))
+            result = train(config)
     finally:
         torch.set_num_threads(threads)
     assert not products.counted.total()

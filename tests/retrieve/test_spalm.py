@@ -10,47 +10,54 @@ import pytest
 import torch
 
 from spanformer.model.config import EmbeddingConfig
+from spanformer.model.lm import LM
+from spanformer.model.neighbours import NONE, NeighbourGate
 from spanformer.retrieve import Store
 from spanformer.retrieve.build import Plan, build_store
-from spanformer.retrieve.model import LmKeys
-from spanformer.retrieve.spalm import NONE, Spalm, neighbour_tokens, own_entries
-from support.small_models import CONFIGS, SMALL, make
+from spanformer.retrieve.mixture import Retrieval, Settings
+from spanformer.retrieve.model import LmKeys, retrieving
+from spanformer.retrieve.spalm import Search, finding, neighbour_tokens, own_entries
+from support.small_models import SMALL, make
 
 TIED = replace(SMALL, embedding=EmbeddingConfig(tied=True))
+SPALM = replace(TIED, neighbours=3)
 
 
 def text(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 37, count)
 
 
-def z_by_hand(spalm: Spalm, h: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+def z_by_hand(lm: LM, h: torch.Tensor, tokens: list[int]) -> torch.Tensor:
     """[dim] of one token."""
-    y = [spalm.lm.embedding.weight[t] for t in tokens if t >= 0]
+    assert lm.gate is not None
+    y = [lm.embedding.weight[t] for t in tokens if t >= 0]
     if not y:
         return h
     weight = torch.stack([v @ h for v in y]).softmax(0)
     m = torch.stack([w * v for w, v in zip(weight, y, strict=True)]).sum(0)
-    g = torch.sigmoid(spalm.gate.weight[0] @ h + spalm.gate.bias[0])
+    g = torch.sigmoid(lm.gate.weight[0] @ h + lm.gate.bias[0])
     return (1 - g) * m + g * h
 
 
-def model_of() -> Spalm:
-    spalm = Spalm(make(TIED)).double()
+def model_of() -> LM:
+    lm = make(SPALM).double()
+    assert lm.gate is not None
     with torch.no_grad():
-        spalm.gate.weight.normal_(generator=torch.Generator().manual_seed(3))
-    return spalm
+        lm.gate.weight.normal_(generator=torch.Generator().manual_seed(3))
+    return lm
 
 
 def test_the_state_and_every_gradient_are_those_of_the_equations() -> None:
-    spalm, g = model_of(), torch.Generator().manual_seed(1)
+    lm, g = model_of(), torch.Generator().manual_seed(1)
+    assert lm.gate is not None
     neighbours = torch.randint(0, 37, (2, 5, 3), generator=g)
     neighbours[0, 1, 2], neighbours[1, 3] = NONE, NONE
     h = torch.randn(2, 5, 32, generator=g, dtype=torch.float64)
     mine, hand = h.clone().requires_grad_(), h.clone().requires_grad_()
     weights = torch.randn(2, 5, 32, generator=g, dtype=torch.float64)
-    parameters = [spalm.lm.embedding.weight, spalm.gate.weight, spalm.gate.bias]
-    found = spalm.mix(mine, neighbours)
-    truth = torch.stack([torch.stack([z_by_hand(spalm, hand[b, t], neighbours[b, t].tolist()) for t in range(5)])
+    parameters = [lm.embedding.weight, lm.gate.weight, lm.gate.bias]
+    found = lm.gate.mix(mine, neighbours, lm.embedding)
+    truth = torch.stack([torch.stack([z_by_hand(lm, hand[b, t], neighbours[b, t].tolist()) for t in range(5)])
                          for b in range(2)])  # fmt: skip
     assert torch.allclose(found, truth, rtol=1e-12, atol=1e-12)
     ours = torch.autograd.grad((found * weights).sum(), [mine, *parameters])
@@ -60,26 +67,27 @@ def test_the_state_and_every_gradient_are_those_of_the_equations() -> None:
 
 
 def test_an_open_gate_and_no_neighbours_leave_the_model_as_it_is() -> None:
-    spalm, x = model_of(), torch.from_numpy(text(20))[None]
-    plain = spalm.lm(x).logits
-    none = torch.full((1, 20, 4), NONE)
-    assert torch.equal(spalm(x, none).logits, plain)
+    lm, x = model_of(), torch.from_numpy(text(20))[None]
+    plain = make(TIED).double()
+    plain.load_state_dict({name: t for name, t in lm.state_dict().items() if not name.startswith("gate.")})
+    none, logits = torch.full((1, 20, 4), NONE), plain(x).logits
+    assert torch.equal(lm(x, neighbours=none).logits, logits)
+    assert lm.gate is not None
     with torch.no_grad():
-        spalm.gate.weight.zero_()
-        spalm.gate.bias.fill_(800.0)  # g = 1: no memory
-    assert torch.equal(spalm(x, none.clamp_min(3)).logits, plain)
-    assert torch.equal(spalm.lm(x).logits, plain)  # the hook is gone
-    assert float(torch.sigmoid(Spalm(make(TIED)).gate.bias.detach())) == pytest.approx(0.9)
+        lm.gate.weight.zero_()
+        lm.gate.bias.fill_(800.0)  # g = 1: no memory
+    assert torch.equal(lm(x, neighbours=none.clamp_min(3)).logits, logits)
+    assert float(torch.sigmoid(NeighbourGate(32).bias.detach())) == pytest.approx(0.9)
 
 
 def test_a_segment_continues_and_losses_are_those_of_the_logits() -> None:
-    spalm, x = model_of(), torch.from_numpy(text(31))[None]
+    lm, x = model_of(), torch.from_numpy(text(31))[None]
     near = torch.from_numpy(text(30 * 4, seed=2)).view(1, 30, 4)
-    whole = spalm(x[:, :-1], near).logits
-    first = spalm(x[:, :13], near[:, :13])
-    second = spalm(x[:, 13:30], near[:, 13:], first.state)
+    whole = lm(x[:, :-1], neighbours=near).logits
+    first = lm(x[:, :13], neighbours=near[:, :13])
+    second = lm(x[:, 13:30], first.state, neighbours=near[:, 13:])
     assert torch.allclose(torch.cat([first.logits, second.logits], 1), whole, atol=1e-9)
-    nll = spalm(x[:, :-1], near, targets=x[:, 1:]).nll
+    nll = lm(x[:, :-1], neighbours=near, targets=x[:, 1:]).nll
     assert torch.allclose(nll, -whole.log_softmax(-1).gather(2, x[:, 1:, None])[..., 0], atol=1e-9)
 
 
@@ -106,28 +114,41 @@ def test_own_entries_and_copies_are_no_neighbours(tmp_path: Path) -> None:
 
 def test_training_learns_to_use_neighbours() -> None:
     torch.manual_seed(0)
-    spalm = Spalm(make(TIED).float())
+    lm = make(SPALM).float()
+    assert lm.gate is not None
     x = torch.from_numpy(text(65))[None]
     near = torch.stack([x[:, 1:], x[:, 1:]], -1)  # the answer itself
-    optimizer = torch.optim.Adam([*spalm.gate.parameters(), spalm.lm.embedding.weight], lr=3e-2)
+    optimizer = torch.optim.Adam([*lm.gate.parameters(), lm.embedding.weight], lr=3e-2)
     losses = []
     for _ in range(25):
-        loss = spalm(x[:, :-1], near, targets=x[:, 1:]).nll.mean()
+        loss = lm(x[:, :-1], neighbours=near, targets=x[:, 1:]).nll.mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.3 * losses[0]
     h = torch.randn(1, 64, 32)
-    assert float(torch.sigmoid(spalm.gate(h)).detach().mean()) < 0.9  # the gate has opened towards the memory
+    assert float(torch.sigmoid(lm.gate(h)).detach().mean()) < 0.9  # the gate has opened towards the memory
 
 
-@pytest.mark.parametrize("name", ["rotary", "adaptive embedding"])
-def test_models_without_one_tied_embedding_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="the model's output layer is not tied to one embedding of all tokens"):
-        Spalm(make(CONFIGS[name]))
+def test_the_future_changes_neither_neighbours_nor_predictions(tmp_path: Path) -> None:
+    keys, lm, x = LmKeys(make(TIED).float()), make(SPALM).float(), text(40)
+    build_store(keys, text(90, seed=4), tmp_path, Plan("float32", context=64), shard_entries=64)
+    finder = Search(keys, Store(tmp_path), 3)
+    with finding(lm, finder):
+        before = lm(torch.from_numpy(x)[None]).logits[0, :25]
+        after = lm(torch.from_numpy(np.concatenate([x[:25], text(15, seed=5)]))[None]).logits[0, :25]
+    assert torch.equal(before, after)
+    with pytest.raises(ValueError, match=r"model.neighbours is 0; expected a model that was trained with neighbours"):
+        finding(make(TIED), finder).__enter__()
+    small = make(replace(SPALM, vocab=20))
+    with pytest.raises(ValueError, match="the frozen model has a vocabulary of 37 tokens; expected at most 20"):
+        finding(small, finder).__enter__()
+    retrieval = Retrieval(Store(tmp_path), Settings())
+    with pytest.raises(ValueError, match=r"the model mixes in 3 neighbours itself .model.neighbours.; expected"):
+        retrieving(lm, retrieval, keys.maker).__enter__()
 
 
 def test_bad_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"neighbours has shape .1, 3, 2.; expected .1, 4, k."):
-        model_of()(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 3, 2, dtype=torch.int64))
+        model_of()(torch.zeros(1, 4, dtype=torch.int64), neighbours=torch.zeros(1, 3, 2, dtype=torch.int64))

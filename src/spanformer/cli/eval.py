@@ -56,7 +56,7 @@ class EvalOptions:
 
 def run(options: EvalOptions) -> None:
     from spanformer.cli.eval_tasks import set_rounds
-    from spanformer.cli.retrieval import used, with_datastore
+    from spanformer.cli.retrieval import used, with_datastore, with_neighbours
     from spanformer.core.events import UNIT_NAMES
     from spanformer.data import parse_task, prepare
     from spanformer.model.lm import LM
@@ -82,7 +82,12 @@ def run(options: EvalOptions) -> None:
         block = min(options.block, len(ids)) or (meta.get("config", {}).get("train", {}).get("block") or 512)
         units = split.units * len(ids) / split.tokens
         read = functools.partial(report, f"reading {options.split}")
-        with with_datastore(lm, data.vocab, options.datastore, options.checkpoint) as retrieval:
+        if lm.config.neighbours and options.split == "train" and not options.data:
+            raise ValueError(
+                "split is 'train', whose tokens would find themselves as neighbours; expected another split"
+            )
+        found = with_neighbours(lm, meta, options.checkpoint)
+        with found, with_datastore(lm, data.vocab, options.datastore, options.checkpoint) as retrieval:
             if options.protocol == "original":
                 score = evaluate_as_original(
                     lm, ids, block=block, lanes=options.lanes or 8, dtype=options.dtype, on_progress=read,

@@ -90,7 +90,7 @@ def run(options: GenerateOptions) -> None:
     from spanformer.cli.generate_exits import use_exits
     from spanformer.cli.hf_exits import generate_hf, is_hf
     from spanformer.cli.progress import Progress
-    from spanformer.cli.retrieval import used, with_datastore
+    from spanformer.cli.retrieval import used, with_datastore, with_neighbours
     from spanformer.cli.text_input import TextFile, model_vocabulary
     from spanformer.infer.counts import check_counts
     from spanformer.model.lm import LM
@@ -112,7 +112,8 @@ def run(options: GenerateOptions) -> None:
         return
     if not isinstance(lm, LM):
         raise ValueError(f"{options.checkpoint} holds a model of kind {lm.config.kind!r}, which cannot generate")
-    with with_datastore(lm, vocab, options.datastore, options.checkpoint) as retrieval:
+    found = with_neighbours(lm, meta, options.checkpoint)
+    with found, with_datastore(lm, vocab, options.datastore, options.checkpoint) as retrieval:
         exits = use_exits(lm, meta, options) if options.exits else None
         _generate(lm, vocab, prompts, file, options, sampling, exits)
     for line in used(retrieval):

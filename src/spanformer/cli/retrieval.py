@@ -11,13 +11,17 @@ from typing import Any
 
 import torch
 
+from spanformer.core.fields import build
 from spanformer.core.text import printable
 from spanformer.model.lm import LM
 from spanformer.retrieve.ivf import read_index
 from spanformer.retrieve.mixture import FIT, Retrieval, Settings, mixed_log_probs, read_settings, weights
 from spanformer.retrieve.model import KeyModel, LmKeys, retrieving
 from spanformer.retrieve.search import search
+from spanformer.retrieve.spalm import finding
 from spanformer.retrieve.store import Store
+from spanformer.train.config import RunConfig
+from spanformer.train.neighbours import open_search
 
 log = logging.getLogger("spanformer")
 
@@ -45,6 +49,19 @@ def with_datastore(lm: object, vocab: Any, store: str, name: str) -> Iterator[Re
     retrieval = Retrieval(opened, read_settings(opened.folder), _odd, read_index(opened))
     with retrieving(lm, retrieval, LmKeys(lm, vocab, name).maker):
         yield retrieval
+
+
+@contextlib.contextmanager
+def with_neighbours(lm: object, meta: dict, checkpoint: str) -> Iterator[None]:
+    """Inside this block a model with neighbours (SPALM) finds them itself, as in its run."""
+    if not isinstance(lm, LM) or not lm.config.neighbours:
+        yield
+        return
+    if not isinstance(meta.get("config"), dict):
+        raise ValueError(f"{checkpoint} does not record the run that says how its neighbours are found; give the run")
+    config = build(RunConfig, meta["config"], checkpoint)
+    with finding(lm, open_search(config, meta.get("vocab"), Path(checkpoint))):
+        yield
 
 
 def _odd(count: int) -> None:

@@ -42,7 +42,7 @@ class ScoreOptions:
 
 def run(options: ScoreOptions) -> None:
     from spanformer.cli.progress import Progress
-    from spanformer.cli.retrieval import used, with_datastore
+    from spanformer.cli.retrieval import used, with_datastore, with_neighbours
     from spanformer.cli.text_input import TextFile, model_vocabulary
     from spanformer.infer import score
     from spanformer.model.load import load, load_meta
@@ -54,7 +54,8 @@ def run(options: ScoreOptions) -> None:
         meta, lm = load_meta(options.checkpoint), load(options.checkpoint)
         vocab = model_vocabulary(meta, options.checkpoint)
         start = time.perf_counter()
-        with with_datastore(lm, vocab, options.datastore, options.checkpoint) as retrieval:
+        found = with_neighbours(lm, meta, options.checkpoint)
+        with found, with_datastore(lm, vocab, options.datastore, options.checkpoint) as retrieval:
             for scored in score(lm, vocab.stream(file.parts(vocab)), chunk=options.chunk):
                 if lines is not None:
                     lines.writelines(_rows(scored, tokens, vocab))

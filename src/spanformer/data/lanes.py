@@ -24,6 +24,8 @@ class Batch:
     """[B, T] int64, the token that follows each x"""
     reset: bool
     """whether the streams restart, so that the model's state of the previous batch must be dropped"""
+    starts: np.ndarray
+    """[B] int64, the place in the text of each row's first x"""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Scored:
     """[B, T] bool: False where a lane has ended, and x and y are padding"""
     reset: bool
     """True for the first batch only"""
+    starts: np.ndarray
+    """[B] int64, the place in the text of each row's first x"""
 
 
 class Lanes:
@@ -73,7 +77,8 @@ class Lanes:
         starts = [row * self.length + self.position for row in self.rows]
         windows = np.stack([self.ids[start : start + self.block + 1] for start in starts]).astype(np.int64)
         self.position += self.block
-        return Batch(np.ascontiguousarray(windows[:, :-1]), np.ascontiguousarray(windows[:, 1:]), reset)
+        x, y = (np.ascontiguousarray(part) for part in (windows[:, :-1], windows[:, 1:]))
+        return Batch(x, y, reset, np.array(starts))
 
     def state(self) -> dict[str, int]:
         """Position and shape of the streams, for a checkpoint."""
@@ -124,7 +129,7 @@ def every_token(ids: np.ndarray, lanes: int, block: int) -> Iterator[Scored]:
                 x[lane, :taken] = ids[start : start + taken]
                 y[lane, :taken] = ids[start + 1 : start + taken + 1]
                 counted[lane, :taken] = True
-        yield Scored(x, y, counted, reset=done == 0)
+        yield Scored(x, y, counted, done == 0, np.array(bounds[:-1]) + done)
 
 
 def _check_sizes(lanes: int, block: int) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spanformer.hf.text import check_logits, logits_of
-from spanformer.memory.cache import digest_tensors
+from spanformer.memory.digest import digest_tensors
 from spanformer.retrieve.header import Maker
 from spanformer.retrieve.mixture import Retrieval, mixed_log_probs
 from spanformer.retrieve.model import KEY, Piece, check_made, taken, watched

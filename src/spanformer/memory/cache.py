@@ -6,12 +6,11 @@ its heads differ (`ByHead`). slots.py defines what one slot of a ring holds. Sha
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +21,7 @@ from spanformer.core.files import replace_file
 from spanformer.memory.base import ByHead, OwnMemory, pick, rows_of
 from spanformer.memory.checks import check_lengths_back
 from spanformer.memory.deferred import Deferred
+from spanformer.memory.digest import Maker, digest, digest_tensors
 from spanformer.memory.head_cache import HeadCache
 from spanformer.memory.lost import LOST
 from spanformer.memory.source import Source
@@ -44,15 +44,6 @@ class CacheSettings(NamedTuple):
     """bytes that full attention keeps per token, in all layers"""
 
 
-class Maker(Protocol):
-    """The model that a KV cache belongs to."""
-
-    config: Any
-    """its configuration, everything but weights; compared by `repr`"""
-
-    def state_dict(self) -> dict[str, Tensor]: ...
-
-
 class CachedModel(Maker, Protocol):
     """A model that makes empty KV caches."""
 
@@ -70,6 +61,8 @@ class Cache:
         layer's keys and values of the source text. deferred: what skipped layers store later."""
         self.maker, self.layers, self.place, self.settings = maker, list(layers), place, settings
         self.sources, self.deferred = list(sources), deferred
+        self.beside: Cache | None = None
+        """of a frozen model that reads the same text to find neighbours"""
         assert all(ring.place is place for ring in self.rings())
 
     @property
@@ -99,7 +92,8 @@ class Cache:
 
     def bytes(self) -> int:
         """The exact number of bytes allocated for keys, values and states."""
-        return sum(part.bytes() for part in self.parts()) + (self.deferred.bytes() if self.deferred else 0)
+        others = [other.bytes() for other in (self.deferred, self.beside) if other is not None]
+        return sum([*(part.bytes() for part in self.parts()), *others])
 
     def full_bytes(self, context: int) -> int:
         """The bytes that full attention would keep for this many tokens of each row, in the model's dtype."""
@@ -123,6 +117,8 @@ class Cache:
         self.place.copy_(lengths + self.settings.zeros)
         if self.deferred is not None:
             self.deferred.crop(self.place)
+        if self.beside is not None:
+            self.beside.crop(lengths)
 
     def resize(self, reach: Sequence[Sequence[int]]) -> None:
         """Rings [rings] for other reaches [Hkv], because spans have changed; see `HeadCache.resize`."""
@@ -138,6 +134,7 @@ class Cache:
         """Row b becomes a copy of row rows[b], rows [B']; B' may differ from B."""
         other = self._rows(rows)
         self.place, self.layers, self.sources, self.deferred = other.place, other.layers, other.sources, other.deferred
+        self.beside = other.beside
 
     def fork(self, copies: int) -> Cache:
         """A new KV cache with `copies` consecutive copies of every row; the two share no memory."""
@@ -160,6 +157,7 @@ class Cache:
         layers, sources = [_each(layer, pick_rows) for layer in self.layers], [s.rows(rows) for s in self.sources]
         other = Cache(self.maker, layers, place, self.settings, sources)
         other.deferred = None if self.deferred is None else self.deferred.rows(rows, other.rings())
+        other.beside = None if self.beside is None else self.beside._rows(rows)
         return other
 
     def save(self, path: str | Path) -> None:
@@ -167,6 +165,8 @@ class Cache:
         or not at all: to a temporary file first, which then replaces `path`."""
         if self.sources:
             raise ValueError("the KV cache of an encoder–decoder cannot be saved; call start again instead")
+        if self.beside is not None:
+            raise ValueError("the KV cache of a model with neighbours cannot be saved; decode the text again")
         if self.deferred is not None:
             self.deferred.settle()
         tensors = {"place": self.place}
@@ -283,17 +283,3 @@ def _check_numbers(name: str, t: Tensor, shape: tuple[int, ...], least: int) -> 
     _check_shape(name, t, shape, torch.int64)
     if t.numel() and not least <= int(t.min()) <= int(t.max()) <= MOST:
         raise ValueError(f"{name} holds {int(t.min())} … {int(t.max())}; expected numbers from {least} to {MOST}")
-
-
-def digest(model: Maker) -> str:
-    """The digest of a model's configuration and of the names and values of its weights."""
-    return digest_tensors(f"{model.config!r}\n", model.state_dict())
-
-
-def digest_tensors(text: str, tensors: dict[str, Tensor]) -> str:
-    """The digest of a text, and of the names and values of tensors."""
-    found = hashlib.sha256(text.encode())
-    for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()

@@ -26,6 +26,8 @@ class State:
     """[B, longest M] bool, True where a token is padding"""
     offset: Tensor | None = None
     """[B] the position of each text's first token, if texts begin at random positions"""
+    beside: State | None = None
+    """of a frozen model that reads the same text to find neighbours; no part of `tensors`"""
 
     def tokens(self) -> list[int]:
         """[layers] the number of earlier tokens in each layer's memory."""
@@ -52,6 +54,7 @@ class State:
             documents=None if self.documents is None else self.documents[rows],
             padding=None if self.padding is None else self.padding[rows],
             offset=None if self.offset is None else self.offset[rows],
+            beside=None if self.beside is None else self.beside.rows(rows),
         )
 
     @staticmethod
@@ -65,6 +68,7 @@ class State:
             first.with_tensors({name: torch.cat([each[name] for each in held]) for name in held[0]}, first.seen),
             documents=None if first.documents is None else torch.cat([_there(s.documents) for s in states]),
             padding=None if first.padding is None else torch.cat([_there(s.padding) for s in states]),
+            beside=None if first.beside is None else State.stack([s.beside for s in states if s.beside is not None]),
         )
 
 

@@ -67,6 +67,8 @@ class ModelConfig:
     """reversible: two streams, whose layers keep no activations and run again in the backward pass; universal: all
     layers are one block, which is told the number of the step"""
     depth: DepthConfig = field(default_factory=DepthConfig)
+    neighbours: int = 0
+    """retrieved tokens that a gate mixes into the last hidden state (SPALM), with [retrieve] to find them; 0: none"""
     persistent: int = 0
     """learned key/value vectors that each head sees beside the text ("all-attention" with feedforward.kind none)"""
     paper_compat: bool = False
@@ -95,6 +97,12 @@ class ModelConfig:
         gates = ("gru", "input", "output", "highway", "sigtanh")
         within("block", repr(self.block), self.block in ("plain", "gated"), "'plain' or 'gated'")
         within("gate", repr(self.gate), self.gate in gates, f"one of {', '.join(gates)}")
+        one_embedding = self.embedding.tied and not self.embedding.cutoffs
+        if self.neighbours and (self.kind != "lm" or self.depth.kind == "exits" or not one_embedding):
+            raise ValueError(
+                f"model.neighbours is {self.neighbours}, and their embeddings are mixed into the state that the output "
+                "layer reads; expected a language model with embedding.tied, without cutoffs and exits"
+            )
         if self.block == "gated" and (self.order == "post" or self.stack == "reversible"):
             raise ValueError(
                 f"model.block is 'gated' with order {self.order!r} and a {self.stack} stack; expected order 'pre' and "
@@ -122,6 +130,7 @@ class ModelConfig:
         if self.stack == "reversible" and self.order == "post":
             raise ValueError("model.stack is 'reversible', and a norm of a sum cannot be undone; expected order 'pre'")
         size("dim", self.dim, 1)
+        size("neighbours", self.neighbours, 0, MOST_PARTS)
         for name in ("layers", "heads"):
             size(name, getattr(self, name), 1, MOST_PARTS)
         size("kv_heads", self.kv_heads, 0, MOST_PARTS)

@@ -34,6 +34,10 @@ class Decoder(TransformerStack):
         """
         return read(self, x, cache, lengths, logits)
 
+    def output_states(self, h: Tensor, x: Tensor, cache: Cache, lengths: Tensor | None) -> Tensor:
+        """What the output layer reads, from the last block's output h [B, T, dim] for the tokens x [B, T]."""
+        return self.norm(h)
+
     def skip_from(self, n: int, x: Tensor, memories: Sequence[LayerMemory]) -> bool:
         if self._skipped is None:
             self._skipped = SkippedLayers(self)

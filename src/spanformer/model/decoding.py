@@ -102,14 +102,14 @@ def _read_pieces(lm: Decoder, x: Tensor, cache: Cache, lengths: Tensor | None, l
     for start in range(0, x.shape[1], CHUNK):
         piece = x[:, start : start + CHUNK]
         real = None if lengths is None else (lengths - start).clamp(0, piece.shape[1])
-        h = _read_piece(lm, lm.embedding(piece), cache, real)
+        h = lm.output_states(_read_piece(lm, lm.embedding(piece), cache, real), piece, cache, real)
         if logits == "all":
-            every.append(lm.head.logits(lm.norm(h)))
+            every.append(lm.head.logits(h))
         elif logits == "last":
             last = h[:, -1] if real is None else _last_real(h, real, last)
     if logits == "last":
         assert last is not None
-        return lm.head.logits(lm.norm(last[:, None]))[:, 0]
+        return lm.head.logits(last[:, None])[:, 0]
     return None if logits == "none" else every[0] if len(every) == 1 else torch.cat(every, 1)
 
 

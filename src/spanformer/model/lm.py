@@ -5,6 +5,7 @@ Shapes: B batch, T tokens of a segment, M remembered tokens, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -15,6 +16,7 @@ from spanformer.memory import Cache, State
 from spanformer.model.config import ModelConfig
 from spanformer.model.decoder import Decoder
 from spanformer.model.decoding import make_cache
+from spanformer.model.neighbours import Finder, NeighbourGate
 from spanformer.model.segments import SegmentStack
 
 
@@ -37,6 +39,10 @@ class LM(SegmentStack, Decoder):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, "lm")
+        self.gate = NeighbourGate(config.dim) if config.neighbours else None
+        """of a model with neighbours (SPALM)"""
+        self.finder: Finder | None = None
+        """finds neighbours that are not given"""
 
     def forward(
         self,
@@ -46,16 +52,27 @@ class LM(SegmentStack, Decoder):
         targets: Tensor | None = None,
         documents: Tensor | None = None,
         padding: Tensor | None = None,
+        neighbours: Tensor | None = None,
     ) -> LMOutput:
         """x [B, T] ids; targets [B, T] ids: if given, only their losses are computed, and no logits are kept.
 
         documents [B, T]: ids of packed documents, which do not see each other; an id must not occur again in later
         segments of the same stream. padding [B, T] bool: True for padding, which no token sees.
+        neighbours [B, T, k]: for a model that has a gate for them, tokens that followed similar contexts, −1 for none.
         """
         self._check(x, targets)
         state = self.start(x.shape[0]) if state is None else state
+        beside = state.beside
         h, state, penalty = self.run_segment(self.embedding(x), state, documents, padding)
-        h = self.dropout(self.norm(h))
+        h = self.norm(h)
+        if self.gate is not None:
+            if neighbours is None:
+                neighbours, beside = self.find().read(x, beside)
+                state = replace(state, beside=beside)
+            h = self.gate.mix(h, neighbours, self.embedding)
+        elif neighbours is not None:
+            raise ValueError("neighbours are given, and model.neighbours is 0; expected none")
+        h = self.dropout(h)
         if targets is None:
             return LMOutput(self.head.logits(h), None, state, penalty)
         nll = self.head.nll(h, targets)
@@ -72,7 +89,29 @@ class LM(SegmentStack, Decoder):
         values as it reaches, however long the texts are. slack: how many tokens `Cache.crop` can always remove.
         bits: 8 stores them in 8 bits, with an error of at most 1/254 of the largest number of a vector; 0: in the
         model's dtype."""
-        return make_cache(self, batch, slack, bits)
+        cache = make_cache(self, batch, slack, bits)
+        cache.beside = None if self.gate is None else self.find().cache(batch, slack)
+        return cache
+
+    def find(self) -> Finder:
+        """What finds neighbours that are not given."""
+        if self.finder is None:
+            raise ValueError(
+                f"the model mixes in {self.config.neighbours} neighbours of each token, and nothing finds them; pass "
+                "`neighbours`, or run it inside spanformer.retrieve.spalm.finding()"
+            )
+        return self.finder
+
+    def output_states(self, h: Tensor, x: Tensor, cache: Cache, lengths: Tensor | None) -> Tensor:
+        h = self.norm(h)
+        if self.gate is None:
+            return h
+        assert cache.beside is not None
+        return self.gate.mix(h, self.find().decode(x, cache.beside, lengths), self.embedding)
+
+    def receptive_field(self) -> int:
+        own = super().receptive_field()
+        return own if self.gate is None else max(own, self.find().receptive_field())
 
     def exits(self) -> Exits:
         """The exits of a model that has them."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from spanformer.memory.cache import digest
+from spanformer.memory.digest import digest
 from spanformer.model.lm import LM
 from spanformer.retrieve.header import Header, Keys, Maker
 from spanformer.retrieve.mixture import Retrieval, mixed_log_probs, mixed_nll
@@ -134,6 +134,11 @@ def retrieving(lm: LM, retrieval: Retrieval, maker: Maker) -> Iterator[LM]:
     check_made(retrieval.store, maker, lm.config.dim, lm.config.vocab)
     if lm.config.stack == "reversible":
         raise ValueError("stack is 'reversible', which adds two streams after the key; a datastore serves plain stacks")
+    if lm.config.neighbours:
+        raise ValueError(
+            f"the model mixes in {lm.config.neighbours} neighbours itself (model.neighbours); expected a model without "
+            "them for a datastore"
+        )
     dim, head, beside = lm.config.dim, lm.head, []
     logits, nll = head.logits, head.nll
 

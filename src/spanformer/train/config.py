@@ -101,6 +101,29 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class RetrieveConfig:
+    """How the neighbours of a model with model.neighbours (SPALM) are found."""
+
+    model: str = ""
+    """a trained language model whose keys find them, which stays as it is: a run's folder or a checkpoint, on the same
+    tokens"""
+    store: str = ""
+    """folder of its datastore of the training text, which is built if needed; empty: `datastore` in the run folder"""
+    keys: Literal["int8", "float16", "float32"] = "int8"
+    """how to store a key"""
+    window: int = 32
+    """entries on either side of a training token's own that it must not find"""
+    copy: int = 8
+    """a neighbour in the training text whose last tokens, this many, are those of the token itself is a copy, which it
+    must not find either; 0: it may"""
+
+    def __post_init__(self) -> None:
+        for name in ("window", "copy"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"retrieve.{name} is {getattr(self, name)}; expected 0 or more")
+
+
+@dataclass(frozen=True)
 class RunConfig:
     out: str = ""
     """run folder for events, checkpoints and report; empty: out/ and the name of the run file"""
@@ -110,6 +133,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    retrieve: RetrieveConfig = field(default_factory=RetrieveConfig)
 
     @property
     def objective(self) -> str:
@@ -123,6 +147,16 @@ class RunConfig:
             raise ValueError(
                 "train.checkpointing is set, and model.stack is 'reversible', which keeps no activations of layers "
                 "anyway; expected one of the two"
+            )
+        if bool(self.model.neighbours) != bool(self.retrieve.model):
+            raise ValueError(
+                f"model.neighbours is {self.model.neighbours} and retrieve.model is {self.retrieve.model!r}; expected "
+                "both or none: how many neighbours to mix in, and the trained model whose keys find them"
+            )
+        if self.model.neighbours and self.objective != "lm":
+            raise ValueError(
+                f"model.neighbours is {self.model.neighbours} and data.source is the task {self.data.source!r}; "
+                "expected a stream of text, or 0"
             )
         if self.train.cpc_mask_ratio and self.model.kind != "encoder":
             raise ValueError(

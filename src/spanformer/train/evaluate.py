@@ -18,6 +18,7 @@ from spanformer.model.encoder import Encoder
 from spanformer.model.lm import LM
 from spanformer.model.seq2seq import Seq2Seq
 from spanformer.model.stack import TransformerStack
+from spanformer.train.neighbours import Neighbours
 from spanformer.train.step import autocast
 
 
@@ -55,12 +56,13 @@ def evaluate(
     lanes: int = 1,
     block: int = 256,
     dtype: str = "float32",
+    neighbours: Neighbours | None = None,
     on_progress: OnCount | None = None,
 ) -> Score:
     """Score ids as `lanes` contiguous parts in parallel, each with its own segment memory, empty at its start.
 
     The first token of the text has no context and is counted as a uniform guess. units: bytes, characters or words
-    of the text; None: one per token.
+    of the text; None: one per token. neighbours: of each token, for a model that mixes them in.
     """
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
@@ -69,8 +71,9 @@ def evaluate(
         for part in every_token(ids, lanes, block):
             x, y = (torch.from_numpy(a).to(device) for a in (part.x, part.y))
             mask = torch.from_numpy(part.counted).to(device)
+            near = None if neighbours is None else neighbours.at(part.starts, x.shape[1]).to(device)
             with autocast(dtype, device):
-                found = model(x, None if part.reset else state, targets=y)
+                found = model(x, None if part.reset else state, targets=y, neighbours=near)
             state = found.state
             total += (found.nll.double() * mask).sum()
             counted += int(part.counted.sum())

@@ -281,7 +281,7 @@ class TrainingLoop:
         if t.measure and self.world.device.type == "cpu":
             self.report("measuring the cost of a step", 0, 0)
             self.log_event(cost_event(self.model, objective.draw(), self.config, self.progress.step))
-        if not isinstance(self.model, LM) or not isinstance(objective, NextToken):
+        if not isinstance(self.model, LM) or not isinstance(objective, NextToken) or objective.near is not None:
             return
         for along in (dynamic_event, depth_event):
             found = along(self.model, objective.valid_ids[: 4 * t.block], self.data.vocab, self.progress.step)

@@ -7,6 +7,7 @@ objectives share one training loop. Shapes: B rows of this process, T tokens, N 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +33,7 @@ from spanformer.model.seq2seq import Seq2Seq
 from spanformer.model.stack import TransformerStack
 from spanformer.train.config import RunConfig
 from spanformer.train.evaluate import Score, evaluate, evaluate_masked, evaluate_pairs, evaluate_task
+from spanformer.train.neighbours import read_neighbours
 from spanformer.train.step import Batch
 
 
@@ -63,19 +65,27 @@ class NextToken:
         t = config.train
         self.stream = Lanes(data.splits["train"].ids, t.batch, t.block, seed=t.seed, rows=rows)
         self.valid_ids = valid_ids(data, t.eval_tokens)
-        self.config, self.valid = config, data.splits["valid"]
+        self.config, self.valid, self.near = config, data.splits["valid"], None
+        if k := config.model.neighbours:
+            tokens = {"train": data.splits["train"].tokens, "valid": len(self.valid_ids)}
+            self.near = {name: read_neighbours(Path(config.out), name, n, k) for name, n in tokens.items()}
 
     def draw(self) -> Batch:
         batch, t = next(self.stream), self.config.train
-        x, y = torch.from_numpy(batch.x), torch.from_numpy(batch.y)
-        return Batch({"x": x, "targets": y}, t.batch * t.block, reset=batch.reset)
+        arguments = {"x": torch.from_numpy(batch.x), "targets": torch.from_numpy(batch.y)}
+        if self.near is not None:
+            arguments["neighbours"] = self.near["train"].at(batch.starts, t.block)
+        return Batch(arguments, t.batch * t.block, reset=batch.reset)
 
     def evaluate(self, model: TransformerStack, on_progress: OnCount | None = None) -> Score:
         assert isinstance(model, LM)
         t, ids = self.config.train, self.valid_ids
         lanes = max(1, min(t.batch, len(ids) // (8 * t.block)))
         units = self.valid.units * len(ids) / self.valid.tokens
-        return evaluate(model, ids, units=units, lanes=lanes, block=t.block, dtype=t.dtype, on_progress=on_progress)
+        return evaluate(
+            model, ids, units=units, lanes=lanes, block=t.block, dtype=t.dtype,
+            neighbours=None if self.near is None else self.near["valid"], on_progress=on_progress,
+        )  # fmt: skip
 
 
 class TaskAnswers:

@@ -15,6 +15,8 @@ from spanformer.model.config import SPECIAL
 from spanformer.train.config import RunConfig
 from spanformer.train.distributed import World, join_world
 from spanformer.train.loop import Result, TrainingLoop, reporter
+from spanformer.train.neighbours import find_neighbours
+from spanformer.train.objective import valid_ids
 from spanformer.train.price import priced
 from spanformer.train.run_folder import UNLOCKED, claim_folder
 
@@ -28,7 +30,12 @@ def train(config: RunConfig, *, watch: Watch | None = None) -> Result:
         locked = held.enter_context(claim_folder(out, resume=config.resume)) if world.first else True
         world.wait()
         data = prepare_once(config, world, watch)
-        config = priced(with_vocab(config, data))
+        config = replace(priced(with_vocab(config, data)), out=str(out))
+        if config.model.neighbours:
+            if world.first:
+                splits = {"train": data.splits["train"].ids, "valid": valid_ids(data, config.train.eval_tokens)}
+                find_neighbours(config, data, out, reporter(watch), splits)
+            world.wait()
         if config.train.keep_memory and not config.train.checkpointing and world.device.type == "cpu":
             keep_freed_memory(True)
         with TrainingLoop(config, data, world, out, watch) as run:
