@@ -189,6 +189,27 @@ struct Rescore {
   double* out;           // [Q, m]
 };
 
+// One new query of each head over a store of keys and values in float32, joined in place with what was attended to nearby;
+// the new token is stored first (csrc/retrieve.h). Store m is KV head groups[m % G] of row m / G.
+struct Retrieve {
+  int64_t threads, B, G, H, Hkv, D, Dv;  // G: KV heads that have a store
+  int64_t k, count, at;    // rows to read, rows to search, row of the new token (−1: it is not stored)
+  double scale;
+  const int64_t* groups;   // [G]
+  int8_t* codes;           // [B · G, ·, D] contiguous rows, as keys and values
+  int64_t codes_store;
+  float* scales;           // [B · G, ·]
+  int64_t scales_store;
+  float *error, *longest;  // [B · G] the largest ‖k − code · scale‖ and ‖k‖
+  float* keys;
+  int64_t keys_store;
+  float* values;
+  int64_t values_store;
+  Rows q, new_k, new_v, out;
+  float* lse;              // [B, H]
+  float* share;            // [B · G · H / Hkv] certificates
+};
+
 // One query per row over the rings of its buckets (csrc/buckets.h). All tensors are contiguous.
 struct BucketDecode {
   int64_t write;        // 0: attend; 1: put the new tokens into the rings
@@ -218,6 +239,7 @@ struct Kernel {  // one instruction set's code
   void (*gla_backward)(const Gla&);
   void (*scan)(const Scan&);
   void (*rescore)(const Rescore&);
+  void (*retrieve)(const Retrieve&);
   void (*bucket_decode)(const BucketDecode&);
 };
 

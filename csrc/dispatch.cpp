@@ -73,7 +73,7 @@ std::string names() {
 #define SPANFORMER_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Increase it when the functions or the meaning of fields change: ops/library.py refuses a library of another version.
-SPANFORMER_EXPORT int spanformer_abi_version() { return 13; }
+SPANFORMER_EXPORT int spanformer_abi_version() { return 14; }
 // Where the fields of the structs are: ops/c_layout.py compares it with its own table.
 SPANFORMER_EXPORT const char* spanformer_layout() {
   static const std::string text = spanformer::layout();
@@ -145,6 +145,11 @@ SPANFORMER_EXPORT void spanformer_rescore(const void* bytes) {
   spanformer::Rescore call;
   std::memcpy(&call, bytes, sizeof call);
   spanformer::chosen().kernel->rescore(call);
+}
+SPANFORMER_EXPORT void spanformer_retrieve(const void* bytes) {
+  spanformer::Retrieve call;
+  std::memcpy(&call, bytes, sizeof call);
+  spanformer::chosen().kernel->retrieve(call);
 }
 SPANFORMER_EXPORT void spanformer_bucket_decode(const void* bytes) {
   spanformer::BucketDecode call;

@@ -6,6 +6,7 @@
 #include "gla.h"
 #include "gradients.h"
 #include "linear_backward.h"
+#include "retrieve.h"
 #include "scan.h"
 #include "span_edge_gradient.h"
 
@@ -31,6 +32,7 @@ const Kernel kernel = {
     [](const Gla& c) { c.dtype == kFloat32 ? gla_backward<float>(c) : gla_backward<bf16>(c); },
     [](const Scan& c) { scan_all(c); },
     [](const Rescore& c) { rescore_all(c); },
+    [](const Retrieve& c) { retrieve_all(c); },
     [](const BucketDecode& c) { c.dtype == kFloat32 ? bucket_decode_all<float>(c) : bucket_decode_all<bf16>(c); },
 };
 

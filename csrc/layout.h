@@ -28,6 +28,7 @@ std::string kind_of() {
 #define GLA(FIELD) AT(Gla, FIELD)
 #define SCAN(FIELD) AT(Scan, FIELD)
 #define RESCORE(FIELD) AT(Rescore, FIELD)
+#define RETRIEVE(FIELD) AT(Retrieve, FIELD)
 #define BUCKET(FIELD) AT(BucketDecode, FIELD)
 
 // clang-format off
@@ -75,6 +76,11 @@ inline std::string layout() {
   RESCORE(threads) RESCORE(bits) RESCORE(Q) RESCORE(D) RESCORE(m) RESCORE(keys) RESCORE(keys_row)
   RESCORE(scales) RESCORE(queries) RESCORE(ids) RESCORE(out)
   text += "Rescore " + std::to_string(sizeof(Rescore)) + " bytes\n";
+  RETRIEVE(threads) RETRIEVE(B) RETRIEVE(G) RETRIEVE(H) RETRIEVE(Hkv) RETRIEVE(D) RETRIEVE(Dv) RETRIEVE(k) RETRIEVE(count)
+  RETRIEVE(at) RETRIEVE(scale) RETRIEVE(groups) RETRIEVE(codes) RETRIEVE(codes_store) RETRIEVE(scales)
+  RETRIEVE(scales_store) RETRIEVE(error) RETRIEVE(longest) RETRIEVE(keys) RETRIEVE(keys_store) RETRIEVE(values)
+  RETRIEVE(values_store) RETRIEVE(q) RETRIEVE(new_k) RETRIEVE(new_v) RETRIEVE(out) RETRIEVE(lse) RETRIEVE(share)
+  text += "Retrieve " + std::to_string(sizeof(Retrieve)) + " bytes\n";
   BUCKET(write) BUCKET(dtype) BUCKET(threads) BUCKET(N) BUCKET(R) BUCKET(C) BUCKET(buckets) BUCKET(slots) BUCKET(D)
   BUCKET(Dv) BUCKET(gap) BUCKET(reach) BUCKET(itself) BUCKET(scale) BUCKET(ramp) BUCKET(span) BUCKET(q) BUCKET(k)
   BUCKET(v) BUCKET(ids) BUCKET(documents) BUCKET(keys) BUCKET(values) BUCKET(marks) BUCKET(counts) BUCKET(out)
@@ -92,6 +98,7 @@ inline std::string layout() {
 #undef GLA
 #undef SCAN
 #undef RESCORE
+#undef RETRIEVE
 #undef BUCKET
 
 }  // namespace spanformer

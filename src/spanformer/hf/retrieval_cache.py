@@ -25,6 +25,7 @@ from spanformer.hf.retrieval_heads import Retriever, attend_text, refuse, retrie
 from spanformer.hf.spans import HeadSpans
 from spanformer.ops import Attended, Rule, merge
 from spanformer.ops.retrieve import attend_rows, find_rows
+from spanformer.ops.retrieve_step import attend_step, kernel_serves
 from spanformer.ops.search import Codes
 
 
@@ -59,6 +60,7 @@ class RetrievalLayer(SpanLayer):
         self.retriever, self.make = retriever, make
         shared = spans.heads // spans.groups
         self.queries = [h for g in retriever.heads for h in range(g * shared, (g + 1) * shared)]
+        self.groups = torch.tensor(retriever.heads)
         self.store: Store | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float | None, s_aux: Tensor | None) -> Tensor:
@@ -66,21 +68,37 @@ class RetrievalLayer(SpanLayer):
         t, first = q.shape[2], self.rings is None
         if first and self.length != t:
             raise ValueError("a retrieval cache was given a text that it did not begin; make a new one for each text")
-        rings, rule = self._rings(t), self.rule(s_aux)
+        rings, rule, before = self._rings(t), self.rule(s_aux), self.length - t
+        self.tokens.add(t, None)
         if first:
             self.dtype, self.store = k.dtype, self.make()
             out = attend_text(q, k, v, self.spans, self.retriever, scale)
             rings.append(k, v)
-        else:
-            near = rings.attend(q, k, v, rule, scale=scale)
-        self.tokens.add(t, None)
-        assert self.store is not None
-        heads, sinks, before = self.retriever.heads, self.spans.sink_tokens, self.length - t
-        new = slice(max(0, sinks - before), None)
-        self.store.append(k[:, heads, new], v[:, heads, new])
-        if first:
+            self._append(k, v, 0)
             return out
+        near, store = rings.attend(q, k, v, rule, scale=scale), self.store
+        assert store is not None
+        scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+        if t == 1 and before >= self.spans.sink_tokens and store.steps(q):
+            found, share = store.step(q, (k, v), self.groups, self._older(before), near, self.retriever.k, scale)
+            self._note(share)
+            return found.out
+        self._append(k, v, before)
         return self._with_older(near, q, before, scale)
+
+    def _append(self, k: Tensor, v: Tensor, before: int) -> None:
+        """To the store; sink tokens stay with the rings."""
+        assert self.store is not None
+        heads, new = self.retriever.heads, slice(max(0, self.spans.sink_tokens - before), None)
+        self.store.append(k[:, heads, new], v[:, heads, new])
+
+    def _older(self, at: int) -> int:
+        """Rows of the store that the query at this position searches."""
+        return at + 1 - self.spans.keeps()[self.retriever.heads[0]] - self.spans.sink_tokens
+
+    def _note(self, share: Tensor) -> None:
+        if self.retriever.omitted is not None:
+            self.retriever.omitted.append(share)
 
     def rule(self, s_aux: Tensor | None) -> Rule:
         soft = super().rule(s_aux)
@@ -90,19 +108,15 @@ class RetrievalLayer(SpanLayer):
 
     _ringed: tuple[Rule, Rule] | None = None
 
-    def _with_older(self, near: Attended, q: Tensor, before: int, scale: float | None) -> Tensor:
+    def _with_older(self, near: Attended, q: Tensor, before: int, scale: float) -> Tensor:
         assert self.store is not None
-        found, heads, ring = self.retriever, self.queries, self.spans.keeps()[self.retriever.heads[0]]
-        scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-        shares, out = [], near.out.clone()
+        heads, shares, out = self.queries, [], near.out.clone()
         for t in range(q.shape[2]):
             mine = Attended(near.out[:, heads, t : t + 1], near.lse[:, heads, t : t + 1])
-            count = before + t + 1 - ring - self.spans.sink_tokens
-            mine, share = self.store.attend(q[:, heads, t], count, mine, found.k, scale)
+            mine, share = self.store.attend(q[:, heads, t], self._older(before + t), mine, self.retriever.k, scale)
             out[:, heads, t : t + 1] = mine.out
             shares.append(share)
-        if found.omitted is not None:
-            found.omitted.append(torch.cat(shares, 2))
+        self._note(torch.cat(shares, 2))
         return out
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -138,19 +152,40 @@ class Store:
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """[B, G, n, D] and [B, G, n, Dv]"""
-        self.heads, end, codes = k.shape[1], self.count + k.shape[2], self.codes
+        self.heads, end = k.shape[1], self.count + k.shape[2]
         k, v = k.detach().flatten(0, 1), v.detach().flatten(0, 1)
+        codes, keys, values = self._reserve(k, v, end)
+        keys[:, self.count : end], values[:, self.count : end] = k, v
+        codes.append(k)
+        self.count = end
+
+    def _reserve(self, k: Tensor, v: Tensor, end: int) -> tuple[Codes, Tensor, Tensor]:
+        """Codes, keys and values with room for `end` rows like k and v, and those that are in use."""
         self.keys, self.values = (self._room(old, new, end) for old, new in ((self.keys, k), (self.values, v)))
-        self.keys[:, self.count : end], self.values[:, self.count : end] = k, v
-        if codes is None:
-            codes = self.codes = Codes(len(k), k.shape[2])
+        if self.codes is None:
+            self.codes = Codes(len(k), k.shape[2])
+        codes = self.codes
         if self.mapped:
             assert codes.scales is not None
             codes.rows = self._room(codes.rows, codes.rows, end)
             codes.scales = self._room(codes.scales[..., None], codes.scales[..., None], end)[..., 0]
+        codes.reserve(end)
         codes.crop(self.count)
-        codes.append(k)
-        self.count = end
+        return codes, self.keys, self.values
+
+    def steps(self, q: Tensor) -> bool:
+        """Whether `step` serves such queries."""
+        return self.codes is not None and kernel_serves(self.codes, q)
+
+    def step(
+        self, q: Tensor, new: tuple[Tensor, Tensor], groups: Tensor, count: int, near: Attended, k: int, scale: float
+    ) -> tuple[Attended, Tensor]:
+        """Store one token, new [B, Hkv, 1, ·], and read; see `attend_step`."""
+        assert self.keys is not None and self.values is not None
+        codes, *stored = self._reserve(self.keys, self.values, self.count + 1)
+        found = attend_step(codes, (stored[0], stored[1]), groups, q, new, new[0].shape[1], count, near, k, scale)
+        self.count += 1
+        return found
 
     def _room(self, old: Tensor | None, like: Tensor, end: int) -> Tensor:
         """[M, room, D] with room for `end` rows of this dtype and size, with the rows that were there."""

@@ -180,6 +180,23 @@ RESCORE = Table(
 )
 """squared distances to chosen rows"""
 
+RETRIEVE = Table(
+    "Retrieve",
+    "int threads B G H Hkv D Dv k count at",
+    "float scale",
+    "address groups codes",
+    "int codes_store",
+    "address scales",
+    "int scales_store",
+    "address error longest keys",
+    "int keys_store",
+    "address values",
+    "int values_store",
+    "rows q new_k new_v out",
+    "address lse share",
+)
+"""one query of each head over stored keys and values"""
+
 BUCKETS = Table(
     "BucketDecode",
     "int write dtype threads N R C buckets slots D Dv gap reach itself",
@@ -187,7 +204,7 @@ BUCKETS = Table(
     "address span q k v ids documents keys values marks counts out lse",
 )
 """one query per row over the rings of its buckets"""
-TABLES = (CALL, DECODE, LINEAR, DELTA, GLA, SCAN, RESCORE, BUCKETS)
+TABLES = (CALL, DECODE, LINEAR, DELTA, GLA, SCAN, RESCORE, RETRIEVE, BUCKETS)
 
 
 def differs(layout: str, tables: tuple[Table, ...] = TABLES) -> str | None:

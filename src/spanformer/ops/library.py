@@ -10,7 +10,7 @@ from pathlib import Path
 
 from spanformer.ops.c_layout import TABLES, Table, differs
 
-ABI = 13  # the same number as in csrc/dispatch.cpp
+ABI = 14  # the same number as in csrc/dispatch.cpp
 SEAL = b"spanformer-sha256:"  # as in csrc/build.py: a library ends with this and the digest of all bytes before it
 
 
@@ -30,6 +30,7 @@ class Library:
     gla_backward: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
     scan: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
     rescore: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
+    retrieve: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
     bucket_decode: ctypes._NamedFuncPointer  # pyright: ignore[reportAttributeAccessIssue]
     isa: str
     """the instruction set chosen at run time"""
@@ -86,6 +87,7 @@ def load(path: Path, tables: tuple[Table, ...] = TABLES) -> Library:
         lib.spanformer_gla_backward,
         lib.spanformer_scan,
         lib.spanformer_rescore,
+        lib.spanformer_retrieve,
         lib.spanformer_bucket_decode,
     )
     for entry in entries:

@@ -47,23 +47,23 @@ def find_rows(codes: Codes, keys: Tensor, queries: Tensor, k: int) -> Tensor:
     ids = found.ids.gather(2, best.indices)
     hidden = found.scores[..., -1] + found.bound.to(found.scores.dtype)
     unsure = (found.ids[..., -1] >= 0) & (best.values[..., -1] < hidden)
-    if bool(unsure.any()):
-        seen = codes.scales[:, :count] if codes.scales is not None else None
-        again = _scan(keys[:, :count], queries, k, seen)
-        ids = torch.where(unsure[..., None], again, ids)
+    for m in unsure.any(1).nonzero()[:, 0].tolist():
+        some = unsure[m]
+        seen = codes.scales[m, :count] if codes.scales is not None else None
+        ids[m, some] = _scan(keys[m, :count], queries[m, some].detach(), k, seen)
     return ids
 
 
 def _scan(keys: Tensor, queries: Tensor, k: int, scales: Tensor | None) -> Tensor:
-    """The same by products with all keys, some queries at a time."""
-    found, step = [], max(1, ROOM // max(1, keys.shape[0] * keys.shape[1]))
-    for n in range(0, queries.shape[1], step):
-        scores = queries[:, n : n + step].detach() @ keys.mT
+    """[Q, k] the same of one store, by products of keys [N, D] with queries [Q, D], some of these at a time."""
+    found, step = [], max(1, ROOM // max(1, keys.shape[0]))
+    for some in queries.split(step):
+        scores = some @ keys.mT
         if scales is not None:
-            scores = scores.masked_fill(~scales.isfinite()[:, None], -math.inf)
-        best = scores.topk(k, dim=2)
+            scores = scores.masked_fill(~scales.isfinite(), -math.inf)
+        best = scores.topk(k, dim=1)
         found.append(torch.where(best.values == -math.inf, -1, best.indices))
-    return torch.cat(found, 1)
+    return torch.cat(found)
 
 
 def attend_rows(q: Tensor, keys: Tensor, values: Tensor, ids: Tensor, scale: float) -> Retrieved:

@@ -101,7 +101,7 @@ class Codes:
         if not 0 <= at <= self.count:
             raise ValueError(f"at is {at}; expected a row from 0 to {self.count}, the number of rows")
         end = at + keys.shape[1]
-        self._reserve(end)
+        self.reserve(end)
         keys = keys.detach().float()
         if self.scales is None:
             self.rows[:, at:end] = keys
@@ -120,7 +120,8 @@ class Codes:
             raise ValueError(f"count is {count}; expected 0 to {self.count}, the number of rows")
         self.count = count
 
-    def _reserve(self, count: int) -> None:
+    def reserve(self, count: int) -> None:
+        """Room for this many rows."""
         held = self.rows.shape[1]
         if count <= held:
             return
