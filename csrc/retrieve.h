@@ -57,35 +57,68 @@ static void round_query(const float* q, long size, float error, float longest, R
   r.bound = (float)(std::sqrt(length) * (error + ROUNDING * far) + std::sqrt(off) * far);
 }
 
+// to[n] = a · scale_n · (q̂ · code_n); room for W more.
+template <class Kind>
+static void score(const Retrieve& c, long m, const Rounded& q, float* to) {
+  thread_local std::vector<int32_t> sums;
+  thread_local std::vector<int8_t> spare;
+  const long padded = (long)q.whole.size(), whole = c.count * c.D < padded ? 0 : (c.count * c.D - padded) / c.D + 1;
+  const int8_t* codes = c.codes + m * c.codes_store;
+  sums.resize(c.count + scanning::TILE);
+  spare.assign(scanning::TILE * padded, 0);
+  for (long row = 0; row < c.count; row += scanning::TILE) {
+    const int8_t* rows[scanning::TILE];
+    for (long i = 0; i < scanning::TILE; i++) {
+      const long n = std::min(row + i, (long)c.count - 1);
+      rows[i] = codes + n * c.D;
+      if (n < whole) continue;  // a step may read past a row's end, where the query is 0, but not past the last row's
+      std::copy(rows[i], rows[i] + c.D, &spare[i * padded]);
+      rows[i] = &spare[i * padded];
+    }
+    scanning::tile<Kind, 1>(rows, q.whole.data(), padded, &sums[row]);
+  }
+  const float* scales = c.scales + m * c.scales_store;
+  for (long n = 0; n < c.count; n++) to[n] = (float)sums[n] * (scales[n] * q.scale);
+}
+
+// At most the k-th largest of the scores, by counting them in bins; NaN is none of them.
+static float at_most_kth(float* scores, long count, long k) {
+  constexpr long BINS = 512;
+  for (long n = count; n < round_up(count, W); n++) scores[n] = std::numeric_limits<float>::quiet_NaN();
+  vf high = set1(-std::numeric_limits<float>::infinity()), low = high;  // vmax(NaN, x) is x
+  for (long n = 0; n < count; n += W) high = vmax(load(scores + n), high), low = vmax(-load(scores + n), low);
+  float hi = high[0], lo = -low[0];
+  for (long i = 1; i < W; i++) hi = std::max(hi, (float)high[i]), lo = std::min(lo, -(float)low[i]);
+  const float width = (hi - lo) / (BINS - 1);
+  if (!(width > 0) || !std::isfinite(width)) return hi == lo ? lo : -std::numeric_limits<float>::infinity();
+  int32_t counts[BINS + 1] = {};
+  for (long n = 0; n < count; n++) {
+    const long bin = (long)((scores[n] - lo) / width);
+    counts[scores[n] >= lo ? std::max(0L, std::min(BINS - 1, bin)) : BINS]++;
+  }
+  long bin = BINS - 1;
+  for (long above = counts[bin]; above < k && bin > 0;) above += counts[--bin];
+  return lo + (float)bin * width - 1e-6f * (std::abs(lo) + std::abs(hi));
+}
+
 // The k best rows of store m, and possibly fewer: rows that are not finite are none.
 template <class Kind>
 static void find(const Retrieve& c, long m, const float* q, std::vector<Entry>& best) {
   thread_local Rounded rounded;
   thread_local std::vector<float> scores;
+  thread_local std::vector<int32_t> rows;
   round_query(q, c.D, c.error[m], c.longest[m], rounded);
-  scores.resize(c.count);
-  Scan scan = {};
-  scan.B = scan.Q = 1, scan.N = c.count, scan.D = c.D, scan.k = std::min(c.k, c.count);
-  scan.keys = c.codes + m * c.codes_store, scan.keys_row = c.D;
-  scan.scales = c.scales + m * c.scales_store;
-  scan.queries = rounded.whole.data(), scan.padded = (long)rounded.whole.size(), scan.query_scales = &rounded.scale;
-  scanning::Part<Kind> part(scan, 0, 0, c.count);
-  part.keep(scores.data());
-  part.run();
-  best = part.best(0).held();
-  float limit = -std::numeric_limits<float>::infinity();
-  if ((long)best.size() >= scan.k) {
-    std::nth_element(best.begin(), best.begin() + (scan.k - 1), best.end(), scanning::before);
-    limit = best[scan.k - 1].score - 2 * rounded.bound;
-  }
-  best.clear();
+  scores.resize(c.count + W), rows.resize(c.count + 1);
+  score<Kind>(c, m, rounded, scores.data());
+  const float limit = at_most_kth(scores.data(), c.count, c.k) - 2 * rounded.bound;
+  long found = 0;
+  for (long n = 0; n < c.count; n++) rows[found] = (int32_t)n, found += scores[n] >= limit;
   const float* keys = c.keys + m * c.keys_store;
-  for (long n = 0; n < c.count; n++)
-    if (scores[n] >= limit) best.push_back({dot(q, keys + n * c.D, c.D), n});
-  if ((long)best.size() > scan.k) {
-    std::nth_element(best.begin(), best.begin() + (scan.k - 1), best.end(), scanning::before);
-    best.resize(scan.k);
-  }
+  best.clear();
+  for (long i = 0; i < found; i++) best.push_back({dot(q, keys + (long)rows[i] * c.D, c.D), rows[i]});
+  if (found <= c.k) return;
+  std::nth_element(best.begin(), best.begin() + (c.k - 1), best.end(), scanning::before);
+  best.resize(c.k);
 }
 
 template <class Kind>

@@ -200,7 +200,6 @@ class Part {
     for (long row = from_; row < to_; row += BLOCK) block(row, std::min(BLOCK, to_ - row));
   }
   const Best& best(long q) const { return found_[q]; }
-  void keep(float* scores) { every_ = scores; }  // [N] of a matrix with one query: write all scores there
 
  private:
   void block(long row, long n) {
@@ -247,14 +246,12 @@ class Part {
       std::memcpy(&x, from + i, sizeof x);
       const vf s = __builtin_convertvector(x, vf) * (load(scale_ + i) * set1(a)) + load(bias_ + i);
       store(score + i, s);
-      if (every_) std::copy(score + i, score + std::max(i, std::min(i + W, n)), every_ + row + i);
       if (!any((vi)(s >= set1(best.least())))) continue;
       for (long j = i; j < std::min(i + W, n); j++) best.add({score[j], row + j});
     }
   }
 
   const Scan& c_;
-  float* every_ = nullptr;
   long b_, from_, to_;
   std::vector<Best> found_;
   const Key* keys_ = nullptr;

@@ -230,6 +230,44 @@ def test_retrieving_everything_is_full_attention(row: str, dtype: torch.dtype) -
             torch.testing.assert_close(grads[0][name_], grads[1][name_], **close)
 
 
+@pytest.mark.parametrize("row", ["memorizing(64, 64, 4, 4, joint, false)", "retrieval(4, 64, 64, 4)"])
+def test_retrieving_everything_has_the_gradients_of_full_attention(row: str) -> None:
+    """Of a block's queries, keys and values: float32, against attention to all tokens in float64 with the older ones as
+    constants, ≤ 1e-5."""
+    kind = "none" if row.startswith("m") else "rotary"  # what `memorizing` retrieves has no position
+    lm, x, at = _one_layer(row, kind).float().train(), text(2, 44), torch.arange(44)
+    layer, held = lm.layers()[0].attention, {}
+    before = lm(x[:, :40]).state
+
+    def keep(name: str, states: Tensor, t: Tensor) -> None:
+        if name == "query":
+            held["states"] = states
+        if torch.equal(states, held["states"]):  # and not when older tokens are projected again
+            t.retain_grad()
+            held[name] = t
+
+    for name in ("query", "key", "value"):
+        getattr(layer, name).register_forward_hook(lambda module, args, out, name=name: keep(name, args[0], out))
+    layer.out.register_forward_pre_hook(lambda module, args: keep("out", held["states"], args[0]))
+    lm(x[:, 40:], before, targets=x[:, 40:]).nll.mean().backward()
+    with torch.no_grad():
+        h = lm.blocks[0].norm1(lm.embedding(x[:, :40])).double()
+    leaves = {name: held[name].detach().double().requires_grad_() for name in ("query", "key", "value")}
+    q, k, v = (t.view(2, 4, -1, 8).transpose(1, 2) for t in leaves.values())
+    older = ((h @ w.weight.detach().double().T).view(2, 40, 3, 8).transpose(1, 2) for w in (layer.key, layer.value))
+    k, v = (torch.cat([old, new], 2).repeat_interleave(2, 1) for old, new in zip(older, (k, v), strict=True))
+    if kind == "rotary":
+        rotary = lm.double().positions()[0]
+        q, k = rotary.rotate(q, at[40:]), rotary.rotate(k, at)
+    s = q @ k.mT / math.sqrt(8)
+    out = (s.masked_fill(at > at[40:, None], -math.inf).softmax(3) @ v).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(held["out"].double(), out, rtol=1e-5, atol=1e-5)
+    out.backward(held["out"].grad.double())
+    for name, leaf in leaves.items():
+        found, true = held[name].grad.double(), leaf.grad
+        assert true is not None and float((found - true).abs().max()) <= 1e-5 * float(true.abs().max()), name
+
+
 def test_no_gradient_reaches_the_memory() -> None:
     lm = made(KINDS["joint"]).train()
     state = lm(text(2, 30)).state
@@ -326,8 +364,8 @@ def test_certificate_bounds_the_weight_that_was_left_out(sizes: list[int]) -> No
     assert float(share.max()) < 1 and bool((share[..., :8] == 0).all())
 
 
-def _one_layer(row: str = "retrieval(4, 3, 64, 4)") -> LM:
-    lm = made(row)
+def _one_layer(row: str = "retrieval(4, 3, 64, 4)", position: str = "rotary") -> LM:
+    lm = made(row, position)
     return LM(replace(lm.config, layers=1)).double().eval()
 
 

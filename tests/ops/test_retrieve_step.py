@@ -57,7 +57,9 @@ class Stores:
         return out, lse, torch.stack(shares).view(2, -1, 1)
 
 
-@pytest.mark.parametrize("n, d, dv, k", [(1, 1, 3, 1), (31, 5, 7, 4), (63, 64, 64, 63), (111, 77, 20, 16), (300, 64, 64, 64)])
+@pytest.mark.parametrize(
+    "n, d, dv, k", [(1, 1, 3, 1), (31, 5, 7, 4), (63, 64, 64, 63), (111, 77, 20, 16), (300, 64, 64, 64)]
+)
 def test_step_equals_softmax_over_the_best_rows(n: int, d: int, dv: int, k: int) -> None:
     stores = Stores(n, d, dv)
     for count in (n, n // 2, 0):

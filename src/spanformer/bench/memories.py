@@ -34,7 +34,7 @@ class MemoriesBench(BenchOptions):
     held-out text with what it reads from the tokens: by the trained convolution, and by mean and max pooling of the
     same states.
     stream: feed tokens through a memory of 65,536 in one layer of 2 heads of 64, k 32, in blocks of 512, and compare
-    time and process memory of the stream's last tenth with those of its first (after the memory is full); every stored
+    processor time and process memory of the stream's last tenth with those of its first (after the memory is full); every stored
     row is checked against the token that its position names. Nothing is repeated, so --rounds and --budget change
     nothing.
     """

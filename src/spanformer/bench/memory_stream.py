@@ -24,7 +24,7 @@ HEADS, DIM = 2, 64
 class Streamed:
     tokens: int
     seconds: list[float]
-    """of each tenth of the stream after the memory is full"""
+    """of the processor, for each tenth of the stream after the memory is full: other processes do not change it much"""
     resident: list[int]
     """bytes of the process at the end of each tenth"""
     wrong: int
@@ -62,10 +62,10 @@ def stream(tokens: int, memory: int, block: int, k: int) -> Streamed:
         states = torch.zeros(1, block, HEADS * DIM)
         view = View(x=states, q_positions=at, k_positions=at)
         call = LayerCall(mechanism, Position(), view, q, key.clone, value, _none, _none)
-        began = time.perf_counter()
+        began = time.process_time()
         held.attend(call)
         held = held.keep(states)
-        spent += time.perf_counter() - began
+        spent += time.process_time() - began
         if start % (16 * block) == 0 or start + block >= tokens:
             wrong += _wrong(held)
             checks += 1

@@ -10,21 +10,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache, DynamicCache
 
-from spanformer.bench.hf import Model, random_tokens, smollm2
+from spanformer.bench.hf import Model, held_bytes, random_tokens, smollm2
 from spanformer.bench.session import Bench, BenchOptions, check_parts
 from spanformer.core.text import read_text
 from spanformer.hf import SpanCache, attach
 from spanformer.hf.fit import set_windows
 from spanformer.hf.probe import make_task, solve
 from spanformer.hf.retrieval_cache import RetrievalCache
-from spanformer.hf.retrieval_heads import read_older, retrieve, stop_retrieving
+from spanformer.hf.retrieval_heads import IMPLEMENTATION, read_older, retrieve, stop_retrieving
 from spanformer.hf.spans import head_spans
 from spanformer.hf.text import bits_per_byte, load_model, make_chunks
 from spanformer.hf.watch import attention_replaced
 from spanformer.ops import Attended, Rule, attend
 
 SINKS = 4
+FULL, FOUND = "full attention, float32", "retrieval heads"
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class RetrievalBench(BenchOptions):
     """Text for bits and certificates: a file, a folder or a glob."""
     parts: tuple[str, ...] = ()
     """bits: bits per byte, second half of each text; key: the pass key at five depths; certificates: the bound of every
-    query against the weight that it left out; decode: time a token. Default: all."""
+    query against the weight that it left out; decode: time a token, and bytes in RAM. Default: all."""
     context: int = 2048
     """Tokens of a text."""
     texts: int = 4
@@ -90,13 +92,23 @@ def rings(options: RetrievalBench, model: Model) -> Model:
     return retrieve(model, share=1.0, ring=ring_of(options, model), k=options.k)
 
 
+def windows(options: RetrievalBench, model: Model) -> Tensor:
+    """[L, Hkv] windows of the ring's length"""
+    layers = list(head_spans(model).values())
+    return torch.full((len(layers), layers[0].groups), ring_of(options, model))
+
+
 def bits(bench: Bench[RetrievalBench], model: Model, tokenizer: Any) -> dict:
     options = bench.options
     texts = make_chunks(
         read_text(options.text), tokenizer, context=options.context, start=options.context // 2, limit=options.texts
     )
-    found = {"full": bits_per_byte(model, texts), "retrieval heads": bits_per_byte(rings(options, model), texts)}
+    found = {"full": bits_per_byte(model, texts)}
+    set_windows(model, windows(options, model))
+    found["rings alone"] = bits_per_byte(model, texts)
+    found["retrieval heads"] = bits_per_byte(rings(options, model), texts)
     stop_retrieving(model)
+    set_windows(model, torch.full_like(windows(options, model), options.context))
     for name, each in found.items():
         bench.say(f"  {name:16} {each:.4f} bits per byte  {100 * (each / found['full'] - 1):+.2f} %")
     return found
@@ -157,33 +169,39 @@ def left_out(q: Tensor, k: Tensor, ring: int, most: int, scale: float) -> Tensor
 
 
 def decode(bench: Bench[RetrievalBench], model: Model, _tokenizer: Any) -> dict:
-    """Seconds a token after a text: 8-bit windows of the ring's length alone, and with the search behind them."""
-    options, ring = bench.options, ring_of(bench.options, model)
-    ids, caches, next_id = random_tokens(model, options.context - 1), {}, torch.zeros(1, 1, dtype=torch.long)
-    layers = list(head_spans(model).values())
+    """Seconds a token after a text: 8-bit windows of the ring's length alone, the same with the search behind them, and
+    full attention in float32."""
+    options, ids = bench.options, random_tokens(model, bench.options.context - 1)
+    caches: dict[str, Cache] = {FULL: DynamicCache(config=model.config)}
+    next_id = torch.zeros(1, 1, dtype=torch.long)
+
+    def read(name: str, tokens: Tensor) -> None:
+        model.config._attn_implementation_internal = "sdpa" if name == FULL else IMPLEMENTATION
+        model(tokens, past_key_values=caches[name], logits_to_keep=1)
+
+    def step(name: str) -> None:
+        for _ in range(options.new):
+            read(name, next_id)
+
     with tempfile.TemporaryDirectory() as folder:
-        set_windows(model, torch.full((len(layers), layers[0].groups), ring))
-        caches["rings alone"] = SpanCache(model, bits=8)
-        model(ids, past_key_values=caches["rings alone"], logits_to_keep=1)
         rings(options, model)
-        caches["retrieval heads"] = RetrievalCache(model, bits=8, folder=folder, codes="file")
-        model(ids, past_key_values=caches["retrieval heads"], logits_to_keep=1)
-
-        def step(name: str) -> None:
-            for _ in range(options.new):
-                model(next_id, past_key_values=caches[name])
-
+        caches["rings alone"] = SpanCache(model, bits=8)
+        caches[FOUND] = RetrievalCache(model, bits=8, folder=folder, codes="file")
+        caches[f"{FOUND}, codes in RAM"] = RetrievalCache(model, bits=8, folder=folder)
+        for name in caches:
+            bench.begin(f"reading {options.context} tokens, {name}")
+            read(name, ids)
         times = bench.compare(
             "decoding", {name: functools.partial(step, name) for name in caches}, shortest=0.0, wait=False
         )
-        held, full = {name: cache.bytes() for name, cache in caches.items()}, caches["rings alone"].full_bytes()
+        held = {name: held_bytes(cache) for name, cache in caches.items()}
     stop_retrieving(model)
     seconds = {name: timing.median / options.new for name, timing in times.items()}
-    ratio = seconds["retrieval heads"] / seconds["rings alone"]
+    ratios = {name: 1 / timing.times_as_fast_as(times["rings alone"]) for name, timing in times.items()}
     for name, each in seconds.items():
-        bench.say(f"  {name:16} {1000 * each:.1f} ms a token, {held[name]:,} bytes in RAM of {full:,}")
-    bench.say(f"  a token takes {100 * (ratio - 1):+.1f} % with the search")
-    return {"seconds": seconds, "ratio": ratio, "bytes": held, "full_bytes": full}
+        share = f"1/{held[FULL] / held[name]:.1f} of {held[FULL]:,} bytes in RAM"
+        bench.say(f"  {name:32} {1000 * each:6.1f} ms a token, {ratios[name]:.3f} of rings alone; {share}")
+    return {"seconds": seconds, "times_rings_alone": ratios, "bytes": held}
 
 
 PARTS = {"bits": bits, "key": key, "certificates": certificates, "decode": decode}

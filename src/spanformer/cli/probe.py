@@ -51,7 +51,8 @@ def run(options: ProbeOptions) -> None:
     from spanformer.hf.controller import Budget
     from spanformer.hf.fit import budget_of, check_layers, set_windows
     from spanformer.hf.probe import FINDS, Found, as_rows, probe, table
-    from spanformer.hf.saved import load_fitted
+    from spanformer.hf.retrieval_heads import retrieve, stop_retrieving
+    from spanformer.hf.saved import fitted_retrieval, load_fitted
     from spanformer.hf.spans import head_spans
 
     if not options.models or len(set(options.models)) < len(options.models):
@@ -72,7 +73,12 @@ def run(options: ProbeOptions) -> None:
             report(f"loading {name}", 0, 0)
             model, tokenizer, fitted = load_fitted(name)
             model.to(computing_dtype(model.dtype))  # pyright: ignore[reportArgumentType]
-            look(f"{name}, {'its spans' if fitted else 'full attention'}")
+            retrieving = fitted_retrieval(name) if fitted else {}
+            if retrieving:
+                retrieve(model, **retrieving)
+            look(f"{name}, {'its spans' if fitted else 'full attention'}{' and retrieval heads' if retrieving else ''}")
+            if retrieving:
+                stop_retrieving(model)
         if budget:
             if fitted:
                 detach(model)

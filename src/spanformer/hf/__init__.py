@@ -17,6 +17,7 @@ from spanformer.hf.export import compare_losses, to_windows
 from spanformer.hf.modeling import SpanformerConfig, SpanformerForCausalLM
 from spanformer.hf.retrieval_cache import RetrievalCache
 from spanformer.hf.retrieval_heads import retrieve, stop_retrieving
+from spanformer.hf.saved import fitted_retrieval
 from spanformer.hf.saving import from_pretrained
 from spanformer.hf.spans import HeadSpans, cache_bytes, clamp_spans, head_spans, span_penalty
 from spanformer.hf.trainer import SpanCallback
@@ -33,6 +34,7 @@ __all__ = [
     "clamp_spans",
     "compare_losses",
     "detach",
+    "fitted_retrieval",
     "from_pretrained",
     "head_spans",
     "retrieve",

@@ -45,6 +45,22 @@ def load_fitted(name: str, dtype: torch.dtype | str = "auto") -> tuple[PreTraine
     return from_pretrained(name, dtype=dtype).requires_grad_(False).eval(), load_tokenizer(name), True
 
 
+def fitted_retrieval(name: str | Path) -> dict[str, Any]:
+    """The arguments of `hf.retrieve` with which `fit-spans --retrieve` measured a folder's model; empty if its heads do
+    not retrieve."""
+    file = Path(name) / FILE
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_bytes()).get("retrieve", {})
+        return {"share": float(found["share"]), "ring": int(found["ring"]), "k": int(found["k"])} if found else {}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f'"retrieve" in {file} is not what fit-spans writes; expected share, ring and k, all numbers: fit the model '
+            "again, or pass them to hf.retrieve yourself"
+        ) from error
+
+
 def _has_spans(config: Path) -> bool:
     if not config.is_file():
         return False
