@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -172,6 +174,54 @@ def test_padding_and_a_second_time_are_refused() -> None:
         retrieve(model)
 
 
+def test_folders_that_cannot_hold_a_store_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = made(), tokens(1, 20)
+    with pytest.raises(ValueError, match=r"folder is '.*/none', which is no folder; create it, or pass None"):
+        RetrievalCache(model, folder=tmp_path / "none")
+
+    def full(*_of: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"has no room for [\d,]+ more bytes of a store \(No space left on device\)"):
+        model(ids, past_key_values=RetrievalCache(model, folder=tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_retrieval_cache_cannot_do_is_refused(tmp_path: Path) -> None:
+    model, ids = made(), tokens(1, 20)
+    options = {"attention_mask": torch.ones_like(ids), "num_beams": 2, "max_new_tokens": 4, "pad_token_id": 0}
+    with pytest.raises(ValueError, match="a store in files cannot copy rows, as beams do; use folder=None"):
+        model.generate(ids, past_key_values=RetrievalCache(model, folder=tmp_path), **options)
+    queries = hf.attach(tiny("llama"), max_span=64, per="head")
+    with pytest.raises(ValueError, match="a ring belongs to a KV head: attach them with per='kv_head'"):
+        retrieve(queries)
+    model.train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    with pytest.raises(ValueError, match="retrieval heads support neither dropout nor learned sinks"):
+        model(ids, use_cache=False)
+
+
+def test_a_text_shorter_than_ring_and_k_is_read_whole() -> None:
+    """k above N, and a store that is empty."""
+    model, plain, ids = made(share=1.0, ring=8, k=99), tiny("llama"), tokens(1, 12)
+    with torch.no_grad():
+        want, cache = plain(ids, use_cache=False).logits, RetrievalCache(model)
+        parts = [model(piece, past_key_values=cache).logits for piece in ids.split(1, 1)]
+    assert (torch.cat(parts, 1) - want).abs().max() < 2e-5 * want.abs().max()
+
+
+@pytest.mark.parametrize("text", ['{"retrieve": {"share": 0.5}}', '{"retrieve": 3}', "[1]", "{"])
+def test_damaged_settings_of_a_fit_are_named(text: str, tmp_path: Path) -> None:
+    assert hf.fitted_retrieval(tmp_path) == {}
+    (tmp_path / "spans.json").write_text(text)
+    with pytest.raises(
+        ValueError, match=r'"retrieve" in .*spans.json is not what fit-spans writes; expected share, ring'
+    ):
+        hf.fitted_retrieval(tmp_path)
+
+
 def test_fit_spans_measures_retrieval_heads(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     save_byte_llama(tmp_path / "model", 256)
     (tmp_path / "prose.txt").write_text("The river stood behind the market, and nobody had seen it so quiet.\n" * 60)
@@ -183,3 +233,12 @@ def test_fit_spans_measures_retrieval_heads(tmp_path: Path, capsys: pytest.Captu
     found, chosen = saved["retrieve"], sum(w == 124 for layer in saved["windows"] for w in layer)
     assert found["k"] == 64 and found["codes"] == "file" and found["ring"] >= 32 and found["ram"] <= 0.75
     assert 1 <= chosen <= 2 and found["share"] == chosen / 4  # of four heads; their windows are as long as the context
+    again = hf.from_pretrained(tmp_path / "fit")
+    retrieve(again, **hf.fitted_retrieval(tmp_path / "fit"))
+    assert sum(len(layer.retriever.heads) for layer in hf.head_spans(again).values() if retriever_of(layer)) == chosen
+    ids = tokens(1, 100)
+    cache = RetrievalCache(again, bits=8, folder=tmp_path, codes="file")
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+    assert again.generate(ids, past_key_values=cache, **options).shape == (1, 105)
+    main(["probe", str(tmp_path / "fit"), "--contexts", "128", "--depths", "2", "--tasks", "1"])
+    assert "its spans and retrieval heads" in capsys.readouterr().out

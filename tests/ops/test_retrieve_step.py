@@ -92,7 +92,7 @@ def test_keys_that_codes_cannot_tell_apart_are_decided_in_float32() -> None:
     stores.codes = Codes(4, 16)
     stores.codes.append(stores.keys[:, :200])
     found, share = stores.step(200, 10, new=False)
-    out, lse, shares = stores.dense(200, 10)
+    out, _, shares = stores.dense(200, 10)
     torch.testing.assert_close(found.out.double(), out, rtol=2e-5, atol=2e-6)
     torch.testing.assert_close(share.double(), shares, rtol=2e-5, atol=2e-6)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spanformer.attention.compressive import Compressive
 from spanformer.attention.compressor import Compressor
-from spanformer.bench.memory_stream import stream
+from spanformer.bench.memory_stream import ASKED, peer_right, stream
 from spanformer.bench.session import Bench, BenchOptions, check_parts
 from spanformer.data import DataConfig, Lanes, prepare
 from spanformer.data.lanes import Batch
@@ -34,13 +34,15 @@ class MemoriesBench(BenchOptions):
     held-out text with what it reads from the tokens: by the trained convolution, and by mean and max pooling of the
     same states.
     stream: feed tokens through a memory of 65,536 in one layer of 2 heads of 64, k 32, in blocks of 512, and compare
-    processor time and process memory of the stream's last tenth with those of its first (after the memory is full); every stored
-    row is checked against the token that its position names. Nothing is repeated, so --rounds and --budget change
-    nothing.
+    processor time and process memory of the stream's last tenth with those of its first (after the memory is full);
+    every stored row is checked against the token that its position names. Nothing is repeated, so --rounds and --budget
+    change nothing.
+    peer: the same keys and values through the memory of memorizing-transformers-pytorch, of 4,096 and of 4,000 tokens:
+    of 50 keys of the newest block, how many find their own value.
     """
 
     parts: tuple[str, ...] = ("compression", "stream")
-    """What to measure."""
+    """What to measure. peer needs the package memorizing-transformers-pytorch."""
     tokens: int = 1_000_000
     """stream: its length (with --quick: 4096)."""
     steps: int = 400
@@ -144,6 +146,18 @@ def measure_stream(bench: Bench[MemoriesBench]) -> None:
     bench.say(f"{found.wrong} wrong rows in {found.checks} checks of the whole store")
 
 
+def measure_peer(bench: Bench[MemoriesBench]) -> None:
+    bench.plan(2)
+    found = {}
+    for capacity in (4096, 4000):
+        bench.begin(f"peer, {capacity} tokens")
+        rows = found[str(capacity)] = peer_right(capacity, 512, 8)
+        bench.end()
+        shown = ", ".join(f"{right} after {tokens:,}" for tokens, right in rows)
+        bench.say(f"memory of {capacity:,} tokens: of {ASKED} values right: {shown}")
+    bench.keep("peer", found)
+
+
 PARTS: dict[str, Callable[[Bench[MemoriesBench]], None]] = {
-    "compression": measure_compression, "stream": measure_stream,
+    "compression": measure_compression, "stream": measure_stream, "peer": measure_peer,
 }  # fmt: skip

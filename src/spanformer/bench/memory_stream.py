@@ -5,6 +5,8 @@ Shapes: H heads, D head size, N rows of the store.
 
 from __future__ import annotations
 
+import importlib
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ from spanformer.memory.retrieved import Retrieved
 from spanformer.position import Position
 
 HEADS, DIM = 2, 64
+ASKED = 50
+"""keys for which the peer's memory is searched"""
 
 
 @dataclass(frozen=True)
@@ -95,3 +99,30 @@ def _wrong(held: Retrieved) -> int:
 def _resident() -> int:
     """Bytes of this process in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def peer_right(capacity: int, block: int, times: int) -> list[tuple[int, int]]:
+    """(tokens, how many of ASKED keys of the newest block find their own value) in the peer's memory, over `times` its
+    capacity, at the end of every fourth block."""
+    try:
+        knn = importlib.import_module("memorizing_transformers_pytorch.knn_memory")
+    except ImportError as error:
+        raise ImportError(
+            "part peer needs its package: pip install memorizing-transformers-pytorch==0.4.1 faiss-cpu"
+        ) from error
+    rows, random = [], torch.Generator().manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        memory = knn.KNNMemory(
+            dim=DIM, max_memories=capacity, memmap_filename=f"{folder}/memory", multiprocessing=False
+        )  # fmt: skip
+        for start in range(0, times * capacity, block):
+            at = torch.arange(start, start + block)
+            key, value = (vectors(at, seed)[0] for seed in (1, 2))
+            key = torch.nn.functional.normalize(key, dim=1)  # so that a key is the best match of itself
+            memory.add(torch.stack([key, value], 1)[None])
+            if (start // block) % 4 == 3:
+                asked = torch.randperm(block, generator=random)[:ASKED]
+                found, there = memory.search(key[None, asked], 1)
+                right = there[0, :, 0] & (found[0, :, 0, 1] == value[asked]).all(1)
+                rows.append((start + block, int(right.sum())))
+    return rows

@@ -10,6 +10,7 @@ Shapes: B batch, G retrieving KV heads, M = B·G stores, S query heads of each, 
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -42,6 +43,10 @@ class RetrievalCache(SpanCache):
         if codes not in ("ram", "file") or (codes == "file" and folder is None):
             raise ValueError(
                 f"codes is {codes!r} and folder {folder!r}; expected 'ram', or 'file' with a folder for the files"
+            )
+        if folder is not None and not Path(folder).is_dir():
+            raise ValueError(
+                f"folder is {str(folder)!r}, which is no folder; create it, or pass None to keep stores in RAM"
             )
         make = partial(Store, folder, mapped=codes == "file")
         for n, layer in enumerate(self.layers):
@@ -94,7 +99,8 @@ class RetrievalLayer(SpanLayer):
 
     def _older(self, at: int) -> int:
         """Rows of the store that the query at this position searches."""
-        return at + 1 - self.spans.keeps()[self.retriever.heads[0]] - self.spans.sink_tokens
+        assert self.rings is not None
+        return at + 1 - self.rings.reach[self.retriever.heads[0]] - self.spans.sink_tokens
 
     def _note(self, share: Tensor) -> None:
         if self.retriever.omitted is not None:
@@ -196,6 +202,7 @@ class Store:
             made = like.new_empty(size)
         else:
             with tempfile.NamedTemporaryFile(dir=self.folder) as file:  # the mapping outlives its name
+                _take_room(file.fileno(), math.prod(size) * like.itemsize, self.folder)
                 made = torch.from_file(file.name, shared=True, size=math.prod(size), dtype=like.dtype).view(size)
         if old is not None:
             made[:, : self.count] = old[:, : self.count]
@@ -238,3 +245,16 @@ class Store:
         if self.folder is None and self.keys is not None and self.values is not None:
             held += sum(t.numel() * t.element_size() for t in (self.keys, self.values))
         return held
+
+
+def _take_room(file: int, size: int, folder: str | Path) -> None:
+    """On a disk without room, writing to a mapped file would end the process."""
+    if not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        raise OSError(
+            f"folder {str(folder)!r} has no room for {size:,} more bytes of a store ({error.strerror}); make room, or "
+            "pass another folder"
+        ) from error

@@ -56,8 +56,8 @@ def fitted_retrieval(name: str | Path) -> dict[str, Any]:
         return {"share": float(found["share"]), "ring": int(found["ring"]), "k": int(found["k"])} if found else {}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f'"retrieve" in {file} is not what fit-spans writes; expected share, ring and k, all numbers: fit the model '
-            "again, or pass them to hf.retrieve yourself"
+            f'"retrieve" in {file} is not what fit-spans writes; expected share, ring and k, all numbers: fit the '
+            "model again, or pass them to hf.retrieve yourself"
         ) from error
 
 

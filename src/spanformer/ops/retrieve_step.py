@@ -1,5 +1,5 @@
-"""One decoding step over stores of keys and values: the new token is stored, and each head reads its k best rows, in one
-call of the compiled kernel (csrc/retrieve.h). ops/retrieve.py has the same in PyTorch, for many queries and gradients.
+"""One decoding step over stores of keys and values: the new token is stored, and each head reads its k best rows, in
+one call of the compiled kernel (csrc/retrieve.h). ops/retrieve.py does it in PyTorch, for many queries and gradients.
 
 Shapes: B batch, G KV heads that have a store, M = B·G stores, H query heads, Hkv KV heads, D and Dv head sizes.
 """
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from spanformer.ops import kernel
-from spanformer.ops.c_layout import RETRIEVE
 from spanformer.ops.attended import Attended
+from spanformer.ops.c_layout import RETRIEVE
 from spanformer.ops.search import Codes
 
 Pair = tuple[Tensor, Tensor]
