@@ -183,7 +183,21 @@ def test_model_learns_what_return_means(tmp_path: Path) -> None:
 def test_commands_record_train_ask_and_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    main("rl collect random --env graph --length 6 --episodes 20 --out out/data/graph.npz".split())
+    main(
+        [
+            "rl",
+            "collect",
+            "random",
+            "--env",
+            "graph",
+            "--length",
+            "6",
+            "--episodes",
+            "20",
+            "--out",
+            "out/data/graph.npz",
+        ]
+    )
     assert "20 episodes of graph by random actions" in capsys.readouterr().out
     few = "--imitate.steps 2 --imitate.eval-episodes 4 --imitate.tensorboard off --imitate.batch 4"
     main(["rl", "imitate", str(ROOT / "runs/rl/decision/graph.toml"), *few.split()])
