@@ -98,21 +98,22 @@ def test_duplicate_is_the_papers() -> None:
     "task", [Chase(), Chase(14, named=1), Chase(hops=1, nodes=2, questions=1), Chase(31, 5, 3, fewest=5)], ids=written
 )
 def test_chase_follows_pointers(task: Chase) -> None:
-    asked, names = set(), set()
+    asked, names, wide = set(), set(), 3 + task.named
     for text in drawn(task):
-        pointers = text[: task.nodes].astype(int) - 32
+        pointers, questions = text[: task.given].astype(int) - 32, text[task.given :].reshape(-1, wide).astype(int)
         if task.named:
-            pairs = text[: task.given].reshape(-1, 2).astype(int) - 32
-            names.add(tuple(pairs[:, 0]))
-            pointers = pairs[pairs[:, 0].argsort(), 1]
+            pairs = pointers.reshape(-1, 3)
+            names.add(tuple(pairs[:, 1]))
+            assert (pairs[:, 0] == -32).all() and (questions[:, 0] == 0).all()
+            pointers, questions = pairs[pairs[:, 1].argsort(), 2], questions[:, [2, 1, 3]]
         assert sorted(pointers) == list(range(task.nodes)) and (pointers != np.arange(task.nodes)).all()
-        for hops, start, end in text[task.given :].reshape(-1, 3).astype(int):
+        for hops, start, end in questions:
             at = start - 32
             for _ in range(hops):
                 at = pointers[at]
             assert at == end - 32
             asked.add(hops)
-        assert (text[task.answers()] == text[task.given + 2 :: 3]).all()
+        assert (text[task.answers()] == text[task.given + wide - 1 :: wide]).all()
     assert len(names) >= 100 * task.named
     assert asked == set(range(task.fewest, task.hops + 1))
 

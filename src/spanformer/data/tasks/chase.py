@@ -1,10 +1,12 @@
 """Follow pointers: the more hops a question asks for, the more layers its answer needs.
 
-    p(0) p(1) … p(n−1)            4 s [p(p(p(p(s))))]   1 t [p(t)] …
-    b p(b)  a p(a)  d p(d) …      with `named`: each pointer after its node, in random order
+    p(0) p(1) … p(n−1)               4 s [p(p(p(p(s))))]   1 t [p(t)] …
+    0 b p(b)  0 a p(a)  0 d p(d) …   0 s 4 [p(p(p(p(s))))]   0 t 1 [p(t)] …       with `named`
 
-p is one cycle through `nodes` nodes, so no two numbers of hops below `nodes` give the same answer. A question is a
-number of hops, 1 … `hops`, fewer more often, and the node to begin at. Nodes are tokens from 32 on.
+With `named`, pointers stand in random order, each after the name of its node; zeros separate them, so that only a
+pointer stands after a node. p is one cycle through `nodes` nodes, so no two numbers of hops below
+`nodes` give the same answer. A question is a number of hops, 1 … `hops`, fewer more often, and the node to begin at.
+Nodes are tokens from 32 on.
 """
 
 from __future__ import annotations
@@ -40,16 +42,16 @@ class Chase(Task):
 
     @property
     def length(self) -> int:
-        return self.given + 3 * self.questions
+        return self.given + (3 + self.named) * self.questions
 
     @property
     def given(self) -> int:
         """Tokens before the questions."""
-        return self.nodes * (1 + self.named)
+        return self.nodes * (3 if self.named else 1)
 
     def answers(self) -> np.ndarray:
         at = np.arange(self.length) - self.given
-        return (at >= 0) & (at % 3 == 2)
+        return (at >= 0) & (at % (3 + self.named) == 2 + self.named)
 
     def draw(self, draw: np.random.Generator, count: int) -> np.ndarray:
         cycle = without_repeats(draw, count, self.nodes, self.nodes)
@@ -62,9 +64,15 @@ class Chase(Task):
         place = draw.integers(self.nodes, size=shape)
         start = np.take_along_axis(cycle, place, 1)
         end = np.take_along_axis(cycle, (place + hops) % self.nodes, 1)
-        asked = np.stack([hops, FIRST_NODE + start, FIRST_NODE + end], -1).reshape(count, -1)
-        if self.named:
-            order = without_repeats(draw, count, self.nodes, self.nodes)
-            pairs = np.stack([order, np.take_along_axis(pointers, order, 1)], -1)
-            pointers = pairs.reshape(count, -1)
-        return np.concatenate([FIRST_NODE + pointers, asked], 1).astype(np.uint8)
+        start, end, pointers = (FIRST_NODE + each for each in (start, end, pointers))
+        if not self.named:
+            return np.concatenate([flat(pointers), flat(hops, start, end)], 1)
+        names = without_repeats(draw, count, self.nodes, self.nodes)
+        zeros = np.zeros_like(names), np.zeros_like(hops)
+        pairs = flat(zeros[0], FIRST_NODE + names, np.take_along_axis(pointers, names, 1))
+        return np.concatenate([pairs, flat(zeros[1], start, hops, end)], 1)
+
+
+def flat(*columns: np.ndarray) -> np.ndarray:
+    """[N, n] each → [N, n · columns] uint8: the first of each column, then the second of each, …"""
+    return np.stack(columns, -1).reshape(len(columns[0]), -1).astype(np.uint8)
