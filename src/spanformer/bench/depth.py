@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -52,6 +53,9 @@ class DepthBench(BenchOptions):
     """Training steps. Default: what the part needs (with --quick: 2)."""
     seed: int = 1
     """Random seed of the weights and of the order of the texts."""
+    positions: tuple[Literal["sinusoids", "from_zero", "shaw"], ...] = ("sinusoids", "shaw")
+    """Positions of words: sinusoids that begin at random places in training (the paper's), sinusoids from 0 on, or
+    distances that end at 8 (shaw)."""
     data: str = ""
     """Copy of enwik8 on disk; by default it is downloaded."""
     source: str = "enwik8"
@@ -104,7 +108,7 @@ def words(bench: Bench[DepthBench]) -> dict:
         task = parse_task(f"{name}(symbols={length}, fewest=1)")
         assert task is not None
         models = {"universal": replace(small(128, 4, task), stack="universal"), "plain": small(64, 4, task)}
-        for (kind, model), (place, position) in itertools.product(models.items(), places(length).items()):
+        for (kind, model), (place, position) in itertools.product(models.items(), places(length, o.positions).items()):
             title = f"{name} {kind} {place}"
             model = replace(model, position=position)
             lm = trained(bench, recipe(bench, model, task, o.taken(600)), folder(bench, title.replace(" ", "-")), title)
@@ -114,10 +118,14 @@ def words(bench: Bench[DepthBench]) -> dict:
     return found
 
 
-def places(length: int) -> dict[str, PositionConfig]:
-    """Positions of texts whose words have up to twice this length: the paper's, and distances that end."""
-    sinusoids = PositionConfig(kind="sinusoidal_per_layer", random_start=5 * length)
-    return {"sinusoids": sinusoids, "shaw": PositionConfig(kind="shaw", clip=8)}
+def places(length: int, names: tuple[str, ...]) -> dict[str, PositionConfig]:
+    """Positions for words of up to twice this length, by the names of the option."""
+    known = {
+        "sinusoids": PositionConfig(kind="sinusoidal_per_layer", random_start=5 * length),
+        "from_zero": PositionConfig(kind="sinusoidal_per_layer"),
+        "shaw": PositionConfig(kind="shaw", clip=8),
+    }
+    return {name: known[name] for name in names}
 
 
 def share(lm: LM, task: Task, o: DepthBench) -> float | None:
