@@ -23,10 +23,10 @@ from spanformer.depth.oracle import oracle_exits
 from spanformer.model.lm import LM
 
 CLASSIFIERS: tuple[Kind, ...] = ("sequence", "multinomial", "geometric")
-PRICES = {"likelihood": (0.01, 0.03, 0.1), "correctness": (0.003, 0.01, 0.03)}
+PRICES = {"likelihood": (0.01, 0.03), "correctness": (0.003, 0.01)}
 """of a layer, in nats or correct tokens, for weights of neighbours that sum to 1"""
 SMOOTHING = 4.0
-UPDATES, RATE = 150, 1e-2
+UPDATES, RATE = 100, 1e-2
 ALLOWED = 1.02
 """of the bits of all layers"""
 
@@ -75,7 +75,7 @@ def measure_pairs(bench: Bench[DepthBench]) -> dict:
 def look(bench: Bench[DepthBench], lm: LM, data: Prepared) -> Seen:
     """States and scores of training text, all layers run."""
     o, exits = bench.options, lm.exits()
-    rows, block = o.size(48, 2), o.size(256, 16)
+    rows, block = o.size(32, 2), o.size(256, 16)
     ids = torch.from_numpy(data.splits["train"].ids[: rows * (block + 1)].astype("int64")).view(rows, -1)
     states: list[list[Tensor]] = [[] for _ in range(exits.layers)]
 

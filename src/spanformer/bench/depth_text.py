@@ -137,7 +137,7 @@ class Texts:
     def write(self, confidence: Confidence, report: Callable[[int, int], None]) -> tuple[list[list[int]], float]:
         if confidence not in self.known:
             self.known[confidence] = continuations(
-                self.lm, self.prompts, self.tokens, confidence, on_progress=report
+                self.lm, self.prompts, self.tokens, confidence, batch=100, on_progress=report
             )  # fmt: skip
         return self.known[confidence]
 

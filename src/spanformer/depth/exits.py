@@ -120,7 +120,9 @@ class ExitRun:
     def __init__(self, exits: Exits, x: Tensor, padding: Tensor | None, predict: Predict | None) -> None:
         self.exits, self.index, self.predict = exits, all_tokens(x, padding), predict
         self.count, self.shape = x.shape[0] * x.shape[1], x.shape[:2]
-        self.taken = torch.zeros(self.count, dtype=torch.int64, device=x.device)
+        self.taken = torch.full((self.count,), exits.layers, device=x.device)
+        if padding is not None:
+            self.taken = torch.zeros_like(self.taken).index_fill_(0, self.index, exits.layers)
         self.leave: Tensor | None = None
         """[B · T] the layer, counted from 0, after which a token leaves, where it is known beforehand"""
         if exits.training and exits.mode == "mixed":
@@ -138,12 +140,14 @@ class ExitRun:
             exits.states.append(x)
         if not len(now):
             return before
-        rows = x.flatten(0, 1).index_select(0, now)
-        self.taken[now] = layer + 1
-        if layer + 1 < exits.layers and len(now):
+        whole, flat = len(now) == self.count, x.flatten(0, 1)
+        rows = flat if whole else flat.index_select(0, now)
+        if layer + 1 < exits.layers:
             ends = self._ends(layer, rows, before, x)
-            self.index = now if ends is None else now[~ends]
-        return x if len(now) == self.count else replace_rows(before, now, rows)
+            if ends is not None and bool(ends.any()):
+                self.taken[now[ends]] = layer + 1
+                self.index = now[~ends]
+        return x if whole else replace_rows(before, now, rows)
 
     def _ends(self, layer: int, rows: Tensor, before: Tensor, x: Tensor) -> Tensor | None:
         """[N] whether each token that ran leaves; None: none does."""

@@ -72,13 +72,16 @@ def fit_heads(
         for n, normed in _states(decoder, layers, torch.cat([some, made], 1)).items():
             found[n].append(normed)
     last = torch.cat(found.pop(decoder.count))
+    half = torch.arange(len(last)) // (len(last) // len(prompts)) % 2 == 0  # every second prompt
     best, fitted = _best(decoder, last), []
     for states in found.values():
         on_progress("training the exits", len(fitted), len(layers))
         normed = torch.cat(states)
-        matrix = _fit_map(normed, last)
-        right = _best(decoder, torch.addmm(matrix[-1], normed, matrix[:-1])) == best
-        fitted.append((*_fit_classifier(normed, right), matrix))
+        right = torch.empty_like(half)
+        for part in (half, ~half):  # by a map that did not see them, or they would seem righter than others
+            matrix = _fit_map(normed[~part], last[~part])
+            right[part] = _best(decoder, _map(matrix, normed[part])) == best[part]
+        fitted.append((*_fit_classifier(normed, right), _fit_map(normed, last)))
     weight, bias, maps = (torch.stack(each) for each in zip(*fitted, strict=True))
     return ExitHeads(layers, weight, bias, maps, fingerprint(decoder), digest_text(prompts))
 
@@ -100,6 +103,10 @@ def _states(decoder: ExitLayers, layers: tuple[int, ...], ids: Tensor) -> dict[i
 def _best(decoder: ExitLayers, normed: Tensor) -> Tensor:
     """[M, E] → [M], part by part: all logits at once would be M × vocabulary numbers."""
     return torch.cat([decoder.output(part).argmax(-1) for part in normed.split(256)])
+
+
+def _map(matrix: Tensor, x: Tensor) -> Tensor:
+    return torch.addmm(matrix[-1], x, matrix[:-1])
 
 
 def _fit_map(x: Tensor, y: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ from spanformer.infer.sampling import Sampling
 from spanformer.model.lm import LM
 
 FILE = "exits.json"
-GRID = (0.995, 0.99, 0.98, 0.97, 0.96, *(round(1 - 0.05 * n, 2) for n in range(1, 21)))
-"""thresholds in the order of the test: classifiers need fine steps near 1"""
+GRID = (0.99, 0.975, 0.95, 0.925, *(round(0.9 - 0.05 * n, 2) for n in range(19)))
+"""thresholds in the order of the test: finer near 1, where a small tolerance ends"""
 Consistency = Literal["textual", "risk"]
 OnProgress = Callable[[str, int, int], None]
 Write = Callable[[Confidence, Callable[[int, int], None]], tuple[list[list[int]], float]]

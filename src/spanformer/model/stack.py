@@ -132,7 +132,8 @@ class TransformerStack(nn.Module):
             penalty = penalty if added is None else penalty + added
             if depth is not None and isinstance(x, Tensor) and isinstance(before, Tensor):
                 x = depth.after(n, before, x)
-                view = replace(view, active=depth.active())
+                if (active := depth.active()) is not view.active:
+                    view = replace(view, active=active)
         if depth is None or isinstance(x, Streams):
             return x.mean() if isinstance(x, Streams) else x, penalty
         x, added = depth.finish(x)
