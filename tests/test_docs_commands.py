@@ -67,6 +67,10 @@ REDUCED = {
         "--env.count 4 --ppo.updates 2 --ppo.window 16 --env.length 4 --ppo.eval-episodes 4 --ppo.tensorboard off "
         "--model.dim 16"
     ),
+    r"rl collect": "--episodes 10 --length 4",
+    r"rl imitate": (
+        "--imitate.steps 2 --imitate.batch 4 --imitate.eval-episodes 4 --imitate.tensorboard off --model.dim 16"
+    ),
     r"rl eval": "--episodes 4",
     r"compare .*--kinds": f"{TRAIN} --model.kv-heads 0",
     r"compare runs/compare/depth": f"{TRAIN} --model.kv-heads 0",

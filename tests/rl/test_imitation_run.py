@@ -21,7 +21,7 @@ from spanformer.rl.decision_run import imitate
 from spanformer.rl.decision_saving import Loaded
 from spanformer.rl.envs.gym import make_batch
 from spanformer.rl.recording import random_player, record
-from spanformer.rl.trajectories import About
+from spanformer.rl.trajectories import About, Trajectories, read_trajectories
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("runs/rl/decision/*.toml"))
@@ -140,7 +140,6 @@ def test_model_learns_what_return_means(tmp_path: Path) -> None:
     """A reward of 1 for each step with action 1: asked for 0 or 4, it must act otherwise."""
     from spanformer.rl.decision_run import ask
     from spanformer.rl.envs.batch import Step
-    from spanformer.rl.trajectories import Trajectories
 
     random = np.random.default_rng(0)
     action = random.integers(0, 2, 400)
@@ -183,21 +182,8 @@ def test_model_learns_what_return_means(tmp_path: Path) -> None:
 def test_commands_record_train_ask_and_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    main(
-        [
-            "rl",
-            "collect",
-            "random",
-            "--env",
-            "graph",
-            "--length",
-            "6",
-            "--episodes",
-            "20",
-            "--out",
-            "out/data/graph.npz",
-        ]
-    )
+    few = ["--length", "6", "--episodes", "20"]
+    main(["rl", "collect", "random", "--env", "graph", *few, "--out", "out/data/graph.npz"])
     assert "20 episodes of graph by random actions" in capsys.readouterr().out
     few = "--imitate.steps 2 --imitate.eval-episodes 4 --imitate.tensorboard off --imitate.batch 4"
     main(["rl", "imitate", str(ROOT / "runs/rl/decision/graph.toml"), *few.split()])
@@ -227,6 +213,34 @@ def test_checkpoint_of_other_data_is_refused(tmp_path: Path, data: dict[str, str
     clone = replace(config, resume=True, imitate=replace(config.imitate, method="cloning", steps=2))
     with pytest.raises(ValueError, match=r"does not fit this model: .*expected the same \[model\], data and imitate"):
         imitate(clone)
+
+
+def continuous_data(path: Path) -> str:
+    """Steps whose action is half of the first number of the observation."""
+    seen = np.random.default_rng(0).normal(size=(400, 2)).astype(np.float32)
+    Trajectories(
+        About("Pendulum-v1", 0, 1, True, "half", 0), seen, np.tanh(seen[:, :1] / 2), np.zeros(400, np.float32),
+        np.full(40, 10), np.zeros(40, bool), np.full(40, np.nan, np.float32), seen[:40],
+    ).save(path)  # fmt: skip
+    return str(path)
+
+
+@pytest.mark.parametrize("context", ["window", "episode"])
+def test_continuous_actions_are_learned(tmp_path: Path, context) -> None:
+    path = continuous_data(tmp_path / "data.npz")
+    config = small(
+        tmp_path / "run", path, context=context, steps=80, batch=16, eval_episodes=0, save_every=0, log_every=20
+    )  # fmt: skip
+    imitate(replace(config, optim=replace(config.optim, lr=5e-3)))
+    losses = [row.number("loss") for row in read_imitation(tmp_path / "run").steps]
+    assert losses[-1] < 0.05 < losses[0]
+
+
+def test_data_of_another_environment_is_refused_before_training(tmp_path: Path, data: dict[str, str]) -> None:
+    whole = read_trajectories(data["graph"])
+    replace(whole, about=replace(whole.about, env="t_maze")).save(tmp_path / "data.npz")
+    with pytest.raises(ValueError, match=r"its environment t_maze has 4 numbers .*or imitate.eval_episodes 0"):
+        imitate(small(tmp_path / "run", str(tmp_path / "data.npz")))
 
 
 REFUSED = {

@@ -30,6 +30,8 @@ from spanformer.train.optim import OptimConfig
 
 EPISODES = 400
 """of each evaluation"""
+WALK = 100
+"""most steps of a random walk, and of an episode in the graph"""
 TOP = 0.05
 """share of the steps that %BC learns from"""
 
@@ -73,9 +75,9 @@ def run(bench: Bench[DecisionBench]) -> None:
 def graph(bench: Bench[DecisionBench]) -> None:
     found = {}
     for seed in bench.options.seeds:
-        data = random_episodes(bench, "graph", 40, 1000, seed)
+        data = random_episodes(bench, "graph", WALK, 1000, seed)
         loaded = trained(bench, data, recipe("graph"), f"graph-{seed}", seed)
-        env = make_batch("graph", bench.options.size(100, 20), 40)
+        env = make_batch("graph", bench.options.size(100, 20), WALK)
         found[str(seed)] = {
             "asked −1": near(loaded, env, lambda first: np.full(len(first), -1.0), bench),
             "asked the data's best": near(loaded, env, best_of(data), bench),
@@ -133,7 +135,7 @@ def recipe(env: str) -> ImitationConfig:
         feedforward=FeedForwardConfig(kind="relu", bias=True, dropout=0.1), embedding=EmbeddingConfig(dropout=0.1),
     )  # fmt: skip
     settings = ImitateConfig(
-        data=f"out/data/{env}.npz", window=20 if doors else 10, steps=2000 if doors else 1500, threads=1,
+        data=f"out/data/{env}.npz", window=20 if doors else 10, steps=1000 if doors else 1500, threads=1,
         targets=(1.0,) if doors else (-1.0, -2.0, -4.0, -8.0),
     )  # fmt: skip
     return ImitationConfig(imitate=settings, model=model, optim=OptimConfig(lr=1e-3, clip=0.25))
@@ -187,7 +189,8 @@ def trained(
         if isinstance(event, ProgressEvent):
             bench.report(f"{title}: {event.title}", event.done, event.total)
 
-    imitate(replace(config, out=str(out), resume=True, imitate=settings), watch=watch)
+    if imitate(replace(config, out=str(out), resume=True, imitate=settings), watch=watch).signal:
+        raise KeyboardInterrupt  # the run is saved, and the same command continues it
     return Loaded(out)
 
 

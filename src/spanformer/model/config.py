@@ -122,11 +122,6 @@ class ModelConfig:
             )
         if self.feedforward.kind == "separable_conv":
             self._check_convolution()
-        if self.attention.bias and self.depth.kind != "fixed":
-            raise ValueError(
-                f"model.attention.bias is set, and model.depth.kind is {self.depth.kind!r}, whose skipped layers "
-                "project keys without biases; expected depth 'fixed' or no bias"
-            )
         if self.stack == "reversible" and self.order == "post":
             raise ValueError("model.stack is 'reversible', and a norm of a sum cannot be undone; expected order 'pre'")
         size("dim", self.dim, 1)
@@ -144,6 +139,15 @@ class ModelConfig:
         if self.vocab and cutoffs and cutoffs[-1] >= self.vocab:
             raise ValueError(
                 f"model.embedding.cutoffs ends at {cutoffs[-1]}; expected less than the vocabulary, {self.vocab}"
+            )
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        """Refuse what does not go together."""
+        if self.attention.bias and self.depth.kind != "fixed":
+            raise ValueError(
+                f"model.attention.bias is set, and model.depth.kind is {self.depth.kind!r}, whose skipped layers "
+                "project keys without biases; expected depth 'fixed' or no bias"
             )
         kinds = {spec.kind for layer in self.layer_specs() for spec in layer}
         strange = sorted(kind for kind in kinds if kind == PATTERN or not KINDS[kind].paper_compat)

@@ -34,7 +34,9 @@ class Recorded:
         return Steps(asked, observation, action, time, torch.from_numpy(padding), numbers)
 
     def windows(self, random: np.random.Generator, rows: int, length: int) -> Steps:
-        """Trajectories are drawn by their length and starts uniformly: each step is as probable a start."""
+        """Trajectories are drawn by their length and starts uniformly: each step is as probable a start. No longer than
+        the longest episode."""
+        length = min(length, int(self.data.lengths.max()))
         first = random.integers(0, self.data.steps, rows)
         count = np.minimum(length, self.ends[first] - first)
         place = np.arange(length)[None] - (length - count)[:, None]  # negative: padding on the left

@@ -21,11 +21,11 @@ from spanformer.rl.decision import DecisionTransformer, Steps, Task
 from spanformer.rl.decision_config import ImitationConfig
 from spanformer.rl.decision_data import Recorded, Streams
 from spanformer.rl.decision_play import Asked, Cached, Context, Outcome, Window, play
-from spanformer.rl.decision_saving import make_model, restore, save
+from spanformer.rl.decision_saving import make_model, restore, save, sizes
 from spanformer.rl.envs.batch import BatchEnv
 from spanformer.rl.envs.gym import make_batch
 from spanformer.rl.memory import Segments, compact
-from spanformer.rl.trajectories import read_trajectories
+from spanformer.rl.trajectories import About, read_trajectories
 from spanformer.train.checkpoint import Checkpoints
 from spanformer.train.event_log import EventLog
 from spanformer.train.optim import clip_global, lr_at, make_optimizer, set_lr
@@ -81,6 +81,9 @@ class ImitationRun:
         self.named = dict(self.model.named_parameters())
         spans = {id(module.ratio) for module in self.model.stack.spans_modules()}
         self.optimizer = make_optimizer(self.named.items(), self.optim, lambda name: id(self.named[name]) in spans)
+        self.env = make_batch(about.env, min(EVAL_ROWS, c.eval_episodes), about.length) if c.eval_episodes else None
+        if self.env is not None:
+            check_env(self.env, task, about, c.data)
         self.recorded = Recorded(self.data)
         self.streams = Streams(self.recorded, c.batch)
         self.state: State | None = None
@@ -194,14 +197,24 @@ class ImitationRun:
         number, asked = self.signals.caught, []
         reason = signal.Signals(number).name if number else "all steps done"
         c = self.config.imitate
-        if not number and c.eval_episodes:
-            env = make_batch(self.data.about.env, min(EVAL_ROWS, c.eval_episodes), self.data.about.length)
+        if not number and self.env is not None:
+            env = self.env
             for target in targets_of(self.config, self.returns):
                 outcome = ask(self.model, self.config, env, target, c.eval_episodes, c.seed + 10_000, watch=self.watch)
                 asked.append(asked_event(self.steps, env.name, outcome))
                 self.log_event(asked[-1])
         self.log_event(StopEvent(self.steps, reason, self.seconds))
         return Imitated(self.out, reason, self.steps, asked, number)
+
+
+def check_env(env: BatchEnv, task: Task, about: About, path: str) -> None:
+    """Refuse data whose sizes are not those of its environment."""
+    here = replace(task, observation=env.observation, actions=env.actions)
+    if here != task:
+        raise ValueError(
+            f"{path} has {sizes(task)}; its environment {about.env} has {sizes(here)}: expected the same, or "
+            "imitate.eval_episodes 0"
+        )
 
 
 def targets_of(config: ImitationConfig, returns: list[float]) -> list[float]:
