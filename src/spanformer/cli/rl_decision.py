@@ -45,6 +45,8 @@ class Collect:
     """environment; by default that of the run's training"""
     length: int = 50
     """with --env: its length"""
+    continuous: bool = False
+    """with random: the environment's actions are vectors of numbers, such as those of Pendulum-v1"""
     episodes: int = 1000
     seed: int = 1
     greedy: bool = False
@@ -64,6 +66,10 @@ def collect(o: Collect) -> None:
         raise ValueError(f"--episodes is {o.episodes}; expected at least 1")
     if not o.out.endswith(".npz"):
         raise ValueError(f"--out is {o.out!r}; expected a file name that ends with .npz")
+    if o.minari and o.continuous:
+        raise ValueError(
+            "--minari is given, and actions are continuous, stored as −1 … 1 of their bounds; leave one out"
+        )
     if o.minari:
         load_minari()  # before the work, not after it
     rows = max(n for n in range(1, min(ROWS, o.episodes) + 1) if o.episodes % n == 0)
@@ -72,11 +78,11 @@ def collect(o: Collect) -> None:
         if o.policy == "random":
             if not o.env:
                 raise ValueError("--env is missing; expected the environment of the random actions, such as graph")
-            batch = make_batch(o.env, rows, o.length)
+            batch = make_batch(o.env, rows, o.length, continuous=o.continuous)
             seed_player(batch, o.seed)
-            about = About(o.env, o.length, batch.actions, False, "random actions", o.seed)
+            about = About(o.env, o.length, batch.actions, o.continuous, "random actions", o.seed)
             data = record(
-                random_player(batch, o.seed), rows, o.episodes, about,
+                random_player(batch, o.seed, continuous=o.continuous), rows, o.episodes, about,
                 lambda done: report(f"recording {o.episodes:,} episodes", done, o.episodes),
             )  # fmt: skip
         else:
@@ -154,7 +160,10 @@ def evaluate(o: EvalPolicy) -> None:
         raise ValueError(
             f"--target is {o.target[0]:g}, and {o.run} is a clone, which is asked for nothing; leave it out"
         )
-    env = make_batch(o.env or loaded.about.env, min(EVAL_ROWS, o.episodes), o.length if o.env else loaded.about.length)
+    length = o.length if o.env else loaded.about.length
+    env = make_batch(
+        o.env or loaded.about.env, min(EVAL_ROWS, o.episodes), length, continuous=loaded.about.continuous
+    )  # fmt: skip
     loaded.check(env)
     found = []
     with Progress(transient=True) as progress:

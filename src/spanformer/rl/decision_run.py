@@ -81,8 +81,10 @@ class ImitationRun:
         self.named = dict(self.model.named_parameters())
         spans = {id(module.ratio) for module in self.model.stack.spans_modules()}
         self.optimizer = make_optimizer(self.named.items(), self.optim, lambda name: id(self.named[name]) in spans)
-        self.env = make_batch(about.env, min(EVAL_ROWS, c.eval_episodes), about.length) if c.eval_episodes else None
-        if self.env is not None:
+        self.env = None
+        if c.eval_episodes:
+            rows = min(EVAL_ROWS, c.eval_episodes)
+            self.env = make_batch(about.env, rows, about.length, continuous=about.continuous)
             check_env(self.env, task, about, c.data)
         self.recorded = Recorded(self.data)
         self.streams = Streams(self.recorded, c.batch)

@@ -41,15 +41,13 @@ def export_minari(data: Trajectories, id: str) -> Any:
             )
         )  # fmt: skip
     spaces = gymnasium.spaces
-    space = spaces.Discrete(about.actions)
-    if about.continuous:
-        space = spaces.Box(-np.inf, np.inf, (about.actions,), np.float32)
     register()
     names = {name: id for id, name in IDS.items()}
     env = gymnasium.make(names[about.env], length=about.length).spec if about.env in names else about.env
     try:
         return minari.create_dataset_from_buffers(
-            id, buffers, env=env, algorithm_name=about.policy, observation_space=_box(data), action_space=space,
+            id, buffers, env=env, algorithm_name=about.policy, observation_space=_box(data),
+            action_space=spaces.Discrete(about.actions),
         )  # fmt: skip
     except (ValueError, AttributeError) as error:
         raise ValueError(f"--minari is {id!r}, which minari refuses: {error}") from None

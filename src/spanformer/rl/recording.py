@@ -32,13 +32,15 @@ class Played(NamedTuple):
 Player = Callable[[], Played]
 
 
-def random_player(env: BatchEnv, seed: int) -> Player:
-    """Every action is as probable as the others."""
+def random_player(env: BatchEnv, seed: int, *, continuous: bool = False) -> Player:
+    """Every action is as probable as the others; continuous ones are drawn from −1 … 1."""
     random, observation = np.random.default_rng(seed), env.reset()
 
     def play() -> Played:
         nonlocal observation
-        action, before = random.integers(0, env.actions, env.rows), observation
+        before, action = observation, random.integers(0, env.actions, env.rows)
+        if continuous:
+            action = random.uniform(-1, 1, (env.rows, env.actions)).astype(np.float32)
         result = env.step(action)
         observation = result.observation
         return Played(before, action, result)

@@ -48,7 +48,7 @@ class Trajectories:
     about: About
     observation: np.ndarray
     action: np.ndarray
-    """[S] int64, or [S, A] float32"""
+    """[S] int64, or [S, A] float32 in −1 … 1 of the environment's bounds"""
     reward: np.ndarray
     lengths: np.ndarray
     terminated: np.ndarray

@@ -6,6 +6,7 @@ gymnasium is an extra: it is imported when an environment of it is made.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,11 @@ IDS = {
 }
 
 
-def make_batch(name: str, rows: int, length: int) -> BatchEnv:
-    """name: one of `OURS`, or an id that gymnasium knows. length: of ours only."""
-    return OURS[name](rows, length) if name in OURS else GymBatch(name, rows)
+def make_batch(name: str, rows: int, length: int, *, continuous: bool = False) -> BatchEnv:
+    """name: one of `OURS`, or an id that gymnasium knows. length: of ours only. continuous: see `GymBatch`."""
+    if continuous and name in OURS:
+        raise ValueError(f"{name} has discrete actions; expected an environment of gymnasium with continuous ones")
+    return OURS[name](rows, length) if name in OURS else GymBatch(name, rows, continuous=continuous)
 
 
 def load_gymnasium() -> Any:
@@ -88,9 +91,9 @@ def _single(name: str, length: int = 50) -> Any:
 
 class GymBatch:
     """Environments of gymnasium, one after the other: a vector of numbers or a discrete observation, and discrete
-    actions."""
+    actions, or (with `continuous`) vectors of numbers, given as −1 … 1 of their bounds."""
 
-    def __init__(self, name: str, rows: int) -> None:
+    def __init__(self, name: str, rows: int, *, continuous: bool = False) -> None:
         gymnasium = load_gymnasium()
         register()
         load_package(name)
@@ -110,11 +113,15 @@ class GymBatch:
                 f"env.id is {name!r}, whose observations are {seen}; expected a vector (Box of one axis) or Discrete: "
                 "flatten dicts, and encode images, by a wrapper of gymnasium"
             )
-        if not isinstance(acts, spaces.Discrete):
-            raise ValueError(f"env.id is {name!r}, whose actions are {acts}; expected Discrete actions")
-        self.name, self.rows, self.actions = name, rows, int(acts.n)
+        vector = isinstance(acts, spaces.Box) and len(acts.shape) == 1 and bool(acts.is_bounded())
+        if not (vector if continuous else isinstance(acts, spaces.Discrete)):
+            wanted = "a bounded vector (Box of one axis)" if continuous else "Discrete actions"
+            raise ValueError(f"env.id is {name!r}, whose actions are {acts}; expected {wanted}")
+        self.name, self.rows, self.bounds = name, rows, (acts.low, acts.high) if continuous else None
+        self.actions = int(acts.shape[0] if continuous else acts.n)
         self.observation = int(seen.n) if self.discrete else int(seen.shape[0])
-        self.first_action, self.first_seen = int(acts.start), int(seen.start) if self.discrete else 0
+        self.first_action = 0 if continuous else int(acts.start)
+        self.first_seen = int(seen.start) if self.discrete else 0
         self.one_hot = np.eye(self.observation if self.discrete else 0, dtype=np.float32)
         self.seeds: list[int | None] = [None] * rows
 
@@ -135,13 +142,9 @@ class GymBatch:
 
     def step(self, action: np.ndarray) -> Step:
         n = self.rows
-        final, reward, success = (
-            np.empty((n, self.observation), np.float32),
-            np.empty(n, np.float32),
-            np.full(n, np.nan),
-        )
-        over, cut = np.empty(n, bool), np.empty(n, bool)
-        for row, (env, chosen) in enumerate(zip(self.envs, (action + self.first_action).tolist(), strict=True)):
+        final, reward = np.empty((n, self.observation), np.float32), np.empty(n, np.float32)
+        over, cut, success = np.empty(n, bool), np.empty(n, bool), np.full(n, np.nan, np.float32)
+        for row, (env, chosen) in enumerate(zip(self.envs, self._actions(action), strict=True)):
             seen, reward[row], over[row], cut[row], info = env.step(chosen)
             final[row] = self._read(seen)
             if (over[row] or cut[row]) and "is_success" in info:
@@ -150,7 +153,13 @@ class GymBatch:
         now = final.copy()
         for row in np.flatnonzero(over | cut).tolist():
             now[row] = self._reset(row)
-        return Step(now, reward, over, cut, final, success.astype(np.float32))
+        return Step(now, reward, over, cut, final, success)
+
+    def _actions(self, action: np.ndarray) -> Sequence[Any]:
+        if self.bounds is None:
+            return (action + self.first_action).tolist()
+        low, high = self.bounds
+        return list((low + (np.clip(action, -1, 1) + 1) / 2 * (high - low)).astype(low.dtype))
 
     def arrays(self) -> None:
         return None
