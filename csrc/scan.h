@@ -153,6 +153,48 @@ static inline void tile(const typename Kind::Key* const* rows, const typename Ki
   }
 }
 
+// Short rows: a block's rows side by side, so that no sum runs across a vector. A vector holds, of W rows, a pair of
+// numbers of each: of numbers 4j … 4j + 3 the even ones, then the odd ones, which takes a shift each. Sums of whole
+// numbers do not depend on the order, so both ways give the same.
+constexpr long SHORT = 128;  // numbers of a row, padded
+constexpr long SIDE = 4;     // vectors of rows that share a query's pair
+
+static inline void lay_side_by_side(const int8_t* const* rows, long padded, int32_t* to) {
+  for (long i = 0; i < TILE; i++)
+    for (long d = 0; d < padded; d += 4) std::memcpy(to + d / 2 * BLOCK + i, rows[i] + d, 4);
+}
+
+static inline void split_pairs(long padded, int32_t* all) {
+  for (long d = 0; d < padded; d += 4) {
+    int32_t* even = all + d / 2 * BLOCK;
+    for (long i = 0; i < BLOCK; i += W) {
+      vs x;
+      std::memcpy(&x, even + i, sizeof x);
+      const vs low = (x << 8) >> 8, high = x >> 8;
+      std::memcpy(even + i, &low, sizeof low);
+      std::memcpy(even + BLOCK + i, &high, sizeof high);
+    }
+  }
+}
+
+// The sums of a block's rows, laid side by side, and COUNT queries, whose pairs are in the same order.
+SPANFORMER_INLINE vs side(const int16_t* from, long n) { return *reinterpret_cast<const vs_any*>(from + 2 * n * W); }
+template <class Kind, long COUNT>
+static inline void side_tile(const int32_t* rows, const int32_t* const* queries, long padded, int32_t* to) {
+  for (long i = 0; i < BLOCK; i += SIDE * W) {
+    vi acc[COUNT][SIDE] = {};
+    for (long p = 0; p < padded / 2; p++) {
+      const int16_t* from = reinterpret_cast<const int16_t*>(rows + p * BLOCK + i);
+      const vs r[SIDE] = {side(from, 0), side(from, 1), side(from, 2), side(from, 3)};
+      for (long q = 0; q < COUNT; q++) {
+        const vs x = (vs)(vi{} + queries[q][p]);
+        for (long n = 0; n < SIDE; n++) acc[q][n] = Kind::add(acc[q][n], r[n], x);
+      }
+    }
+    for (long q = 0; q < COUNT; q++) std::memcpy(to + q * BLOCK + i, acc[q], sizeof acc[q]);
+  }
+}
+
 struct Entry {
   float score;
   int64_t row;
@@ -196,6 +238,7 @@ class Part {
     keys_ = static_cast<const Key*>(c_.keys) + b_ * c_.keys_batch;
     queries_ = static_cast<const typename Kind::Query*>(c_.queries) + b_ * c_.Q * c_.padded;
     sums_.resize(c_.Q * BLOCK);
+    if (side_by_side()) pair_queries();
     spare_.resize(TILE * c_.padded);
     for (long row = from_; row < to_; row += BLOCK) block(row, std::min(BLOCK, to_ - row));
   }
@@ -204,6 +247,7 @@ class Part {
  private:
   void block(long row, long n) {
     long q = 0;
+    if (side_by_side()) q = short_rows(row, n);
     for (; q + MANY <= c_.Q; q += MANY)
       for (long r = 0; r < n; r += TILE) tile<Kind, MANY>(rows(row + r), query(q), c_.padded, &sums_[q * BLOCK + r]);
     for (; q < c_.Q; q++)
@@ -215,6 +259,38 @@ class Part {
       scale_[i] = i >= n ? 0.f : scales ? scales[i] : 1.f;
     }
     for (q = 0; q < c_.Q; q++) select(q, row, n);
+  }
+
+  // With vectors of 8 or 4 lanes, rows by themselves are faster: there are too few registers.
+  bool side_by_side() const {
+    return W == 16 && std::is_same<Key, int8_t>::value && c_.padded <= SHORT && c_.Q >= MANY;
+  }
+
+  void pair_queries() {
+    pairs_.resize(c_.Q * c_.padded / 2);
+    side_.resize(BLOCK * c_.padded / 2);
+    for (long q = 0; q < c_.Q; q++)
+      for (long d = 0; d < c_.padded; d += 4) {
+        const typename Kind::Query* from = query(q) + d;
+        const typename Kind::Query order[4] = {from[0], from[2], from[1], from[3]};
+        std::memcpy(&pairs_[(q * c_.padded + d) / 2], order, 2 * sizeof(int32_t));
+      }
+  }
+
+  // The sums of as many queries as groups of MANY hold; returns their number.
+  long short_rows(long row, long n) {
+    if constexpr (std::is_same<Key, int8_t>::value) {
+      for (long r = 0; r < BLOCK; r += TILE) lay_side_by_side(rows(row + std::min(r, n - 1)), c_.padded, &side_[r]);
+      split_pairs(c_.padded, side_.data());
+      long q = 0;
+      for (; q + MANY <= c_.Q; q += MANY) {
+        const int32_t* at[MANY];
+        for (long i = 0; i < MANY; i++) at[i] = &pairs_[(q + i) * c_.padded / 2];
+        side_tile<Kind, MANY>(side_.data(), at, c_.padded, &sums_[q * BLOCK]);
+      }
+      return q;
+    }
+    return 0;
   }
 
   // A step may read past a row's end, where the queries are 0; past the matrix's end there is nothing to read.
@@ -245,9 +321,13 @@ class Part {
       typename Kind::Vec x;
       std::memcpy(&x, from + i, sizeof x);
       const vf s = __builtin_convertvector(x, vf) * (load(scale_ + i) * set1(a)) + load(bias_ + i);
+      uint32_t good = lanes((vi)(s >= set1(best.least())));
+      if (!good) continue;
       store(score + i, s);
-      if (!any((vi)(s >= set1(best.least())))) continue;
-      for (long j = i; j < std::min(i + W, n); j++) best.add({score[j], row + j});
+      for (; good; good &= good - 1) {
+        const long j = i + __builtin_ctz(good);
+        if (j < n) best.add({score[j], row + j});
+      }
     }
   }
 
@@ -257,6 +337,8 @@ class Part {
   const Key* keys_ = nullptr;
   const typename Kind::Query* queries_ = nullptr;
   std::vector<Sum> sums_;
+  std::vector<int32_t> pairs_;
+  std::vector<int32_t> side_;
   std::vector<Key> spare_;
   const Key* at_[TILE] = {};
   float scale_[BLOCK] = {}, bias_[BLOCK] = {};

@@ -73,6 +73,17 @@ SPANFORMER_INLINE bool any(vi m) {
   return r != 0;
 #endif
 }
+SPANFORMER_INLINE uint32_t lanes(vi m) {  // one bit for each lane that is not 0
+#if defined(SPANFORMER_USE_AVX512)
+  return _mm512_test_epi32_mask((__m512i)m, (__m512i)m);
+#elif defined(SPANFORMER_USE_AVX2)
+  return (uint32_t)_mm256_movemask_ps((__m256)m);
+#else
+  uint32_t r = 0;
+  for (int i = 0; i < W; i++) r |= (uint32_t)(m[i] != 0) << i;
+  return r;
+#endif
+}
 SPANFORMER_INLINE float sum(vf x) {  // in a fixed order
   float u[W];
   std::memcpy(u, &x, sizeof u);

@@ -10,12 +10,14 @@ import torch
 
 from spanformer import LM, ModelConfig
 from spanformer.cli.main import main
+from spanformer.cli.retrieval import with_datastore
 from spanformer.core.fields import as_dict
 from spanformer.data import Bytes
 from spanformer.model.config import AttentionConfig
 from spanformer.model.folder import write_folder
+from spanformer.model.load import load
 from spanformer.retrieve import Store
-from spanformer.retrieve.mixture import read_settings
+from spanformer.retrieve.mixture import mixed_nll, read_settings
 from support.byte_llama import save_byte_llama
 from support.refusals import refusal
 
@@ -110,6 +112,17 @@ def test_a_hugging_face_model_has_a_datastore(tmp_path: Path, capsys) -> None:
     assert "bits per byte without" in said and "→" in said
     with_store = re.search(r"(\d\.\d{4}) bits per byte without, (\d\.\d{4}) with", said)
     assert with_store and float(with_store[2]) < float(with_store[1])
+
+
+def test_contexts_that_are_not_finite_are_counted(made, caplog) -> None:
+    _, model, store = made
+    lm = load(model)
+    with with_datastore(lm, Bytes(), store, model) as retrieval:
+        assert retrieval is not None
+        keys = torch.zeros(3, lm.config.dim)
+        keys[1, 2] = torch.nan
+        mixed_nll(retrieval, keys, torch.ones(3), torch.ones(3, dtype=torch.int64), torch.zeros(3, lm.config.vocab))
+    assert "1 contexts have keys that are not finite; their predictions are the model's alone" in caplog.text
 
 
 def test_bad_input_is_refused(made, tmp_path: Path, capsys) -> None:

@@ -15,7 +15,7 @@ from spanformer.retrieve import Settings, Store
 from spanformer.retrieve.build import Plan, build_store
 from spanformer.retrieve.fit import look
 from spanformer.retrieve.mixture import Retrieval
-from spanformer.retrieve.model import LmKeys, retrieving
+from spanformer.retrieve.model import LmKeys, check_made, retrieving
 from support.small_models import CONFIGS, SMALL, make
 from support.stores import knn_by_hand
 
@@ -186,6 +186,15 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
             pass
         with pytest.raises(ValueError, match=sentence):
             build_store(wrong, text(80), tmp_path, Plan(context=200))
+
+
+def test_sizes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """Also if digests agree: a header that was edited."""
+    keys = model_of("rotary")
+    build_store(keys, text(80), tmp_path, Plan(context=200))
+    for dim, vocab in ((keys.dim + 1, keys.vocab), (keys.dim, keys.vocab + 5)):
+        with pytest.raises(ValueError, match=rf"has keys of {keys.dim} numbers and a vocabulary of {keys.vocab}; exp"):
+            check_made(Store(tmp_path), keys.maker, dim, vocab)
 
 
 def test_models_without_a_key_are_refused(tmp_path: Path) -> None:
