@@ -35,7 +35,7 @@ class RetrievalBench(BenchOptions):
     values of older tokens lie in files, so that RAM holds the rings alone.
 
         spanformer bench retrieval --text wikitext-2/valid.txt
-        spanformer bench retrieval --parts decode --k 64
+        spanformer bench retrieval --parts decode --k 256
     """
 
     model: str = ""
@@ -49,7 +49,7 @@ class RetrievalBench(BenchOptions):
     """Tokens of a text."""
     texts: int = 4
     """Texts of bits, and tasks a depth of key."""
-    k: int = 256
+    k: int = 64
     """Keys that a query reads beside its ring."""
     divisor: int = 30
     """The rings take this part of a full float32 KV cache."""
