@@ -401,7 +401,7 @@ def test_depth(tmp_path):
     assert list(found["chase"]["right"]) == list(found["chase"]["layers"]) == list("123456")
     assert all(1 <= layers <= 8 for layers in found["chase"]["layers"].values())
     sizes = [row["parameters"] for row in found["words"].values()]
-    assert len(sizes) == 4 and max(sizes) < 1.01 * min(sizes)
+    assert len(sizes) == 8 and max(sizes) < 1.01 * min(sizes)
     ponder = found["ponder"]
     assert (
         ponder["steps"]["8 steps"] == 8
