@@ -5,14 +5,17 @@ Shapes: T steps of an episode, H heads.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from spanformer.report.drawing import Picture, colours, frame, grid, label_ends, plain, subplots
+from spanformer.report.drawing import Picture, colours, frame, grid, plain, subplots
 from spanformer.report.policy_rows import SMOOTHED, Arm
 
+BESIDE = 2.7
+"""inches for the names of arms"""
 PANELS = (
     ("success", "share of episodes that end well"),
     ("episode_return", "return of an episode"),
@@ -41,30 +44,29 @@ def curve_picture(arms: Sequence[Arm]) -> Picture | None:
     panels = [(key, name) for key, name in PANELS if any(len(run.curve(key)[0]) for arm in arms for run in arm.runs)]
     if not panels:
         return None
-    figure, (axes,) = subplots(1, len(panels), width=5.4 * len(panels), height=4.2)
+    figure, (axes,) = subplots(1, len(panels), width=4.4 * len(panels) + BESIDE, height=4.2)
     for axis, (key, name) in zip(axes, panels, strict=True):
-        ends = []
         for arm, colour in zip(arms, colours(len(arms)), strict=True):
             steps, middle, low, high = arm.curve(key)
             if len(steps):
                 axis.plot(steps / 1e3, middle, color=colour, linewidth=1.8)
                 if len(arm.runs) > 1:
                     axis.fill_between(steps / 1e3, low, high, color=colour, alpha=0.18, linewidth=0)
-                ends.append((steps[-1] / 1e3, middle[-1], plain(arm.name, 34), colour))
         axis.set_xlabel("environment steps (thousands)")
         axis.set_ylabel(name)
         if key != "episode_return":
             axis.set_ylim(bottom=0)
         grid(axis)
-        axis.ends = ends
     seeds = max(len(arm.runs) for arm in arms)
     band = f"Lines are means of up to {seeds} runs with other seeds, shaded from the lowest to the highest. " * (
         seeds > 1
     )
     below = f"{band}Running means over {SMOOTHED} updates; actions are drawn at random while training."
-    frame(figure, f"Learning curves: {plain(task_of(arms))}", below, beside=1.9)
-    for axis in axes:
-        label_ends(axis, axis.ends)
+    frame(figure, f"Learning curves: {plain(task_of(arms))}", below)
+    figure.subplots_adjust(right=1 - BESIDE / figure.get_size_inches()[0])
+    names = [textwrap.fill(plain(arm.name, 90), 28) for arm in arms]
+    lines = [axes[0].plot([], [], color=colour, linewidth=3)[0] for colour in colours(len(arms))]
+    figure.legend(lines, names, loc="center right", frameon=False, fontsize=9, labelspacing=1.0)
     return Picture("curves", "Learning curves", "Episodes through training, by environment steps.", figure)
 
 
@@ -83,7 +85,12 @@ def span_picture(arms: Sequence[Arm]) -> Picture | None:
     for place, (arm, colour) in enumerate(learned):
         shift = (place - (len(learned) - 1) / 2) * 0.22
         for spans in arm.spans():
-            at = [(n + 1 + shift, span) for n, layer in enumerate(spans) for span in layer if span is not None]
+            at = [  # heads side by side, so that equal spans do not hide each other
+                (n + 1 + shift + 0.05 * (head - (len(layer) - 1) / 2), span)
+                for n, layer in enumerate(spans)
+                for head, span in enumerate(layer)
+                if span is not None
+            ]
             x, y = zip(*at, strict=True)
             axis.plot(x, y, "o", color=colour, markersize=7, alpha=0.55, markeredgewidth=0)
         axis.plot([], [], "o", color=colour, label=plain(arm.name, 40))

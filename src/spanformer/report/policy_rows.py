@@ -109,9 +109,13 @@ def arms_of(runs: Sequence[PolicyRows]) -> list[Arm]:
         return [Arm(policy_name(runs[0].config), each[0])]
     flat = [_flat(_settings(group[0])) for group in each]
     differ = [key for key in flat[0] if len({str(one.get(key)) for one in flat}) > 1 and key not in NAMED]
+    if "model.attention.kind" in differ:  # it says more than the numbers that go with it
+        beside = ("model.attention.", "optim.span_lr")
+        differ = [key for key in differ if key == "model.attention.kind" or not key.startswith(beside)]
     names = []
     for one, group in zip(flat, each, strict=True):
-        more = [f"{key.split('.', 1)[-1]} {one[key]}" for key in differ if key in one]
+        blocks = one.get("ppo.policy") == "transformer"
+        more = [_said(key, one[key]) for key in differ if key in one and (blocks or not key.startswith("model."))]
         names.append(", ".join([policy_name(group[0].config), *more]))
     return [Arm(name, group) for name, group in zip(names, each, strict=True)]
 
@@ -128,6 +132,10 @@ def policy_name(config: dict) -> str:
         gate = model.get("gate")
         return "Gated Transformer-XL" + ("" if gate in (None, "gru") else f", {gate} gate")
     return f"Transformer-XL, {model.get('order', 'pre')}-norm"
+
+
+def _said(key: str, value: object) -> str:
+    return str(value) if key in ("model.attention.kind", "env.id") else f"{key.rsplit('.', 1)[-1]} {value}"
 
 
 def _settings(run: PolicyRows) -> dict:
