@@ -14,11 +14,11 @@ from typing import Literal, get_args
 
 import torch
 
-from spanformer import LM, ModelConfig
 from spanformer.bench.memory import MIB, Peak, in_fresh_process
 from spanformer.bench.session import Bench, BenchOptions, check_parts
 from spanformer.core.peak import peak_of
-from spanformer.model.config import AttentionConfig, FeedForwardConfig
+from spanformer.model.config import AttentionConfig, FeedForwardConfig, ModelConfig
+from spanformer.model.lm import LM
 
 Stack = Literal["residual", "reversible"]
 STACKS: tuple[Stack, ...] = get_args(Stack)
