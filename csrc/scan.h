@@ -8,6 +8,7 @@
 // equal ones the smaller row: what is found depends neither on threads nor on which queries share a call.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <limits>
 #include <type_traits>
 #include <vector>
@@ -203,11 +204,20 @@ static inline bool before(const Entry& a, const Entry& b) {
   return a.score > b.score || (a.score == b.score && a.row < b.row);
 }
 
+// A score that k rows of a matrix reach, for each query: what is below it is none of the k best. Parts of the matrix
+// share it, so that only the first ones have to keep more than they need. What is found does not depend on when.
+typedef std::vector<std::atomic<float>> Reached;
+
 // The k first of the entries that were added, in no order, and up to k others.
 class Best {
  public:
   explicit Best(long k) : k_(k) {}
   float least() const { return last_.score; }
+  void share(std::atomic<float>& reached) const {
+    float seen = reached.load(std::memory_order_relaxed);
+    while (seen < least() && !reached.compare_exchange_weak(seen, least(), std::memory_order_relaxed)) {
+    }
+  }
   void add(const Entry& e) {
     if (!before(e, last_)) return;
     held_.push_back(e);
@@ -233,7 +243,8 @@ class Part {
   typedef typename Kind::Sum Sum;
 
  public:
-  Part(const Scan& c, long b, long from, long to) : c_(c), b_(b), from_(from), to_(to), found_(c.Q, Best(c.k)) {}
+  Part(const Scan& c, long b, long from, long to, Reached& reached)
+      : c_(c), b_(b), from_(from), to_(to), reached_(&reached), found_(c.Q, Best(c.k)) {}
   void run() {
     keys_ = static_cast<const Key*>(c_.keys) + b_ * c_.keys_batch;
     queries_ = static_cast<const typename Kind::Query*>(c_.queries) + b_ * c_.Q * c_.padded;
@@ -316,23 +327,28 @@ class Part {
     Best& best = found_[q];
     const float a = c_.query_scales ? c_.query_scales[b_ * c_.Q + q] : 1.f;
     const Sum* from = &sums_[q * BLOCK];
-    float score[BLOCK];
+    std::atomic<float>& reached = (*reached_)[b_ * c_.Q + q];
+    const float was = best.least();
+    float score[BLOCK], least = std::max(was, reached.load(std::memory_order_relaxed));
     for (long i = 0; i < BLOCK; i += W) {
       typename Kind::Vec x;
       std::memcpy(&x, from + i, sizeof x);
       const vf s = __builtin_convertvector(x, vf) * (load(scale_ + i) * set1(a)) + load(bias_ + i);
-      uint32_t good = lanes((vi)(s >= set1(best.least())));
+      uint32_t good = lanes((vi)(s >= set1(least)));
       if (!good) continue;
       store(score + i, s);
       for (; good; good &= good - 1) {
         const long j = i + __builtin_ctz(good);
         if (j < n) best.add({score[j], row + j});
       }
+      least = std::max(least, best.least());
     }
+    if (best.least() > was) best.share(reached);
   }
 
   const Scan& c_;
   long b_, from_, to_;
+  Reached* reached_;
   std::vector<Best> found_;
   const Key* keys_ = nullptr;
   const typename Kind::Query* queries_ = nullptr;
@@ -349,11 +365,13 @@ static void scan(const Scan& c) {
   // Several parts a thread, so that a thread that waits for a busy core has fewer.
   const long most = std::max(1L, c.threads > 1 ? 4 * c.threads / std::min((long)c.B, 4 * c.threads) : 1L);
   const long size = round_up(std::max(2048L, (c.N + most - 1) / most), BLOCK);
+  Reached reached(c.B * c.Q);
+  for (auto& each : reached) each.store(-std::numeric_limits<float>::infinity(), std::memory_order_relaxed);
   std::vector<Part<Kind>> parts;
   std::vector<long> first(c.B + 1, 0);
   for (long b = 0; b < c.B; b++) {
     for (long from = 0; from < c.counts[b]; from += size)
-      parts.emplace_back(c, b, from, std::min(from + size, (long)c.counts[b]));
+      parts.emplace_back(c, b, from, std::min(from + size, (long)c.counts[b]), reached);
     first[b + 1] = (long)parts.size();
   }
   const double cost = (double)c.B * c.N * c.Q * c.D;
