@@ -81,6 +81,7 @@ REDUCED = {
     r"calibrate-exits": "--prompts 30 --prompt-tokens 4 --max-tokens 3",
     r"datastore (build|fit|eval)": "--limit 200",
     r"generate out/seq2seq": "--max-tokens 4",
+    r"generate HuggingFaceTB": "--max-tokens 4",
     r"generate .*--draft": "--draft 1:2 --max-tokens 4",
     r"generate": "--max-tokens 4 --chunk 4096",
     r"fit-spans": "--context 64 --steps 1 --survey 1 --measure 1 --dtype float32",

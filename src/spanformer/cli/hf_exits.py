@@ -47,7 +47,7 @@ def calibrate_hf(options: CalibrateExitsOptions) -> None:
         report(f"loading {options.checkpoint}", 0, 0)
         model, tokenizer, _ = load_fitted(options.checkpoint)
         decoder = ExitLayers(model)
-        layers = options.exit_layers or tuple(dict.fromkeys(max(1, round(decoder.count * each)) for each in SHARES))
+        layers = options.exit_layers or default_layers(decoder.count)
         check_layers(layers, decoder.count)
         ids = tokenizer(read_text(options.data), add_special_tokens=False, verbose=False)["input_ids"]
         train, prompts, references = split_prompts(
@@ -155,3 +155,8 @@ def _leaving(decoder: ExitLayers, options: GenerateOptions) -> Leaving:
     if heads.calibration is None:
         raise ValueError("its exits have no calibrated threshold; run spanformer calibrate-exits again")
     return Leaving(decoder, heads, heads.calibration.confidence())
+
+
+def default_layers(count: int) -> tuple[int, ...]:
+    """The exits of a model of `count` layers."""
+    return tuple(dict.fromkeys(max(1, min(count - 1, round(count * each))) for each in SHARES))
