@@ -142,14 +142,14 @@ def test_graph_pays_for_each_edge_until_the_goal() -> None:
     assert (paid == -distances()[start]).all()
 
 
-def test_graph_cuts_a_walk_and_wraps_actions() -> None:
+def test_graph_ends_a_late_walk_and_wraps_actions() -> None:
     env = Graph(ROWS, 7)
     env.seed(3)
     env.reset()
     far = distances()[env.node] > 7
     steps = [env.step(np.zeros(ROWS, np.int64)) for _ in range(7)]
-    assert far.any() and steps[-1].truncated[far].all() and (steps[-1].success[far] == 0).all()
-    assert not steps[-2].truncated.any()
+    assert far.any() and steps[-1].terminated[far].all() and (steps[-1].success[far] == 0).all()
+    assert (sum(s.reward for s in steps)[far] == -14).all() and not steps[-2].terminated[far].any()
     for node, row in enumerate(env.next):
         neighbours = np.flatnonzero(edges()[node])
         assert (row[: len(neighbours)] == neighbours[: env.actions]).all() and set(row) == set(neighbours)

@@ -30,7 +30,7 @@ from spanformer.train.optim import OptimConfig
 
 EPISODES = 400
 """of each evaluation"""
-WALK = 100
+WALK = 40
 """most steps of a random walk, and of an episode in the graph"""
 TOP = 0.05
 """share of the steps that %BC learns from"""
@@ -135,7 +135,7 @@ def recipe(env: str) -> ImitationConfig:
         feedforward=FeedForwardConfig(kind="relu", bias=True, dropout=0.1), embedding=EmbeddingConfig(dropout=0.1),
     )  # fmt: skip
     settings = ImitateConfig(
-        data=f"out/data/{env}.npz", window=20 if doors else 10, steps=1000 if doors else 1500, threads=1,
+        data=f"out/data/{env}.npz", window=20 if doors else 10, steps=1000 if doors else 600, threads=1,
         targets=(1.0,) if doors else (-1.0, -2.0, -4.0, -8.0),
     )  # fmt: skip
     return ImitationConfig(imitate=settings, model=model, optim=OptimConfig(lr=1e-3, clip=0.25))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Collect:
     """Record episodes of random actions, or of a policy that `rl train` trained, for `rl imitate`.
 
-    For example:  spanformer rl collect random --env graph --length 100 --out out/graph.npz
+    For example:  spanformer rl collect random --env graph --length 40 --out out/graph.npz
                   spanformer rl collect out/t_maze --level expert --out out/t_maze.npz
     """
 

@@ -1,8 +1,10 @@
 """Shortest paths in a random graph, after Chen et al. (2021), section 2, https://arxiv.org/abs/2106.01345
 
 A connected graph of 20 nodes, in which 1 of 10 pairs has an edge; it and its goal are the same in every episode. An
-episode begins in any other node. Each step takes an edge and pays −1; the goal ends the episode, and after `length`
-steps it is cut. So the best return of a start is minus its distance, and random steps are a random walk.
+episode begins in any other node. Each step takes an edge and pays −1; the goal ends the episode. So the best return of
+a start is minus its distance, and random steps are a random walk. An episode that has not reached the goal after
+`length` steps ends and pays −`length` more: otherwise the return-to-go of its last steps would be that of nodes beside
+the goal.
 
 Shapes: N rows, V nodes.
 """
@@ -62,8 +64,9 @@ class Graph(Rows):
 
     def step(self, action: np.ndarray) -> Step:
         self.node, self.time = self.next[self.node, action], self.time + 1
-        over = self.node == 0
-        return self._end(np.full(self.rows, -1.0), over, ~over & (self.time >= self.length), over)
+        there = self.node == 0
+        late = ~there & (self.time >= self.length)
+        return self._end(np.where(late, -1.0 - self.length, -1.0), there | late, np.zeros(self.rows, bool), there)
 
     def _begin(self, which: np.ndarray) -> None:
         self.node = np.where(which, self.random.integers(1, NODES, self.rows), self.node)
