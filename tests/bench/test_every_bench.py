@@ -216,7 +216,7 @@ def test_retrieval(llama, tmp_path, capsys):
     assert found["certificates"]["broken"] == 0 and found["certificates"]["left_out_most"] > 0
     assert len(found["key"]["full"]) == 5 and found["bits"]["full"] > 0
     held = found["decode"]["bytes"]
-    assert held["retrieval heads"] == held["rings alone"] < found["decode"]["full_bytes"]
+    assert held["retrieval heads"] == held["rings alone"] < held["full attention, float32"]
     capsys.readouterr()
     with pytest.raises(SystemExit):
         main(["bench", "retrieval", "--quick"])
