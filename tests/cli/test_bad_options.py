@@ -175,7 +175,7 @@ def test_lowest_temperature_takes_the_likeliest_token(capsys, model: str) -> Non
 def test_unknown_key_of_a_run_file_is_a_sentence(key: str, meant: str) -> None:
     with pytest.raises(ValueError, match=r"^unknown key") as caught:
         build(RunConfig, {key: "a"}, "x.toml")
-    known = "out, resume, data, model, optim, train"
+    known = "out, resume, data, model, optim, train, retrieve"
     assert str(caught.value) == f"unknown key {key} in x.toml{meant} (known: {known})"
 
 
