@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from spanformer.core.events import FILE, CheckpointEvent, Event, NoteEvent, ProgressEvent, ResumeEvent, StopEvent, Watch
+from spanformer.core.events import CheckpointEvent, NoteEvent, ProgressEvent, ResumeEvent, StopEvent, Watch
 from spanformer.core.fields import as_dict
 from spanformer.core.policy_events import AskedEvent, ImitateEvent, ImitationStartEvent
 from spanformer.core.version import VERSION
@@ -24,14 +24,11 @@ from spanformer.rl.decision_play import Asked, Cached, Context, Outcome, Window,
 from spanformer.rl.decision_saving import make_model, restore, save, sizes
 from spanformer.rl.envs.batch import BatchEnv
 from spanformer.rl.envs.gym import make_batch
+from spanformer.rl.logged_run import LoggedRun, run_in
 from spanformer.rl.memory import Segments, compact
 from spanformer.rl.trajectories import About, read_trajectories
-from spanformer.train.checkpoint import Checkpoints
-from spanformer.train.event_log import EventLog
 from spanformer.train.optim import clip_global, lr_at, make_optimizer, set_lr
 from spanformer.train.run_events import describe_machine
-from spanformer.train.run_folder import BOARD, UNLOCKED, claim_folder, put_aside
-from spanformer.train.signals import SignalCatcher
 
 EVAL_ROWS = 100
 
@@ -53,21 +50,14 @@ def imitate(config: ImitationConfig, *, watch: Watch | None = None) -> Imitated:
     if config.imitate.threads:
         torch.set_num_threads(config.imitate.threads)
     out = Path(config.out or "out/imitate")
-    with claim_folder(out, resume=config.resume) as locked:
-        run = ImitationRun(config, out, watch)
-        run.signals.start()
-        try:
-            return run.go([] if locked else [UNLOCKED])
-        finally:
-            run.signals.stop()
-            if run.log is not None:
-                run.log.close()
+    return run_in(out, config.resume, lambda: ImitationRun(config, out, watch))
 
 
-class ImitationRun:
+class ImitationRun(LoggedRun):
     def __init__(self, config: ImitationConfig, out: Path, watch: Watch | None) -> None:
         c = config.imitate
-        self.config, self.out, self.watch = config, out, watch
+        super().__init__(out, watch, c.keep)
+        self.config = config
         whole = read_trajectories(c.data)
         self.returns = [float(each(whole.returns)) for each in (np.min, np.mean, np.max)]
         self.data = whole.best(c.top) if c.top < 1 else whole
@@ -90,18 +80,9 @@ class ImitationRun:
         self.streams = Streams(self.recorded, c.batch)
         self.state: State | None = None
         """the memory of rows that run through episodes"""
-        self.checkpoints = Checkpoints(out / "checkpoints", keep=c.keep)
         self.steps, self.seconds, self.saved_at = 0, 0.0, -1
         self.since: list[torch.Tensor] = []
         """loss, penalty and norm of each step since the last row"""
-        self.log: EventLog | None = None
-        self.signals = SignalCatcher()
-
-    def log_event(self, event: Event) -> None:
-        if self.log is not None:
-            self.log.write(event)
-        if self.watch is not None:
-            self.watch(event)
 
     def go(self, notes: list[str]) -> Imitated:
         self._begin(notes)
@@ -115,15 +96,10 @@ class ImitationRun:
         return self._end()
 
     def _begin(self, notes: list[str]) -> None:
-        damaged: list[str] = []
-        found = self.checkpoints.newest(damaged.append) if self.config.resume else None
-        if damaged and found is None:
-            raise ValueError(f"no checkpoint is complete: {'; '.join(damaged)}; choose another --out")
+        found, damaged = self.newest_checkpoint(self.config.resume)
         if found is not None:
             restore(self, found)
-        aside = put_aside(self.out) if found is None else None
-        board = {"auto": "auto", "on": self.out / BOARD, "off": None}[self.config.imitate.tensorboard]
-        self.log = EventLog(self.out / FILE, board)
+        earlier = self.open_log(found, self.config.imitate.tensorboard)
         if found is None:
             parameters = sum(p.numel() for p in self.model.parameters())
             self.log_event(
@@ -135,8 +111,7 @@ class ImitationRun:
         else:
             self.saved_at = self.steps
             self.log_event(ResumeEvent(self.steps, str(found), seconds=self.seconds))
-        where = [f"files of the earlier attempt are in {aside}"] if aside is not None else []
-        for text in [*notes, *damaged, *where]:
+        for text in [*notes, *damaged, *earlier]:
             self.log_event(NoteEvent(self.steps, text))
 
     def _batch(self) -> Steps:
@@ -227,7 +202,7 @@ def targets_of(config: ImitationConfig, returns: list[float]) -> list[float]:
 
 
 def contexts(model: DecisionTransformer, config: ImitationConfig) -> Callable[[int], Context]:
-    """What makes a context of so many rows, as the model was trained."""
+    """What makes the context of this many rows at play: windows or whole episodes, as in training."""
     if config.imitate.context == "episode":
         return lambda rows: Cached(model, rows)
     return lambda rows: Window(model, rows, config.imitate.window)

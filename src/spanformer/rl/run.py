@@ -11,9 +11,7 @@ from pathlib import Path
 import torch
 
 from spanformer.core.events import (
-    FILE,
     CheckpointEvent,
-    Event,
     NoteEvent,
     ProgressEvent,
     ResumeEvent,
@@ -25,15 +23,12 @@ from spanformer.core.policy_events import PlayEvent, PolicyStartEvent, UpdateEve
 from spanformer.core.version import VERSION
 from spanformer.rl.config import RLConfig
 from spanformer.rl.envs.gym import make_batch
+from spanformer.rl.logged_run import LoggedRun, run_in
 from spanformer.rl.ppo import Losses, update
 from spanformer.rl.rollout import Actor, Episodes, play_episodes
 from spanformer.rl.saving import make_policy, restore, save
-from spanformer.train.checkpoint import Checkpoints
-from spanformer.train.event_log import EventLog
 from spanformer.train.optim import lr_at, make_optimizer, set_lr
 from spanformer.train.run_events import describe_machine
-from spanformer.train.run_folder import BOARD, UNLOCKED, claim_folder, put_aside
-from spanformer.train.signals import SignalCatcher
 
 EVAL_ROWS = 50
 
@@ -55,20 +50,13 @@ def train(config: RLConfig, *, watch: Watch | None = None) -> Result:
     if config.ppo.threads:
         torch.set_num_threads(config.ppo.threads)
     out = Path(config.out or "out/rl")
-    with claim_folder(out, resume=config.resume) as locked:
-        run = PolicyRun(config, out, watch)
-        run.signals.start()
-        try:
-            return run.go([] if locked else [UNLOCKED])
-        finally:
-            run.signals.stop()
-            if run.log is not None:
-                run.log.close()
+    return run_in(out, config.resume, lambda: PolicyRun(config, out, watch))
 
 
-class PolicyRun:
+class PolicyRun(LoggedRun):
     def __init__(self, config: RLConfig, out: Path, watch: Watch | None) -> None:
-        self.config, self.out, self.watch = config, out, watch
+        super().__init__(out, watch, config.ppo.keep)
+        self.config = config
         torch.manual_seed(config.ppo.seed)
         self.env = make_batch(config.env.id, config.env.count, config.env.length)
         self.policy = make_policy(config, self.env)
@@ -78,17 +66,8 @@ class PolicyRun:
         self.optimizer = make_optimizer(self.named.items(), config.optim, lambda name: id(self.named[name]) in spans)
         self.env.seed(config.ppo.seed)
         self.actor = Actor(self.env, self.policy)
-        self.checkpoints = Checkpoints(out / "checkpoints", keep=config.ppo.keep)
         self.updates, self.seconds, self.saved_at = 0, 0.0, -1
         self.latest = ""
-        self.log: EventLog | None = None
-        self.signals = SignalCatcher()
-
-    def log_event(self, event: Event) -> None:
-        if self.log is not None:
-            self.log.write(event)
-        if self.watch is not None:
-            self.watch(event)
 
     def go(self, notes: list[str]) -> Result:
         self._begin(notes)
@@ -100,14 +79,9 @@ class PolicyRun:
         return self._end()
 
     def _begin(self, notes: list[str]) -> None:
-        damaged: list[str] = []
-        found = self.checkpoints.newest(damaged.append) if self.config.resume else None
-        if damaged and found is None:
-            raise ValueError(f"no checkpoint is complete: {'; '.join(damaged)}; choose another --out")
+        found, damaged = self.newest_checkpoint(self.config.resume)
         lost = restore(self, found) if found is not None else ""
-        aside = put_aside(self.out) if found is None else None
-        board = {"auto": "auto", "on": self.out / BOARD, "off": None}[self.config.ppo.tensorboard]
-        self.log = EventLog(self.out / FILE, board)
+        earlier = self.open_log(found, self.config.ppo.tensorboard)
         if found is None:
             parameters = sum(p.numel() for p in self.policy.parameters())
             machine = describe_machine("cpu", 1)
@@ -119,8 +93,7 @@ class PolicyRun:
         else:
             self.saved_at = self.updates
             self.log_event(ResumeEvent(self.updates, str(found), seconds=self.seconds))
-        where = [f"files of the earlier attempt are in {aside}"] if aside is not None else []
-        for text in [*notes, *damaged, *where, *([lost] if lost else [])]:
+        for text in [*notes, *damaged, *earlier, *([lost] if lost else [])]:
             self.log_event(NoteEvent(self.updates, text))
 
     def _one_update(self) -> None:
