@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import get_args
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from spanformer.data.config import DataConfig
 from spanformer.depth import Confidence
 from spanformer.depth.calibrate import NEVER, choose
 from spanformer.depth.confidence import Measure
-from spanformer.infer.exits import GRID, choose_threshold, continuations, exits_by, rouge_l
+from spanformer.infer.exits import GRID, Consistency, choose_threshold, continuations, exits_by, loss
 from spanformer.infer.generate import generate_batch
 from spanformer.infer.sampling import Sampling
 from spanformer.model.config import AttentionConfig, DepthConfig, FeedForwardConfig, ModelConfig, PositionConfig
@@ -31,6 +32,7 @@ from spanformer.train.optim import OptimConfig
 STEPS, LANES = 400, 8
 DELTAS = (0.25, 0.1)
 MEASURES: tuple[Measure, ...] = ("softmax", "saturation", "classifier")
+CONSISTENCIES = get_args(Consistency)
 
 
 def config(bench: Bench[DepthBench], depth: DepthConfig) -> RunConfig:
@@ -90,8 +92,8 @@ def step_ratio(
 
 
 def measure_calm(bench: Bench[DepthBench]) -> dict:
-    """Layers and tokens per second of exits calibrated with each confidence; the full model is timed in turn. And how
-    often a threshold chosen on half of the prompts has a loss above δ on the others."""
+    """Layers and tokens per second of exits calibrated to each consistency with each confidence, timed in turn with all
+    layers. And how often a threshold chosen on half of the prompts has a loss above δ on the others."""
     o, lm = bench.options, load_exits(bench, "calm")
     data = prepare(base(bench).data, on_progress=bench.report)
     ids = data.splits["test"].ids
@@ -99,30 +101,32 @@ def measure_calm(bench: Bench[DepthBench]) -> dict:
     places = [len(ids) * n // count for n in range(count)]
     prompts = [ids[at : at + start] for at in places]
     truths = [ids[at + start : at + start + more] for at in places]
-    found: dict = {"resplits": {}}
+    found: dict = {each: {} for each in CONSISTENCIES}
     confidences = {"full": Confidence("softmax")}
     for measure in MEASURES:
-        texts = Texts(lm, prompts, more)
-        found[measure] = {}
-        for delta in DELTAS:
-            chosen = choose_threshold(
-                texts.write, truths, weights="", measure=measure, delta=delta, max_tokens=more, on_progress=bench.report
-            )
-            row = next((each for each in chosen.tested if each["threshold"] == chosen.threshold), None)
-            found[measure][str(delta)] = {
-                "threshold": chosen.threshold, "layers": row["layers"] if row else lm.config.layers,
-                "loss": row["loss"] if row else 0.0,
-            }  # fmt: skip
-            if chosen.threshold is not None:
-                confidences[f"{measure} {delta}"] = chosen.confidence()
-        found["resplits"][measure] = {str(delta): texts.resplits(measure, delta) for delta in DELTAS}
+        texts = Texts(lm, prompts, truths)
+        for consistency in CONSISTENCIES:
+            rows = found[consistency][measure] = {}
+            for delta in DELTAS:
+                chosen = choose_threshold(
+                    texts.write, truths, weights="", measure=measure, consistency=consistency, delta=delta,
+                    max_tokens=more, on_progress=bench.report,
+                )  # fmt: skip
+                row = next((each for each in chosen.tested if each["threshold"] == chosen.threshold), None)
+                rows[str(delta)] = {
+                    "threshold": chosen.threshold, "layers": row["layers"] if row else lm.config.layers,
+                    "loss": row["loss"] if row else 0.0, "resplits": texts.resplits(measure, consistency, delta),
+                }  # fmt: skip
+                if chosen.threshold is not None:
+                    confidences[f"{consistency} {measure} {delta}"] = chosen.confidence()
     bench.plan(1)
     runs = {name: partial(write, lm, prompts[0], each, o.size(200, 2)) for name, each in confidences.items()}
     times = bench.compare("generating", runs)
     for name in times:
-        measure, _, delta = name.partition(" ")
+        consistency, _, rest = name.partition(" ")
+        measure, _, delta = rest.partition(" ")
         if delta:
-            found[measure][delta]["speed"] = times[name].times_as_fast_as(times["full"])
+            found[consistency][measure][delta]["speed"] = times[name].times_as_fast_as(times["full"])
     found["tokens_per_second"] = o.size(200, 2) / times["full"].median
     return found
 
@@ -130,23 +134,24 @@ def measure_calm(bench: Bench[DepthBench]) -> dict:
 class Texts:
     """Greedy continuations by confidence, each written once."""
 
-    def __init__(self, lm: LM, prompts: list[np.ndarray], tokens: int) -> None:
-        self.lm, self.prompts, self.tokens = lm, prompts, tokens
+    def __init__(self, lm: LM, prompts: list[np.ndarray], truths: list[np.ndarray]) -> None:
+        self.lm, self.prompts, self.truths = lm, prompts, truths
         self.known: dict[Confidence, tuple[list[list[int]], float]] = {}
 
     def write(self, confidence: Confidence, report: Callable[[int, int], None]) -> tuple[list[list[int]], float]:
         if confidence not in self.known:
             self.known[confidence] = continuations(
-                self.lm, self.prompts, self.tokens, confidence, batch=100, on_progress=report
+                self.lm, self.prompts, len(self.truths[0]), confidence, batch=100, on_progress=report
             )  # fmt: skip
         return self.known[confidence]
 
-    def resplits(self, measure: Measure, delta: float) -> int:
+    def resplits(self, measure: Measure, consistency: Consistency, delta: float) -> int:
         """In how many of 100 random halves a threshold chosen on one has a mean loss above δ on the other."""
         full = self.known[Confidence(measure)][0]
         losses, wrong = {}, 0
         for confidence, (texts, _) in self.known.items():
-            losses[confidence.threshold] = [1 - rouge_l(*each) for each in zip(texts, full, strict=True)]
+            rows = zip(texts, full, self.truths, strict=True)
+            losses[confidence.threshold] = [loss(consistency, *each) for each in rows]
         grid = [each for each in GRID if each in losses]
         for seed in range(100):
             order = np.random.default_rng(seed).permutation(len(full))

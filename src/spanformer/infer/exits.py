@@ -146,7 +146,7 @@ def choose_threshold(
             Confidence(measure, threshold, decay, max_tokens),
             lambda d, n, t=threshold: on_progress(f"threshold {t}", d, n),
         )
-        losses.append([_loss(consistency, *each) for each in zip(early, full, references, strict=True)])
+        losses.append([loss(consistency, *each) for each in zip(early, full, references, strict=True)])
         p = p_value(losses[-1], delta)
         tested.append({"threshold": threshold, "loss": float(np.mean(losses[-1])), "p": p, "layers": layers})
         if p > epsilon:
@@ -158,7 +158,8 @@ def choose_threshold(
     )
 
 
-def _loss(consistency: Consistency, early: list[int], full: list[int], reference: Sequence[int] | np.ndarray) -> float:
+def loss(consistency: Consistency, early: list[int], full: list[int], reference: Sequence[int] | np.ndarray) -> float:
+    """Of a text with exits, beside that of all layers and the true continuation."""
     if consistency == "textual":
         return 1 - rouge_l(early, full)
     truth = [int(token) for token in reference]
