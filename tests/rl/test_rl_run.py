@@ -20,6 +20,7 @@ from spanformer.rl.config import EnvConfig, PPOConfig, RLConfig
 from spanformer.rl.envs.batch import Step
 from spanformer.rl.envs.gym import make_batch
 from spanformer.rl.policy import Policy
+from spanformer.rl.ppo import update
 from spanformer.rl.rollout import Actor
 from spanformer.rl.run import train
 from spanformer.rl.saving import LOST
@@ -144,6 +145,19 @@ def test_value_after_a_cut_reads_the_memory_of_its_own_episode() -> None:
     assert abs(float(window.next_value[0, 1] - expected)) < 1e-5
 
 
+def test_reward_scale_divides_what_is_learned() -> None:
+    learned = []
+    for scale in (1.0, 8.0):
+        torch.manual_seed(0)
+        policy = Policy("mlp", MODEL, 1, 2)
+        window, _ = Actor(Cut(), policy).collect(4)
+        window = window._replace(reward=window.reward * scale)
+        optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+        update(policy, optimizer, window, replace(SMALL, minibatches=1, reward_scale=scale), 1.0, lambda: None)
+        learned.append(torch.cat([p.detach().flatten() for p in policy.parameters()]))
+    assert torch.equal(*learned)
+
+
 def test_policy_learns_a_short_memory_chain(tmp_path: Path) -> None:
     """An LSTM needs some seconds for a chain of 3; without memory half of the answers are right."""
     env, ppo = EnvConfig("memory_chain", 3, 16), replace(SMALL, window=32, updates=60, eval_episodes=100, save_every=0)
@@ -187,6 +201,7 @@ def test_checkpoint_of_another_environment_is_refused(tmp_path: Path) -> None:
 REFUSED = {
     "rows": (lambda: RLConfig(env=EnvConfig(count=6)), "env.count is 6; expected a multiple of ppo.minibatches, 4"),
     "gamma": (lambda: PPOConfig(gamma=1.5), "ppo.gamma is 1.5; expected 0 … 1"),
+    "reward scale": (lambda: PPOConfig(reward_scale=0.0), "ppo.reward_scale is 0.0; expected a finite number above 0"),
     "window": (lambda: PPOConfig(window=0), "ppo.window is 0; expected at least 1"),
     "encoder": (lambda: RLConfig(model=ModelConfig(kind="encoder")), "a policy needs model.kind 'lm'"),
     "environment": (lambda: make_batch("Nowhere-v0", 1, 0), "env.id is 'Nowhere-v0', which gymnasium cannot make"),

@@ -37,6 +37,8 @@ class PPOConfig:
     """discount of rewards"""
     gae: float = 0.95
     """λ of generalised advantage estimation"""
+    reward_scale: float = 1.0
+    """learning divides rewards by this; choose it so that returns are of about 1 to 10"""
     clip: float = 0.2
     """largest change of an action's probability ratio that still has a gradient"""
     entropy: float = 0.01
@@ -62,6 +64,8 @@ class PPOConfig:
         for name in ("save_every", "eval_episodes", "threads", "seed", "clip", "entropy", "value"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"ppo.{name} is {getattr(self, name)}; expected a finite number, 0 or more")
+        if not 0 < self.reward_scale < math.inf:
+            raise ValueError(f"ppo.reward_scale is {self.reward_scale}; expected a finite number above 0")
         for name in ("gamma", "gae"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"ppo.{name} is {getattr(self, name)}; expected 0 … 1")

@@ -63,7 +63,8 @@ def update(
     policy: Policy, optimizer: Optimizer, window: Window, c: PPOConfig, max_norm: float, set_rate: Callable[[], None]
 ) -> Losses:
     """Several passes over a window, in minibatches of rows. set_rate: called before each optimiser step."""
-    gain = advantages(window.reward, window.value, window.next_value, window.terminated, window.ended, c.gamma, c.gae)
+    reward = window.reward / c.reward_scale
+    gain = advantages(reward, window.value, window.next_value, window.terminated, window.ended, c.gamma, c.gae)
     target = gain + window.value
     gain = (gain - gain.mean()) / (gain.std() + 1e-8)
     all_parts, parameters = [], list(policy.parameters())
