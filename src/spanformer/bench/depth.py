@@ -83,7 +83,7 @@ def run(bench: Bench[DepthBench]) -> None:
 
 def chase(bench: Bench[DepthBench]) -> dict:
     """Right answers and layers by hops."""
-    o, task = bench.options, Chase(nodes=8, hops=6, questions=bench.options.size(8, 2))
+    o, task = bench.options, Chase(nodes=8, hops=6, questions=bench.options.size(8, 2), search=1)
     depth = DepthConfig(kind="act", cost=0.003, warmup=o.taken(4000))
     model = replace(small(64, 8, task), stack="universal", depth=depth)
     lm = trained(bench, recipe(bench, model, task, o.taken(4000)), folder(bench, "chase"), "chase")
