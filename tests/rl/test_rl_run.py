@@ -70,8 +70,9 @@ def test_resumed_gymnasium_run_begins_new_episodes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FILES)
 def test_run_file_takes_an_update(tmp_path: Path, name: str) -> None:
     config = read_run(RLConfig, "spanformer rl train", [str(ROOT / name)])
-    if config.env.id.startswith("popgym"):
-        pytest.importorskip("popgym")
+    for begin, package in {"popgym": "popgym", "LunarLander": "Box2D"}.items():
+        if config.env.id.startswith(begin):
+            pytest.importorskip(package)
     ppo = replace(config.ppo, updates=1, window=12, eval_episodes=2, tensorboard="off", threads=1)
     env = replace(config.env, length=4, count=4)
     before = torch.get_num_threads()
