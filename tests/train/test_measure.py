@@ -31,6 +31,7 @@ from spanformer.train.measure import (
     in_steady_state,
     measure_cost,
     one_step,
+    steady_state,
     with_full_attention,
 )
 from spanformer.train.optim import OptimConfig
@@ -104,6 +105,14 @@ def test_counted_operations_are_the_predicted_ones_and_little_more(name: str) ->
     whole = copy_of(lm, with_full_attention(lm.config))
     counted = count_flops(whole, in_steady_state(whole, drawn))
     assert 1.0 <= counted / step_cost(shape(lm), full(shape(lm))).total < 1.2
+
+
+@pytest.mark.parametrize("kind", ["compressive(32, 64, 32, 4)", "memorizing(256, 4, 32, 32)", "linear"])
+def test_memories_are_full_before_measuring(kind: str) -> None:
+    lm = model(replace(CONFIG, attention=AttentionConfig(kind=kind), position=PositionConfig(kind="none")))
+    held = steady_state(lm, batch()["x"]).tensors()
+    assert all((t >= 0).all() for name, t in held.items() if name.endswith(".at"))
+    assert any(t.is_floating_point() and t.abs().amax() > 0 for t in held.values())
 
 
 @pytest.mark.parametrize("name", ["plain", "grouped", "experts"])

@@ -30,6 +30,8 @@ from spanformer.train.optim import clip_model, model_optimizer, set_lr
 from spanformer.train.step import Batch, backward
 
 ROUNDS = 3
+MOST_SEGMENTS = 40
+"""read to fill a memory, such as 8,192 tokens in segments of 256"""
 SEGMENTS = ("picked", "alone", "alone_padding")
 """arguments of forward for ETC's global tokens"""
 Arguments = Mapping[str, Tensor | State]
@@ -76,9 +78,9 @@ class MeasuredStep:
 
     def __init__(self, model: TransformerStack, batch: Batch, config: RunConfig) -> None:
         self.model, self.batch, self.config = model, batch, config
-        targets = batch.arguments["targets"]
-        self.world = World(0, 1, targets.device, "one")
-        self.state = steady_state(model, len(targets)) if isinstance(model, LM) else None
+        arguments = batch.arguments
+        self.world = World(0, 1, arguments["targets"].device, "one")
+        self.state = steady_state(model, arguments["x"]) if isinstance(model, LM) else None
         self.optimizer = model_optimizer(model, config.optim)
         set_lr(self.optimizer, 0.0)
 
@@ -148,18 +150,25 @@ def copy_of(model: TransformerStack, config: ModelConfig) -> TransformerStack:
 
 def in_steady_state(model: TransformerStack, arguments: Mapping[str, Tensor]) -> Arguments:
     """Add full segment memories to a language model's arguments; other models have none."""
-    return {**arguments, "state": steady_state(model, len(arguments["x"]))} if isinstance(model, LM) else arguments
+    return {**arguments, "state": steady_state(model, arguments["x"])} if isinstance(model, LM) else arguments
 
 
-def steady_state(lm: LM, rows: int) -> State:
-    """Segment memories of full length; their values do not affect the cost."""
-    empty, lengths = lm.start(rows), lm.memory_lengths()
+def steady_state(lm: LM, x: Tensor) -> State:
+    """The memory before a segment x [B, T] late in a text; its values do not affect the cost. Memories other than of hidden
+    states fill by reading."""
+    empty, lengths = lm.start(len(x)), lm.memory_lengths()
     full = {
-        name: torch.randn(rows, lengths[int(name.partition(".")[0])], *t.shape[2:], dtype=t.dtype, device=t.device)
+        name: torch.randn(len(x), lengths[int(name.partition(".")[0])], *t.shape[2:], dtype=t.dtype, device=t.device)
         for name, t in empty.tensors().items()
         if name.endswith(".hidden")
     }
-    return empty.with_tensors(empty.tensors() | full, seen=0)
+    state = empty.with_tensors(empty.tensors() | full, seen=0)
+    if len(full) < len(empty.tensors()):
+        furthest = max(max(layer) for layer in lm.context_length())  # 0 of a recurrent state, which has no length
+        with torch.no_grad():
+            for _ in range(min(furthest // x.shape[1] + 1, MOST_SEGMENTS)):
+                state = lm(x, state=state).state
+    return state
 
 
 def one_step(model: TransformerStack, arguments: Arguments) -> None:
