@@ -86,6 +86,10 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "spike": ({"train.spike": "nan"}, "train.spike is nan; expected a finite number, 0 or more (see "),
     "seed": ({"train.seed": -1}, "train.seed is -1; expected 0 … 2147483647 (see "),
     "penalty": ({"model.attention.penalty": "nan"}, "model.attention.penalty is nan; expected 0 or more (see "),
+    "kind beside a stack": (
+        {"model.attention.kind": "full", "model.attention.stack": "window(8)"},
+        "attention.kind is 'full', and attention.stack names the kind of each layer; empty the stack",
+    ),
     "ramp": ({"model.attention.ramp": "nan"}, "model.attention.ramp is nan; expected a positive, finite number of tok"),
     "init": ({"model.attention.init": "nan"}, "model.attention.init is nan; expected a share of max_span, 0 … 1 (see "),
     "attention dropout": ({"model.attention.dropout": 1}, "model.attention.dropout is 1.0; expected a share, 0 … 1 wi"),
