@@ -61,6 +61,7 @@ TRAIN = (
 )
 REDUCED = {
     r"(train|compare) runs/(recall|duplicate)": TRAIN.replace("block 32", "block 256"),
+    r"train .*attention.budget": TRAIN + " --model.attention.ramp 2",
     r"train runs/(seq2seq|hard|masked|etc)": TRAIN.replace("--data.limit 20000 ", "").replace("block 32", "block 72"),
     r"train": TRAIN,
     r"rl train": (

@@ -16,7 +16,6 @@ pytest.importorskip("transformers")
 
 from spanformer import hf
 from spanformer.cli.main import main
-from spanformer.hf.controller import Budget, allocate
 from spanformer.hf.far_learner import costs_at, start_states, states_in_tokens, states_off
 from spanformer.hf.fit import FitConfig, learn, set_windows, window_table
 from spanformer.hf.fit_events import Trial
@@ -26,6 +25,7 @@ from spanformer.hf.spans import state_bytes
 from spanformer.hf.survey import Survey, survey
 from spanformer.hf.text import TextChunks
 from spanformer.hf.transfer import TransferConfig, errors_left, read_samples, set_mass, transfer
+from spanformer.model.budget import Budget, allocate
 from support.byte_llama import save_byte_llama
 
 CONTEXT, START, SINKS = 96, 48, 2

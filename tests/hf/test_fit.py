@@ -12,11 +12,11 @@ pytest.importorskip("transformers")
 
 from spanformer import hf
 from spanformer.hf.baselines import by_mass, local_global, uniform
-from spanformer.hf.controller import Budget, Price, allocate
 from spanformer.hf.fit import FitConfig, budget_of, full_states, learn, set_windows, trial, window_table
 from spanformer.hf.fit_events import Trial
 from spanformer.hf.survey import default_grid, survey
 from spanformer.hf.text import TextChunks, bits_per_byte
+from spanformer.model.budget import Budget, Price, allocate
 
 CONTEXT, START, SINKS = 96, 48, 2
 

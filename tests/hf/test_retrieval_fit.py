@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from spanformer import hf
-from spanformer.hf.controller import Budget
 from spanformer.hf.retrieval_fit import CODE, allocate_retrieval, ram_share, ring_tokens, rings_within
 from spanformer.hf.survey import Survey, survey
 from spanformer.hf.text import TextChunks
+from spanformer.model.budget import Budget
 from support.hf_models import tiny, tokens
 
 GRID, RINGS = [16, 64, 256, 1024], [32, 128]

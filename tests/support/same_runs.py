@@ -35,7 +35,7 @@ def lasting(value: Any) -> Any:
 def assert_same_checkpoint(a: Path, b: Path, memory: bool = True) -> None:
     """memory: whether it is carried from batch to batch."""
     (meta, parts), (other_meta, other_parts) = final(a), final(b)
-    for key in ("progress", "guard", "lanes", "seen", "optimizer", "diagnosis", "step", "score"):
+    for key in ("progress", "guard", "lanes", "seen", "optimizer", "diagnosis", "budget", "step", "score"):
         assert lasting(meta[key]) == lasting(other_meta[key]), key
     assert {name: list(tensors) for name, tensors in parts.items()} == {n: list(t) for n, t in other_parts.items()}
     assert bool(parts["memory"]) == memory, "the memory is carried"
@@ -50,6 +50,7 @@ def assert_same_events(a: Run, b: Run) -> None:
     for one, other in zip(a.steps, b.steps, strict=True):
         for name in ("loss", "penalty", "lr", "grad_norm", "tokens", "memory"):
             assert getattr(one, name) == getattr(other, name), (one.step, name)
+        assert np.array_equal([one.price, one.attention_share], [other.price, other.attention_share], equal_nan=True)
         assert np.array_equal(one.spans, other.spans, equal_nan=True) and np.array_equal(one.reach, other.reach)
     assert [(e.step, e.loss, e.bits) for e in a.evals] == [(e.step, e.loss, e.bits) for e in b.evals]
     # at step 0 stands what a run that begins anew says of the one before

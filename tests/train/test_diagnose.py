@@ -80,6 +80,25 @@ def test_dynamic_spans_are_compared_with_the_first_that_were_seen() -> None:
     assert Diagnosis(CONFIG, []).check(SETTLED, []) == []
 
 
+def test_a_budget_has_no_penalty_to_change() -> None:
+    config = replace(CONFIG, model=ModelConfig(attention=AttentionConfig(max_span=1000, ramp=32.0, budget=0.2)))
+    (still,) = Diagnosis(config, [168.0] * 2).check(SETTLED, [168.0] * 2, 0.2)
+    assert still == STILL.partition(", or lower")[0]
+    (limit,) = Diagnosis(config, [168.0] * 4).check(SETTLED, [1000.0, 0.0, 0.0, 0.0], 0.2)
+    assert limit.endswith("raise model.attention.max_span if longer context helps")
+    assert Diagnosis(config, [168.0] * 2).check(SETTLED, [0.2, 0.0], 0.2) == []
+
+
+def test_a_missed_budget_is_reported() -> None:
+    config = replace(CONFIG, model=ModelConfig(attention=AttentionConfig(max_span=1000, ramp=32.0, budget=0.2)))
+    assert Diagnosis(config, [168.0]).check(SETTLED, [200.0], 0.2099) == []
+    assert Diagnosis(config, [168.0]).check(SETTLED - 1, [200.0], 0.232) == []
+    assert Diagnosis(config, [168.0]).check(SETTLED, [200.0], 0.232) == [
+        "attention computes 0.232 of full attention's distances, and model.attention.budget is 0.2: dynamic spans "
+        "follow it on average only; lower optim.span_lr (now 0.02)"
+    ]
+
+
 def test_advice_is_not_repeated_after_resuming() -> None:
     diagnosis = Diagnosis(CONFIG, [0.0] * 2)
     diagnosis.check(10, [80.0, 3.0])

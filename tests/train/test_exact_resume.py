@@ -112,6 +112,8 @@ INTERRUPTED = {
     "an evaluation is due": {"train.eval_every": 7, "train.save_every": 7},
     "dynamic spans": {"model.attention.kind": "dynamic_span"},
     "hybrid layers": {"model.attention.stack": ["window(8)", "1 full + 1 adaptive_span"]},
+    "a budget": {"model.attention.budget": 0.4, "optim.span_lr": 0.05},
+    "a budget of dynamic spans": {"model.attention.kind": "dynamic_span", "model.attention.budget": 0.4},
     "experts": {"model.feedforward.experts": 3, "model.feedforward.dropout": 0.1},
     "persistent": {"model.persistent": 5, "model.feedforward.kind": "none", "model.attention.dropout": 0.1},
     "adaptive embedding": {"data.tokens": "word", "model.embedding.cutoffs": [10, 30], "model.embedding.tied": True},

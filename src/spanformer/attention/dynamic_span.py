@@ -91,6 +91,10 @@ class DynamicSpan(Attention):
         """[heads] the average over the latest tokens."""
         return [None] * self.heads if self._recent is None else self._recent[0].tolist()
 
+    def recent_average(self) -> Tensor | None:
+        """[heads], or [kv_heads] when tied: spans in tokens, averaged over the latest tokens; None before the first."""
+        return None if self._recent is None else self._recent[0, :: self.heads // self.kv_heads]
+
     def mean_context(self) -> list[int]:
         return super().mean_context() if self._recent is None else [round(n) for n in self._recent[1].tolist()]
 

@@ -15,12 +15,12 @@ from spanformer.core.events import NoteEvent, ProgressEvent
 from spanformer.core.files import write_text
 from spanformer.core.processor import named_dtype
 from spanformer.hf.baselines import by_mass, local_global, uniform
-from spanformer.hf.controller import Budget, allocate
 from spanformer.hf.fit import set_windows
 from spanformer.hf.fit_events import LoraStep, Trial, WindowStep
 from spanformer.hf.plan import FitPlan, FitRun
 from spanformer.hf.probe import FINDS, as_rows, probe, table
 from spanformer.hf.survey import Survey
+from spanformer.model.budget import Budget, allocate
 
 SINKS, DIVISORS, DOMAINS = 4, (2, 3, 4, 8), ("prose", "code")
 PARTS = (

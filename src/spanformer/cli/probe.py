@@ -48,12 +48,12 @@ def run(options: ProbeOptions) -> None:
     from spanformer.core.processor import computing_dtype
     from spanformer.hf.attach import attach, detach
     from spanformer.hf.baselines import uniform
-    from spanformer.hf.controller import Budget
     from spanformer.hf.fit import budget_of, check_layers, set_windows
     from spanformer.hf.probe import FINDS, Found, as_rows, probe, table
     from spanformer.hf.retrieval_heads import retrieve, stop_retrieving
     from spanformer.hf.saved import fitted_retrieval, load_fitted
     from spanformer.hf.spans import head_spans
+    from spanformer.model.budget import Budget
 
     if not options.models or len(set(options.models)) < len(options.models):
         raise ValueError(f"models is {list(options.models)}; expected at least one model, each given once")

@@ -105,7 +105,11 @@ class StepEvent(Event):
     span_average: float = math.nan
     span_longest: float = math.nan
     price: float = math.nan
-    """of one token of window, while `fit-spans` learns windows to a budget"""
+    """of one token of window, while `fit-spans` or a run with a budget learns windows"""
+    attention_share: float = math.nan
+    """of full attention's distances: how many heads compute; only of a run with a budget"""
+    budget: float = math.nan
+    """the share that heads should compute"""
     choice_entropy: float = math.nan
     """bits of a query's choice of its key by hard attention, the mean of its layers"""
     choice_variance: float = math.nan

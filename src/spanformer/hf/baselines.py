@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spanformer.hf.controller import Budget, allocate
+from spanformer.model.budget import Budget, allocate
 
 LOCAL_LAYERS = 5
 """local layers per global layer"""

@@ -23,12 +23,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from spanformer.core.progress import OnCount
-from spanformer.hf.controller import Budget, allocate
 from spanformer.hf.far import far_of
 from spanformer.hf.spans import HeadSpans, head_spans
 from spanformer.hf.survey import Survey
 from spanformer.hf.text import TextChunks
 from spanformer.hf.transfer import TransferConfig, errors_left, transfer
+from spanformer.model.budget import Budget, allocate
 
 
 class FarLearner:

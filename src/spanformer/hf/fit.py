@@ -1,7 +1,7 @@
 """Learn the spans of a pretrained model to a budget of key/value memory; all other weights stay as they are.
 
 1. Survey (survey.py): measure on a few texts what each key/value head loses with each of a dozen windows.
-2. Start from the windows that lose least within the budget (controller.py).
+2. Start from the windows that lose least within the budget (model/budget.py).
 3. Learn: windows w with a soft edge, and Adam on log w, minimise
 
        KL(full model ‖ model with windows) + λ · Σ_h w_h
@@ -27,12 +27,12 @@ from transformers import PreTrainedModel
 
 from spanformer.core.events import NoteEvent, ProgressEvent
 from spanformer.hf.attach import CONFIG, base_of
-from spanformer.hf.controller import Budget, Price, allocate
 from spanformer.hf.far_learner import FarLearner
 from spanformer.hf.fit_events import OnFitEvent, Trial, WindowStep, ignore
 from spanformer.hf.spans import HeadSpans, head_spans
 from spanformer.hf.survey import Survey
 from spanformer.hf.text import TextChunks, chunks, hidden_states, logits_of
+from spanformer.model.budget import Budget, Price, allocate
 
 """receives events: progress, step, eval, note"""
 

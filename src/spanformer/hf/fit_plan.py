@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from spanformer.hf.controller import Budget
+from spanformer.model.budget import Budget
 
 
 @dataclass(frozen=True)

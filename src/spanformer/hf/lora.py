@@ -14,10 +14,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from spanformer.core.events import ProgressEvent
-from spanformer.hf.controller import Budget
 from spanformer.hf.fit import backward_kl, full_states, set_windows
 from spanformer.hf.fit_events import LoraStep, OnFitEvent, ignore
 from spanformer.hf.text import TextChunks, hidden_states
+from spanformer.model.budget import Budget
 
 
 def learn_lora(

@@ -15,7 +15,6 @@ from spanformer.core.shape import Shape
 from spanformer.core.text import read_text
 from spanformer.hf.attach import attach
 from spanformer.hf.baselines import by_mass, uniform
-from spanformer.hf.controller import Budget, allocate
 from spanformer.hf.far_learner import start_states, states_in_tokens, states_off
 from spanformer.hf.fit import FitConfig, budget_of, check_layers, learn, set_windows
 from spanformer.hf.fit_events import Measured, OnFitEvent, ignore
@@ -28,6 +27,7 @@ from spanformer.hf.spans import head_spans
 from spanformer.hf.survey import Survey, survey
 from spanformer.hf.text import TextChunks, bits_per_byte, check_logits, load_model, make_chunks
 from spanformer.hf.transfer import TransferConfig
+from spanformer.model.budget import Budget, allocate
 
 TRIALS = 2
 """validation texts: part of the training data, used to choose the best windows. Held-out text is only

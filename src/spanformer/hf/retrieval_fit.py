@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from spanformer.hf.controller import Budget, allocate
 from spanformer.hf.survey import Survey
+from spanformer.model.budget import Budget, allocate
 
 RINGS = (32, 64, 128, 256)
 """rings that are surveyed, in tokens"""

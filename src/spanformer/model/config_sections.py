@@ -22,6 +22,9 @@ class AttentionConfig(Section):
     "Window(64) | Global([0])"; see docs/patterns.md"""
     stack: tuple[str, ...] = ()
     """kind of each layer, instead of `kind` for all: a list that repeats until every layer has one"""
+    budget: float = 0.0
+    """share of the cost of full attention to max_span that all heads of a language model together may have: learned
+    spans are held there, and a price that is found in training replaces penalty; 0: no budget, and the penalty"""
     dropout: float = 0.0
     """dropout of attention weights"""
     bias: bool = False
@@ -42,6 +45,7 @@ class AttentionConfig(Section):
         )
         within("attention.init", self.init, 0 <= self.init <= 1, "a share of max_span, 0 … 1")
         within("attention.penalty", self.penalty, 0 <= self.penalty < math.inf, "0 or more")
+        within("attention.budget", self.budget, 0 <= self.budget <= 1, "a share of full attention's cost, 0 … 1")
         dropout("attention", self.dropout)
         known = ("auto", "native", "flex", "banded", "reference")
         within("attention.backend", repr(self.backend), self.backend in known, f"one of {', '.join(known)}")

@@ -154,7 +154,8 @@ def _step(line: Line, shape: Shape) -> StepEvent:
         memory=line.wholes("memory"), resident_bytes=line.whole("resident_bytes", 0),
         choice_entropy=line.number("choice_entropy", math.nan),
         choice_variance=line.number("choice_variance", math.nan),
-        depth=line.number("depth", math.nan),
+        depth=line.number("depth", math.nan), price=line.number("price", math.nan),
+        attention_share=line.number("attention_share", math.nan), budget=line.number("budget", math.nan),
     )  # fmt: skip
 
 

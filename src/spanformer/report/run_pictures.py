@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from spanformer.report.budget_picture import budget_picture
 from spanformer.report.cost_pictures import cost_picture
 from spanformer.report.depth_pictures import depth_picture
 from spanformer.report.drawing import (
@@ -33,6 +34,7 @@ def run_pictures(run: Run) -> list[Picture]:
         heads_picture,
         history_picture,
         trend_picture,
+        budget_picture,
         cost_picture,
         dynamic_picture,
         depth_picture,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from spanformer.core.checks import finite_number
@@ -10,6 +11,7 @@ from spanformer.train.config import RunConfig
 PATIENCE = 300  # steps after the warm-up before unmoved spans are reported
 STILL = 1.0  # tokens
 AT_LIMIT = 0.98  # of max_span
+MISSED = 0.05  # share of the budget
 CROWD = 0.25  # share of the heads
 
 
@@ -21,8 +23,9 @@ class Diagnosis:
         self.longest_ever = max(started_at, default=0.0)
         self.said: set[str] = set()
 
-    def check(self, step: int, spans: Sequence[float]) -> list[str]:
-        """Advice about the learned spans (tokens, all heads of all layers) after this step."""
+    def check(self, step: int, spans: Sequence[float], share: float = math.nan) -> list[str]:
+        """Advice about the learned spans (tokens, all heads of all layers) after this step. share: of full attention's
+        cost, in a run with a budget."""
         if not spans:
             return []
         if len(self.started_at) != len(spans):  # dynamic spans exist only after the first forward pass
@@ -34,23 +37,30 @@ class Diagnosis:
         at_limit = sum(z >= AT_LIMIT * most for z in spans)
         collapsed = max(spans) < STILL and self.longest_ever > 2 * a.ramp
         self.longest_ever = max(self.longest_ever, *spans)
+        penalty = "" if a.budget else f"model.attention.penalty (now {a.penalty:g})"  # a budget finds its own price
         found = []
         if settled and moved < STILL:
             found.append(("still", (
                 f"no span has moved by a token in {step:,} steps: raise optim.span_lr (now {o.span_lr or o.lr:g}) or "
                 f"model.attention.ramp (now {a.ramp:g}; only distances on the ramp give a span gradients)"
-                + (f", or lower model.attention.penalty (now {a.penalty:g})" if a.penalty else "")
+                + (f", or lower {penalty}" if penalty and a.penalty else "")
             )))  # fmt: skip
         if settled and at_limit >= CROWD * len(spans) and a.init < AT_LIMIT:
             found.append(("limit", (
                 f"{at_limit} of {len(spans)} heads have reached max_span, {most:,} tokens: raise "
-                f"model.attention.max_span if longer context helps, or model.attention.penalty (now {a.penalty:g}) if "
-                "it costs too much"
+                "model.attention.max_span if longer context helps"
+                + (f", or {penalty} if it costs too much" if penalty else "")
             )))  # fmt: skip
-        if collapsed:
+        if settled and abs(share - a.budget) > MISSED * a.budget:
+            found.append(("budget", (
+                f"attention computes {share:.4g} of full attention's distances, and model.attention.budget is "
+                f"{a.budget:g}: dynamic spans follow it on average only; lower optim.span_lr (now "
+                f"{o.span_lr or o.lr:g})"
+            )))  # fmt: skip
+        if collapsed and penalty:
             found.append(("collapse", (
                 f"every span has collapsed to less than a token (the longest was {self.longest_ever:,.0f}): lower "
-                f"model.attention.penalty (now {a.penalty:g}) or optim.span_lr (now {o.span_lr or o.lr:g})"
+                f"{penalty} or optim.span_lr (now {o.span_lr or o.lr:g})"
             )))  # fmt: skip
         new = [text for kind, text in found if kind not in self.said]
         self.said |= {kind for kind, _ in found}

@@ -29,6 +29,7 @@ from spanformer.core.progress import OnProgress, silent
 from spanformer.data import Prepared
 from spanformer.model.lm import LM, State
 from spanformer.model.load import MODELS
+from spanformer.model.span_budget import make_budget
 from spanformer.train.checkpoint import Checkpoints
 from spanformer.train.config import RunConfig
 from spanformer.train.diagnose import Diagnosis
@@ -82,6 +83,7 @@ class TrainingLoop:
         if t.compile:
             self.model.compile_feedforwards()
         self.engine = wrap(self.model, world)
+        self.budget = make_budget(self.model, world.mean)
         self.named = dict(self.model.named_parameters())
         self.optimizer = model_optimizer(self.model, config.optim)
         self.objective = make_objective(data, config, world.rows(t.batch))
@@ -175,6 +177,7 @@ class TrainingLoop:
         losses, state = backward(
             self.engine, self.model, world, batch, before, grad_accum_steps=t.grad_accum_steps, dtype=t.dtype
         )
+        slopes = None if self.budget is None else self.budget.slopes()
         norm = clip_model(self.model, self.config.optim.global_clip)
         clock = p.seconds + time.perf_counter() - began
         numbers = torch.stack([losses.loss, losses.penalty, norm]).double()
@@ -190,6 +193,8 @@ class TrainingLoop:
             set_lr(self.optimizer, schedule_factor(self.config, p.step - 1, clock))
             self.optimizer.step()
             self.model.after_step()
+            if self.budget is not None:
+                self.budget.after_step(slopes)
             self.state = state
             p.add(loss, penalty)
         else:
@@ -237,7 +242,8 @@ class TrainingLoop:
         self.log_event(step_event(self, grad_norm))
         self.progress.clear()
         advice = self.diagnosis.advice(self.model.advice())
-        self._log_notes([*self.diagnosis.check(self.progress.step, learned_spans(self.model)), *advice])
+        share = math.nan if self.budget is None else self.budget.share_now()
+        self._log_notes([*self.diagnosis.check(self.progress.step, learned_spans(self.model), share), *advice])
 
     def _evaluate(self) -> None:
         """Measure bits per unit and exactness on the validation split."""

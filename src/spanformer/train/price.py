@@ -43,6 +43,11 @@ def priced(config: RunConfig) -> RunConfig:
     where = f"train.flop_price is {price:g}"
     if m.kind != "lm":
         raise ValueError(f"{where} and model.kind is {m.kind!r}; expected 'lm', whose tokens are decoded one by one")
+    if m.attention.budget:
+        raise ValueError(
+            f"{where} and model.attention.budget {m.attention.budget:g}, which finds a price of its own; expected "
+            "one of the two"
+        )
     if any(len(layer) > 1 and any(spec.kind in SPANS for spec in layer) for layer in m.layer_specs()):
         raise ValueError(
             f"{where}, and model.attention.kind mixes learned spans with other heads, whose penalty is for the mean of "

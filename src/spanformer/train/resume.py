@@ -72,6 +72,8 @@ def _load_state(run: TrainingLoop, meta: dict, memory: Part, path: Path) -> None
         run.progress.load(meta["progress"])
         run.guard.load(meta["guard"])
         run.diagnosis.load(meta["diagnosis"])
+        if run.budget is not None and meta.get("budget"):  # none: the run gets a budget only now
+            run.budget.load(meta["budget"])
         run.objective.stream.load(meta["lanes"])
         seen = whole_number("seen", meta["seen"], 0, run.progress.step * train.block)
         if memory:
@@ -144,6 +146,7 @@ def _describe(run: TrainingLoop) -> dict:
         "progress": run.progress.state(),
         "guard": run.guard.state(),
         "diagnosis": run.diagnosis.state(),
+        "budget": None if run.budget is None else run.budget.state(),
         "lanes": run.objective.stream.state(),
         "seen": run.state.seen if run.state else 0,
         "seed": run.config.train.seed,
@@ -154,10 +157,9 @@ def _check_fits(run: TrainingLoop, meta: dict, path: Path) -> None:
     """Model, data and lanes must match the checkpoint; training settings may change."""
     # `build` refuses keys of a newer version and fills in defaults for keys that an older version lacked
     now, then = as_dict(run.config), as_dict(build(type(run.config), meta["config"], str(path)))
+    free = ("cache", "from", "backend", "penalty", "budget", "dropout")
     for section in ("model", "data"):
-        _same(
-            f"{section}.", now[section], then[section], path, ignore=("cache", "from", "backend", "penalty", "dropout")
-        )
+        _same(f"{section}.", now[section], then[section], path, ignore=free)
     _same("optim.", {"kind": now["optim"]["kind"]}, then["optim"], path, ignore=())
     lanes = {name: now["train"][name] for name in ("batch", "block", "seed")}
     _same("train.", lanes, then["train"], path, ignore=())

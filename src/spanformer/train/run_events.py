@@ -57,6 +57,7 @@ def step_event(run: TrainingLoop, grad_norm: float) -> StepEvent:
         bits=p.mean_loss * tokens_per_unit / math.log(2),
         span_average=sum(spans) / len(spans) if spans else math.nan,
         span_longest=max(spans, default=math.nan),
+        **({} if run.budget is None else run.budget.row()),
         choice_entropy=_mean([choice.entropy for choice in run.model.choices()]),
         choice_variance=_mean([choice.variance for choice in run.model.choices()]),
         depth=math.nan if run.model.depth is None else run.model.depth.mean_steps() or math.nan,

@@ -1,4 +1,5 @@
-"""Divides a budget of KV memory among heads by one price per token.
+"""Divides a budget of tokens among heads by one price per token: KV memory for `fit-spans`, attention's cost for
+training from scratch (span_budget.py).
 
 It minimises Σ_h cost_h(w_h) + λ · Σ_h w_h, where head h keeps w_h tokens: an L1 penalty on spans. The weight
 λ is not a setting. It is the price at which the heads together use exactly the budget: computed exactly if the costs
@@ -80,7 +81,7 @@ class Budget:
         kept = torch.minimum(windows.double().ceil() + self.aside, self.full.double())
         return float((kept.sum() + self.states * kept.numel()) / self.full.expand_as(windows).sum())
 
-    def fit(self, windows: Tensor, *, shortest: float = 1.0, spare: float = 0.0) -> Tensor:
+    def fit(self, windows: Tensor, *, shortest: float | Tensor = 1.0, spare: float | Tensor = 0.0) -> Tensor:
         """The windows times one factor, so that their mean is the budget, each from `shortest` to the longest.
 
         A window that would be longest may be longer by up to `spare` tokens, so that a soft edge centred on it dims
