@@ -12,6 +12,7 @@ if int(_transformers.__version__.split(".")[0]) < 5:
     )
 
 from spanformer.hf.attach import attach, detach
+from spanformer.hf.attention import register as _register
 from spanformer.hf.cache import SpanCache
 from spanformer.hf.export import compare_losses, to_windows
 from spanformer.hf.modeling import SpanformerConfig, SpanformerForCausalLM
@@ -19,8 +20,11 @@ from spanformer.hf.retrieval_cache import RetrievalCache
 from spanformer.hf.retrieval_heads import retrieve, stop_retrieving
 from spanformer.hf.saved import fitted_retrieval
 from spanformer.hf.saving import from_pretrained
+from spanformer.hf.span_file import load_spans, save_spans
 from spanformer.hf.spans import HeadSpans, cache_bytes, clamp_spans, head_spans, span_penalty
 from spanformer.hf.trainer import SpanCallback
+
+_register()  # so that a folder with spans that transformers loads without them says so, and not that it is unknown
 
 __all__ = [
     "HeadSpans",
@@ -37,7 +41,9 @@ __all__ = [
     "fitted_retrieval",
     "from_pretrained",
     "head_spans",
+    "load_spans",
     "retrieve",
+    "save_spans",
     "span_penalty",
     "stop_retrieving",
     "to_windows",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from spanformer.hf.attention import IMPLEMENTATION, Seen, make_mask, register
 from spanformer.hf.far import FarMap
@@ -22,6 +22,8 @@ from spanformer.hf.spans import NAME, HeadSpans, check_attach
 PROBE = "spanformer_probe"
 CONFIG = "spanformer"
 """the key of config.json with the settings of `attach`"""
+NEEDED = "attn_implementation"
+"""the key of config.json that keeps transformers from loading the model without its spans"""
 
 
 def attach(
@@ -76,6 +78,7 @@ def attach(
     base.set_attn_implementation(IMPLEMENTATION)
     settings = {"max_span": max_span, "ramp": float(ramp), "per": per, "sink_tokens": sink_tokens}
     setattr(base.config, CONFIG, settings | ({"far_features": far_features} if far_features else {}))
+    setattr(base.config, NEEDED, IMPLEMENTATION)
     base._attention_before_spans = before  # type: ignore[assignment]
     return model  # type: ignore[return-value]
 
@@ -90,7 +93,14 @@ def detach(model: nn.Module) -> PreTrainedModel:
             delattr(module, NAME)
     base.set_attn_implementation(base.__dict__.pop("_attention_before_spans"))
     delattr(base.config, CONFIG)
+    delattr(base.config, NEEDED)
     return model  # type: ignore[return-value]
+
+
+def forget_spans(config: PreTrainedConfig) -> None:
+    """Make a saved model's configuration that of the model without spans, as it is before `attach`."""
+    delattr(config, CONFIG)
+    config._attn_implementation = None
 
 
 def base_of(model: nn.Module) -> PreTrainedModel:

@@ -123,8 +123,9 @@ def attend_spans(
         spans = unwrap(spans)
         if not isinstance(spans, HeadSpans):
             raise ValueError(
-                f"{type(module).__name__} has no spans, but its attention implementation is "
-                f"{IMPLEMENTATION!r}; call spanformer.hf.attach on the model"
+                f"{type(module).__name__} has no spans, but its attention implementation is {IMPLEMENTATION!r}; call "
+                "spanformer.hf.attach on the model, or load a folder with spans by spanformer.hf.from_pretrained "
+                "(without its spans: attn_implementation='sdpa')"
             )
     seen = attention_mask
     if not isinstance(seen, Seen):

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import MinistralConfig, PreTrainedModel
 
-from spanformer.hf.attach import CONFIG, base_of
+from spanformer.hf.attach import CONFIG, NEEDED, base_of
 from spanformer.hf.pretrained import make_causal_lm
 from spanformer.hf.spans import NAME, head_spans, state_bytes
 
 How = Literal["longest", "mean", "shortest"]
 _SAME_AS_MINISTRAL = ("llama", "mistral")
+_NOT_COPIED = (CONFIG, NEEDED, "transformers_version")
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ def to_windows(
     if hasattr(model, "peft_config"):
         raise ValueError("the model has PEFT adapters; export model.merge_and_unload()")
     windows = plan_windows(base, how=how, context=context or config.max_position_embeddings or 0)
-    values = {key: value for key, value in config.to_dict().items() if key not in (CONFIG, "transformers_version")}
+    values = {key: value for key, value in config.to_dict().items() if key not in _NOT_COPIED}
     if config.model_type in _SAME_AS_MINISTRAL:
         if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
             raise ValueError(

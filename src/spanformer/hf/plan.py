@@ -22,7 +22,8 @@ from spanformer.hf.fit_plan import FitPlan
 from spanformer.hf.lora import check_peft, learn_lora
 from spanformer.hf.retrieval_fit import CODE, Allocation, allocate_retrieval, ram_share, rings_within
 from spanformer.hf.retrieval_heads import retrieve, stop_retrieving
-from spanformer.hf.saved import save_fitted
+from spanformer.hf.saved import SPANS, save_fitted
+from spanformer.hf.span_file import save_spans
 from spanformer.hf.spans import head_spans
 from spanformer.hf.survey import Survey, survey
 from spanformer.hf.text import TextChunks, bits_per_byte, check_logits, load_model, make_chunks
@@ -248,6 +249,8 @@ class FitRun:
             ]}  # fmt: skip
         if self.plan.retrieve:
             figures["retrieve"] = outcome.retrieving | {"codes": self.plan.retrieve_codes}
+        if not outcome.adapted:
+            save_spans(model, out / SPANS, figures)
         save_fitted(model, self.tokenizer, out, figures)
 
 

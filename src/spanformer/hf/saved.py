@@ -19,6 +19,8 @@ from spanformer.hf.text import load_model
 
 FILE = "spans.json"
 """windows by layer and key/value head, and what was measured with them"""
+SPANS = "spans"
+"""a folder with the spans alone, for `load_spans`"""
 
 
 def save_fitted(model: PreTrainedModel, tokenizer: Any, out: Path, figures: dict) -> None:

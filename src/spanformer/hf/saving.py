@@ -2,7 +2,9 @@
 
 The folder is an ordinary Hugging Face folder: safetensors with `….spans.ratio` among the weights, and `….spans.far.…`
 if heads have linear states; config.json says under "spanformer" how the spans are attached. Nothing in it is executed.
-Loaded without spanformer it is the model without spans, and transformers names these tensors as unexpected.
+config.json also names "spanformer" as the attention implementation, so that AutoModelForCausalLM cannot lose the spans
+silently: it refuses to load or, where spanformer.hf is imported, the first forward pass says that spans are missing.
+attn_implementation="sdpa" loads the model without spans on purpose.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,14 +22,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from spanformer.hf.attach import CONFIG, attach
+from spanformer.hf.attach import CONFIG, attach, detach, forget_spans
 from spanformer.hf.far import FarMap
 from spanformer.hf.pretrained import load_causal_lm, load_config
 from spanformer.hf.spans import NAME, head_spans
 
 _KEYS = {"max_span": int, "ramp": float, "per": str, "sink_tokens": int}
 _TAIL = f".{NAME}.ratio"
-_OURS = re.compile(rf"\.{NAME}\.(ratio|far\.[a-z_]+)$")
+OURS = re.compile(rf"\.{NAME}\.(ratio|far\.[a-z_]+)$")
 
 
 def from_pretrained(folder: str | Path, *, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
@@ -41,16 +44,32 @@ def from_pretrained(folder: str | Path, *, dtype: torch.dtype | str = "auto") ->
         raise ValueError(
             f'{folder} holds no spans (config.json has no "{CONFIG}"); load it with AutoModelForCausalLM, then attach'
         )
-    _check(settings, folder)
+    check_settings(settings, str(folder / "config.json"))
     if type(config) not in AutoModelForCausalLM._model_mapping:  # pyright: ignore[reportOperatorIssue]
         raise ValueError(f"{folder} holds a model of type {config.model_type!r}, which is not a causal language model")
-    delattr(config, CONFIG)
+    forget_spans(config)
     tensors = read_tensors(folder)
-    ratios = {name.removesuffix(_TAIL): t for name, t in tensors.items() if name.endswith(_TAIL)}
-    _check_features(settings.get("far_features", 0), tensors, folder)
     with _tensors_expected(config):
         model = load_causal_lm(folder, config=config, dtype=dtype)
+    return attach_saved(model, settings, tensors, folder)
+
+
+def attach_saved(
+    model: PreTrainedModel, settings: dict[str, Any], tensors: dict[str, Tensor], folder: Path
+) -> PreTrainedModel:
+    """Attach spans and give them these saved tensors. folder: where they come from, for messages."""
+    _check_features(settings.get("far_features", 0), tensors, folder)
+    ratios = {name.removesuffix(_TAIL): t for name, t in tensors.items() if name.endswith(_TAIL)}
     attach(model, **settings)
+    try:
+        _fill(model, ratios, tensors, folder)
+    except ValueError:
+        detach(model)
+        raise
+    return model
+
+
+def _fill(model: PreTrainedModel, ratios: dict[str, Tensor], tensors: dict[str, Tensor], folder: Path) -> None:
     layers = head_spans(model)
     if set(layers) != set(ratios):
         odd = sorted(set(layers) ^ set(ratios))
@@ -66,7 +85,6 @@ def from_pretrained(folder: str | Path, *, dtype: torch.dtype | str = "auto") ->
             spans.ratio.copy_(ratio)
         if spans.far is not None:
             _load_far(spans.far, f"{name}.{NAME}.far.", tensors, folder)
-    return model
 
 
 def _check_features(features: int, tensors: dict[str, Tensor], folder: Path) -> None:
@@ -74,7 +92,7 @@ def _check_features(features: int, tensors: dict[str, Tensor], folder: Path) -> 
     held = {t.shape[1] if t.ndim == 3 else -1 for name, t in tensors.items() if name.endswith(".far.key_weight")}
     if held != ({features} if features else set()):
         raise ValueError(
-            f'"far_features" in {folder / "config.json"} is {features}, and the weights hold linear states of '
+            f'"far_features" in {folder} is {features}, and the weights hold linear states of '
             f"{sorted(held) or 'no'} features; one of the two is damaged"
         )
 
@@ -105,19 +123,26 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         path = folder / Path(name).name
         if not path.is_file():
             raise ValueError(f"{folder} has no {path.name}; spans are read from safetensors files")
-        try:
-            with safe_open(path, "pt") as file:
-                found |= {key: file.get_tensor(key) for key in file.keys() if _OURS.search(key)}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"{path} cannot be read ({error}); the file is damaged") from error
+        found |= read_file(path)[0]
     return found
 
 
-def _check(settings: object, folder: Path) -> None:
+def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The ratios and features in one safetensors file, by name, and the file's metadata."""
+    try:
+        with safe_open(path, "pt") as file:
+            found = {key: file.get_tensor(key) for key in file.keys() if OURS.search(key)}  # noqa: SIM118
+            return found, file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read ({error}); the file is damaged") from error
+
+
+def check_settings(settings: object, where: str) -> None:
+    """Refuse settings of `attach` that `attach` did not write."""
     kinds = _KEYS | ({"far_features": int} if isinstance(settings, dict) and "far_features" in settings else {})
     fits = isinstance(settings, dict) and set(settings) == set(kinds)
     if not fits or not all(type(settings[key]) is kind for key, kind in kinds.items()):  # type: ignore[index]
-        raise ValueError(f'"{CONFIG}" in {folder / "config.json"} is {settings}; expected {", ".join(_KEYS)}')
+        raise ValueError(f'"{CONFIG}" in {where} is {settings}; expected {", ".join(_KEYS)}')
 
 
 @contextmanager
@@ -126,7 +151,7 @@ def _tensors_expected(config: object) -> Iterator[None]:
     kind = AutoModelForCausalLM._model_mapping[type(config)]  # type: ignore[index]
     attribute = "_keys_to_ignore_on_load_unexpected"
     own, before = attribute in vars(kind), getattr(kind, attribute, None)
-    setattr(kind, attribute, [*(before or []), _OURS.pattern])
+    setattr(kind, attribute, [*(before or []), OURS.pattern])
     try:
         yield
     finally:
