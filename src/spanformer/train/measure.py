@@ -154,8 +154,8 @@ def in_steady_state(model: TransformerStack, arguments: Mapping[str, Tensor]) ->
 
 
 def steady_state(lm: LM, x: Tensor) -> State:
-    """The memory before a segment x [B, T] late in a text; its values do not affect the cost. Memories other than of hidden
-    states fill by reading."""
+    """The memory before a segment x [B, T] late in a text; its values do not affect the cost. Memories other than of
+    hidden states fill by reading."""
     empty, lengths = lm.start(len(x)), lm.memory_lengths()
     full = {
         name: torch.randn(len(x), lengths[int(name.partition(".")[0])], *t.shape[2:], dtype=t.dtype, device=t.device)

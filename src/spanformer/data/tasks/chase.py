@@ -2,10 +2,10 @@
 
     p(0) p(1) … p(n−1)      4 s [p(p(p(p(s))))]   1 t [p(t)] …
 
-With `search`, the list holds the inverse of p: the next node after s is the place where s stands, so a hop is a search for a
-value, which attention does by itself. p is one cycle through `nodes` nodes, so no two numbers of hops below `nodes` give
-the same answer. A question is a number of hops, 1 … `hops`, fewer more often, and the node to begin at. Nodes are tokens
-from 32 on.
+With `search`, the list holds the inverse of p: the next node after s is the place where s stands, so a hop is a search
+for a value, which attention does by itself. p is one cycle through `nodes` nodes, so no two numbers of hops below
+`nodes` give the same answer. A question is a number of hops, 1 … `hops`, fewer more often, and the node to begin at.
+Nodes are tokens from 32 on.
 """
 
 from __future__ import annotations
