@@ -33,6 +33,7 @@ LINES = all_lines(PAGES)
 
 NOT_RUN = {
     'pip install ".[plot,hf]"': "installs packages",
+    'pip install "spanformer[images,plot]"': "installs packages",
     ". .venv/bin/activate": "changes the shell",
     "make test": "runs this test",
     "make test-all": "runs the product test, for minutes",
@@ -59,8 +60,13 @@ TRAIN = (
     "--model.feedforward.dim 32 --train.batch 2 --train.block 32 --train.steps 2 --train.eval-tokens 200 "
     "--train.threads 1 --train.no-measure --train.tensorboard off"
 )
+IMAGES = (
+    f"{TRAIN} --model.attention.max-span 64 --model.position.kind learned --model.position.length 64 --train.block 64"
+)
 REDUCED = {
     r"(train|compare) runs/(recall|duplicate)": TRAIN.replace("block 32", "block 256"),
+    r"(train|compare) .*(digits|images)": IMAGES,
+    r"generate out/digits": "",
     r"train .*attention.budget": TRAIN + " --model.attention.ramp 2",
     r"train runs/(seq2seq|hard|masked|etc)": TRAIN.replace("--data.limit 20000 ", "").replace("block 32", "block 72"),
     r"train": TRAIN,
@@ -121,6 +127,7 @@ def workspace(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 def enter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setenv("SPANFORMER_CACHE", str(folder / "cache"))
+    monkeypatch.syspath_prepend(str(folder / "packages"))
     small_enwik8(monkeypatch)
 
 

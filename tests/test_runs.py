@@ -21,7 +21,9 @@ from support.products import Bfloat16Products
 from support.tiny_runs import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = sorted(path for path in ROOT.glob("runs/**/*.toml") if path.parent.name not in ("compare", "rl", "decision"))
+FILES = sorted(
+    path for path in ROOT.glob("runs/**/*.toml") if path.parent.name not in ("compare", "paper", "rl", "decision")
+)
 NAMES = [str(path.relative_to(ROOT)) for path in FILES]
 PAPER = (
     "layers dim heads ff persistent span block batch dropout lr warmup steps penalty",

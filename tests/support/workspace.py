@@ -12,6 +12,7 @@ import torch
 
 from spanformer.data import corpora
 from support.byte_llama import save_byte_llama
+from support.images import write_digits
 from support.original_model import Shape, random_state
 from support.tiny_runs import write_text
 
@@ -36,6 +37,7 @@ def make_workspace(folder: Path) -> None:
         archive.writestr("enwik8", text)
     shutil.copy(folder / "cache" / "downloads" / "enwik8.zip", folder / "enwik8.zip")
     _write_original(folder)
+    write_digits(folder / "packages", 200)
     save_byte_llama(folder / HUB, 2048)
 
 

@@ -66,7 +66,7 @@ def parse(program: str, arguments: list[str]) -> Comparison:
     while arguments and not arguments[0].startswith("-"):
         file, *arguments = arguments
         files.append(file)
-    known = sorted(map(str, [*Path("runs").glob("*.toml"), *Path("runs/compare").glob("*.toml")]))
+    known = sorted(str(path) for folder in ("", "compare", "paper") for path in Path("runs", folder).glob("*.toml"))
     if not files and not arguments:
         raise ValueError(f"no file is given; expected a comparison file or several run files (see {program} --help)")
     if len(files) <= 1:

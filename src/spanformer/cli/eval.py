@@ -72,7 +72,7 @@ def run(options: EvalOptions) -> None:
         data = prepare(config, on_progress=report, vocab=vocabulary(options, meta))
         check_vocabulary(meta, data.vocab.to_json(), lm.config.vocab, data.vocab.size)
         task = parse_task(config.source)
-        if not isinstance(lm, LM) or task is not None:
+        if not isinstance(lm, LM) or task is not None or config.tokens == "pixel":
             print(_eval_answers(options, meta, lm, config, data, task, report))
             return
         split = data.splits[options.split]
@@ -111,15 +111,16 @@ def run(options: EvalOptions) -> None:
 
 def _eval_answers(options: EvalOptions, meta: dict, lm, config, data, task, report) -> str:
     """The result of a model or a text whose answers are counted, not every token."""
-    from spanformer.cli.eval_tasks import eval_encoder, eval_pairs, eval_task
+    from spanformer.cli.eval_tasks import eval_encoder, eval_images, eval_pairs, eval_task
     from spanformer.model.lm import LM
     from spanformer.model.seq2seq import Seq2Seq
 
     streams = options.protocol != "every" or options.lanes
     if isinstance(lm, LM):
         if streams:
-            raise ValueError(f"the data is the task {task.name}; --protocol and --lanes are for streams of text")
-        return eval_task(lm, task, data, options, report)
+            what = "images" if task is None else f"the task {task.name}"
+            raise ValueError(f"the data is {what}; --protocol and --lanes are for streams of text")
+        return eval_images(lm, data, options, report) if task is None else eval_task(lm, task, data, options, report)
     if streams:
         raise ValueError(f"the model is of kind {lm.config.kind!r}; --protocol and --lanes are for language models")
     trained = replace(run_config(meta, options.checkpoint), data=config)

@@ -1,4 +1,4 @@
-"""Evaluate exact matches of an encoder–decoder, masked tokens of an encoder, or answers of a task."""
+"""Evaluate exact matches of an encoder–decoder, masked tokens of an encoder, answers of a task, or images."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 from spanformer.attention import LSH
 from spanformer.core.progress import OnProgress
 from spanformer.core.text import printable
-from spanformer.data import Prepared, Task, texts_of
+from spanformer.data import Pixels, Prepared, Task, texts_of
 from spanformer.infer import answer
 from spanformer.model.encoder import Encoder
 from spanformer.model.lm import LM
 from spanformer.model.seq2seq import Seq2Seq
 from spanformer.model.stack import TransformerStack
 from spanformer.train.config import RunConfig
-from spanformer.train.evaluate import Score, evaluate_masked, evaluate_pairs, evaluate_task
-from spanformer.train.objective import pairs_of
+from spanformer.train.evaluate import Score, evaluate_images, evaluate_masked, evaluate_pairs, evaluate_task
+from spanformer.train.objective import images_of, pairs_of
 
 if TYPE_CHECKING:
     from spanformer.cli.eval import EvalOptions
@@ -80,6 +80,17 @@ def eval_task(model: LM, task: Task, data: Prepared, options: EvalOptions, repor
     assert score.exact is not None
     right = f"{options.split}: {100 * score.exact:.2f} % of {score.tokens:,} answers right"
     return f"{right}\n{_bits(score, 'answer')}"
+
+
+def eval_images(model: LM, data: Prepared, options: EvalOptions, report: OnProgress) -> str:
+    """Every value of every image, given those before it."""
+    assert isinstance(data.vocab, Pixels)
+    images = images_of(data.vocab, data.splits[options.split].ids, options.split)
+    if options.limit:
+        images = images[: max(1, options.limit // data.vocab.values)]
+    read = functools.partial(report, f"reading {options.split}")
+    score = evaluate_images(model, data.vocab, images, dtype=options.dtype, on_progress=read)
+    return f"{options.split}: {score.bits:.4f} bits per dimension ({score.tokens:,} values of {len(images):,} images)"
 
 
 def set_rounds(model: TransformerStack, rounds: int) -> None:

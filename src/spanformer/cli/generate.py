@@ -36,6 +36,7 @@ class GenerateOptions:
 
     For example:  spanformer generate out/demo --prompt "def main(" --temperature 0.8
     With an encoder–decoder, print its answer:  spanformer generate out/seq2seq --prompt 31407
+    With a model of images, write a picture of samples:  spanformer generate out/images
     """
 
     checkpoint: tyro.conf.Positional[str]
@@ -84,10 +85,17 @@ class GenerateOptions:
     """save the KV cache of the prompt to this file (give --lookup too if you will load it with --lookup)"""
     load_cache: str = ""
     """continue from a KV cache saved by --save-cache; --prompt or --file is appended to its text"""
+    image: str = ""
+    """for a model of images: complete the upper half of this PNG file or, with `test`, of images of the test split"""
+    images: int = 0
+    """for a model of images: how many to draw, or of the test split to complete; 0: 16, or 8"""
+    out: str = ""
+    """for a model of images: the PNG file to write; by default samples.png or completions.png in the model's folder"""
 
 
 def run(options: GenerateOptions) -> None:
     from spanformer.cli.generate_exits import use_exits
+    from spanformer.cli.generate_images import drawn
     from spanformer.cli.hf_exits import generate_hf, is_hf
     from spanformer.cli.progress import Progress
     from spanformer.cli.retrieval import used, with_datastore, with_neighbours
@@ -100,6 +108,8 @@ def run(options: GenerateOptions) -> None:
     check_counts(max_tokens=options.max_tokens, beams=options.beams, lookup=options.lookup, chunk=options.chunk)
     if is_hf(options.checkpoint):
         generate_hf(options)
+        return
+    if drawn(options):
         return
     sampling, prompts = _sampling(options), _prompts(options)
     file = TextFile(options.file) if options.file else None

@@ -40,6 +40,8 @@ def _commands(folder: str, config: RunConfig) -> list[str]:
     kind, source = config.objective, config.data.source
     if kind == "seq2seq":
         return [f"eval {folder} --split test", *([f"generate {folder} --prompt 31407"] if source == "numbers" else [])]
+    if kind == "image":
+        return [f"generate {folder}", f"generate {folder} --image test", f"eval {folder} --split test"]
     if kind in ("encoder", "task"):
         return [f"eval {folder} --split test", f"spans {folder}"]
     return [f'generate {folder} --prompt "{PROMPTS.get(source, "the")}"', f"spans {folder}"]

@@ -17,7 +17,7 @@ from spanformer.core.shape import Shape
 
 FILE = "events.jsonl"
 FORMAT = 1
-UNIT_NAMES = {"byte": "byte", "char": "character", "word": "word"}
+UNIT_NAMES = {"byte": "byte", "char": "character", "word": "word", "dimension": "dimension"}
 """units of bits: name in files, name in text"""
 ASKED = {"encoder": "masked", "seq2seq": "target", "task": "answer"}
 """objectives that predict only some tokens, and the adjective for such a token"""
@@ -44,7 +44,7 @@ class StartEvent(Event):
     config: dict
     parameters: int
     unit: str
-    """unit of the text: byte, char or word"""
+    """unit of the text: byte, char or word; of images: dimension"""
     tokens: dict[str, int]
     """tokens of each split"""
     units: dict[str, int]
@@ -53,7 +53,7 @@ class StartEvent(Event):
     machine: dict
     version: str
     objective: str = "lm"
-    """the model's kind: lm, seq2seq or encoder"""
+    """the model's kind, lm, seq2seq or encoder; or task or image"""
     format: int = FORMAT
 
     @property

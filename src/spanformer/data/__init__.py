@@ -2,6 +2,7 @@
 
 from spanformer.data.bpe import BPE
 from spanformer.data.config import DataConfig
+from spanformer.data.images import Pixels
 from spanformer.data.lanes import Batch, Lanes, Scored, every_token
 from spanformer.data.masking import HiddenSegments, MaskedBatch, mask_segments, mask_tokens
 from spanformer.data.pairs import PairBatch, Pairs, PairStream
@@ -23,6 +24,7 @@ __all__ = [
     "PairBatch",
     "PairStream",
     "Pairs",
+    "Pixels",
     "Prepared",
     "Scored",
     "Split",

@@ -11,7 +11,7 @@ import tyro
 
 from spanformer.core.paths import expand_home
 
-Tokens = Literal["byte", "char", "word", "bpe"]
+Tokens = Literal["byte", "char", "word", "bpe", "pixel"]
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class DataConfig:
     """a named corpus (stdlib, numbers, enwik8, text8, wikitext-2, wikitext-103), or a file, a folder or a glob of your
     own; stdlib is the source of Python's standard library, numbers has pairs of digits and words for a seq2seq model;
     or a task for a language model, such as recall(pairs=8, distance=256) (also copy, duplicate, needle, chase,
-    repeat, reverse)"""
+    repeat, reverse). With tokens pixel: digits (8 × 8 images, in scikit-learn), or a folder of PNG files of one size"""
     tokens: Tokens = "byte"
-    """type of token"""
+    """type of token; pixel: the source is images, and a token is the value of a pixel"""
     copy: Annotated[str, tyro.conf.arg(name="from")] = ""
     """copy of the named corpus on disk (plain, .gz, .zip, .tar.gz or a folder), to use instead of a download"""
     vocab: int = 0
@@ -50,9 +50,11 @@ class DataConfig:
             raise ValueError(f"valid + test is {self.valid + self.test:g}, which leaves no text to train on")
         if self.limit < 0:
             raise ValueError(f"limit is {self.limit}; expected a number of bytes, or 0 for all")
-        least = {"byte": 0, "char": 2, "word": 2, "bpe": 256}[self.tokens]
+        least = {"byte": 0, "char": 2, "word": 2, "bpe": 256, "pixel": 0}[self.tokens]
         if self.vocab and self.tokens == "byte":
             raise ValueError(f"vocab is {self.vocab}; expected 0, since there are always 256 byte tokens")
+        if self.vocab and self.tokens == "pixel":
+            raise ValueError(f"vocab is {self.vocab}; expected 0, since the tokens of images are their levels")
         if self.vocab and self.vocab < least:
             raise ValueError(f"vocab is {self.vocab}; expected at least {least} for {self.tokens} tokens, or 0")
         if self.tokenizer and self.tokens != "bpe":

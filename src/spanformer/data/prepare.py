@@ -25,6 +25,7 @@ from spanformer.core.progress import Meter, OnProgress, silent
 from spanformer.data.bpe import BPE, PackageMissing
 from spanformer.data.config import DataConfig
 from spanformer.data.corpora import SPLITS
+from spanformer.data.images import Pixels
 from spanformer.data.pieces import Piece, limited, texts
 from spanformer.data.sources import Corpus, find
 from spanformer.data.vocab import Bytes, Chars, Unit, Vocab, Words, from_json
@@ -127,7 +128,12 @@ def _write(new: Path, config: DataConfig, corpus: Corpus, vocab: Vocab | None, o
     if config.limit:
         limits = {"train": config.limit, "valid": config.limit // 10, "test": config.limit // 10}
         splits = {split: limited(pieces, limits[split]) for split, pieces in splits.items()}
-    vocab = vocab or _vocab(config, splits["train"], on_progress)
+    own = None if corpus.vocab is None else corpus.vocab()
+    if vocab is not None and own is not None and vocab.to_json() != own.to_json():
+        raise ValueError(
+            f"source {config.source!r} has {own.to_json()}; expected images as the model's, {vocab.to_json()}"
+        )
+    vocab = vocab or own or _vocab(config, splits["train"], on_progress)
     counts = {}
     for split, pieces in splits.items():
         meter = Meter(f"encoding {split}", sum(map(len, pieces)), on_progress)
@@ -174,7 +180,7 @@ def _encode(path: Path, vocab: Vocab, pieces: Sequence[Piece], meter: Meter) -> 
     with path.open("wb") as file:
         for piece in pieces:
             parts: Any = meter.watch(piece.chunks())
-            if not isinstance(vocab, Bytes):
+            if not isinstance(vocab, Bytes | Pixels):
                 parts = texts(piece, parts)
             if isinstance(vocab, BPE):
                 parts = measured(parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import glob
 import hashlib
+import json
 import os
 import sysconfig
 from collections.abc import Callable, Sequence, Set
@@ -14,12 +15,13 @@ from typing import Any
 
 from spanformer.core.paths import check_regular, expand_home
 from spanformer.core.progress import OnProgress
-from spanformer.data import numbers, tasks
+from spanformer.data import images, numbers, tasks
 from spanformer.data.config import DataConfig
 from spanformer.data.corpora import NAMED, SPLITS, pieces_of
 from spanformer.data.pieces import Piece, is_archive, reading, whole
+from spanformer.data.vocab import Vocab
 
-SOURCES = ("stdlib", "numbers", *tasks.TASKS, *NAMED)
+SOURCES = ("stdlib", "numbers", images.DIGITS, *tasks.TASKS, *NAMED)
 OWN_SPLITS = {"train": {"train"}, "valid": {"valid", "validation", "val", "dev"}, "test": {"test"}}
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -32,6 +34,8 @@ class Corpus:
     """plain JSON that changes whenever the text may have changed; made without reading or downloading"""
     splits: Callable[[OnProgress], dict[str, list[Piece]]]
     """finds the text, downloading it if needed; returns all splits, none of them empty"""
+    vocab: Callable[[], Vocab] | None = None
+    """the vocabulary, where the source determines it; valid once `splits` was called"""
 
 
 def find(config: DataConfig) -> Corpus:
@@ -41,6 +45,10 @@ def find(config: DataConfig) -> Corpus:
             f"from is {config.copy!r}, but {source!r} is not a named corpus; "
             f"expected one of {', '.join(NAMED)} as the source"
         )
+    if config.tokens == "pixel":
+        return _images(config)
+    if source == images.DIGITS and not Path(source).exists():
+        raise ValueError(f"source is 'digits' and tokens is {config.tokens!r}; expected tokens 'pixel' for images")
     if source in NAMED:
         return _named(config)
     if source == "stdlib":
@@ -96,6 +104,39 @@ def _task(task: tasks.Task, config: DataConfig) -> Corpus:
         [tasks.written(task), task.version],
         lambda _tell: {split: [whole(path)] for split, path in tasks.write(task, made).items()},
     )
+
+
+def _images(config: DataConfig) -> Corpus:
+    """The digits, or a folder of PNG files, as raw levels in the cache."""
+    source, made = config.source, config.cache_folder() / "generated"
+    if source == images.DIGITS:
+        name, identity = images.DIGITS, [images.DIGITS, images.VERSION, config.valid, config.test]
+        files, root = [], Path()
+    else:
+        root = expand_home(source, "source")
+        if not root.is_dir():
+            raise ValueError(f"source is {source!r} and tokens is 'pixel'; expected digits, or a folder of PNG files")
+        name, files = root.resolve().name, _walk(root)
+        if len(files) < len(SPLITS):
+            raise ValueError(f"source {source!r} has {len(files)} files; expected PNG files for {len(SPLITS)} splits")
+        identity = [_stamps(root, files), config.valid, config.test, images.VERSION]
+    key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+
+    def splits(_on_progress: OnProgress) -> dict[str, list[Piece]]:
+        if images.written(made, key) is None:
+            if source == images.DIGITS:
+                images.write(made, key, images.deal_digits(config.valid, config.test), images.Pixels(8, 8, 1, 17))
+            else:
+                dealt = _split(root, list(map(whole, files)), config)
+                images.write(made, key, *images.read_folder({k: [p.path for p in v] for k, v in dealt.items()}))
+        return {split: [whole(path)] for split, path in images.raw_files(made, key, SPLITS).items()}
+
+    def vocab() -> Vocab:
+        found = images.written(made, key)
+        assert found is not None
+        return found
+
+    return Corpus(name, ["pixel", identity], splits, vocab)
 
 
 def _refuse_archives(files: Sequence[Path]) -> None:

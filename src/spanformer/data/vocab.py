@@ -16,7 +16,7 @@ import numpy as np
 
 from spanformer.data.detokenizer import ByteDetokenizer, Detokenizer
 
-Unit = Literal["byte", "char", "word"]
+Unit = Literal["byte", "char", "word", "dimension"]
 UNKNOWN, END = "<unk>", "<eos>"
 
 
@@ -24,7 +24,7 @@ class Vocab(ABC):
     kind: ClassVar[str]
     """as in DataConfig.tokens"""
     unit: ClassVar[Unit]
-    """unit of reported losses: bits per byte or character, or perplexity per word"""
+    """unit of reported losses: bits per byte, character or dimension of an image, or perplexity per word"""
     size: int
     """V: ids are 0 … V − 1"""
     unknown: int | None = None
@@ -196,7 +196,8 @@ class Words(Vocab):
 
 def from_json(saved: dict[str, Any]) -> Vocab:
     """The vocabulary from the result of `to_json`."""
-    from spanformer.data.bpe import BPE  # which imports this module
+    from spanformer.data.bpe import BPE  # which import this module
+    from spanformer.data.images import pixels_from
 
     match saved:
         case {"kind": "byte"}:
@@ -207,6 +208,8 @@ def from_json(saved: dict[str, Any]) -> Vocab:
             return Words(words)
         case {"kind": "bpe", "tokenizer": dict(tokenizer)}:
             return BPE(tokenizer)
+        case {"kind": "pixel"}:
+            return pixels_from(saved)
     shown = json.dumps(saved)
     raise ValueError(f"{shown[:40]}{'…' * (len(shown) > 40)} is no saved vocabulary; expected the result of to_json")
 

@@ -103,7 +103,7 @@ def summary(run: Run) -> str:
         said.append(f"{right[0].capitalize()}: {100 * right[1]:.2f} %.")
     if math.isfinite(depth := mean_depth(run)):
         said.append(f"A token takes {depth:.2f} of {run.start.shape.layers} layers on average.")
-    looks, back = looks_back(last), "back " if run.start.objective in ("lm", "task") else ""
+    looks, back = looks_back(last), "back " if run.start.objective in ("lm", "task", "image") else ""
     said.append(
         f"Heads look {back}{tokens(float(looks.mean()))} tokens on average and "
         f"{tokens(float(looks.max()))} at most, of {run.start.shape.max_span:,} allowed"

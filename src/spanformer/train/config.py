@@ -137,12 +137,19 @@ class RunConfig:
 
     @property
     def objective(self) -> str:
-        """What the model learns: model.kind, or "task" for a language model on a synthetic task."""
+        """What the model learns: model.kind, or "task" or "image" for a language model on one of these."""
         from spanformer.data.tasks import parse_task
 
+        if self.data.tokens == "pixel":
+            return "image"
         return self.model.kind if parse_task(self.data.source) is None else "task"
 
     def __post_init__(self) -> None:
+        if self.data.tokens == "pixel" and self.model.kind != "lm":
+            raise ValueError(
+                f"data.tokens is 'pixel' and model.kind is {self.model.kind!r}; expected 'lm', which predicts an image "
+                "pixel by pixel"
+            )
         if self.train.checkpointing and self.model.stack == "reversible":
             raise ValueError(
                 "train.checkpointing is set, and model.stack is 'reversible', which keeps no activations of layers "
@@ -155,7 +162,7 @@ class RunConfig:
             )
         if self.model.neighbours and self.objective != "lm":
             raise ValueError(
-                f"model.neighbours is {self.model.neighbours} and data.source is the task {self.data.source!r}; "
+                f"model.neighbours is {self.model.neighbours} and data.source is {self.data.source!r}; "
                 "expected a stream of text, or 0"
             )
         if self.train.cpc_mask_ratio and self.model.kind != "encoder":

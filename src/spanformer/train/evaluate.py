@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spanformer.core.progress import OnCount
-from spanformer.data import Pairs, every_token, mask_tokens
+from spanformer.data import Pairs, Pixels, every_token, mask_tokens
 from spanformer.model.encoder import Encoder
+from spanformer.model.images import scan_order
 from spanformer.model.lm import LM
 from spanformer.model.seq2seq import Seq2Seq
 from spanformer.model.stack import TransformerStack
@@ -168,6 +169,22 @@ def evaluate_task(
                 on_progress(min(first + batch, len(texts)), len(texts))
     tokens = len(texts) * len(at)
     return Score(float(total), tokens, tokens, right / tokens)
+
+
+def evaluate_images(
+    model: LM, pixels: Pixels, images: np.ndarray, *, batch: int = 64, dtype: str = "float32",
+    on_progress: OnCount | None = None,
+) -> Score:  # fmt: skip
+    """Score every value of images [n, N] in raster order: bits per dimension."""
+    every, order = np.ones(pixels.values, dtype=bool), scan_order(model.config, pixels.height, pixels.line)
+    texts = with_begin(pixels, images[:, order])
+    found = evaluate_task(model, texts, every, batch=batch, dtype=dtype, on_progress=on_progress)
+    return found._replace(exact=None)
+
+
+def with_begin(pixels: Pixels, images: np.ndarray) -> np.ndarray:
+    """[n, 1 + N] int64: the token that begins an image, and its values."""
+    return np.pad(images.astype(np.int64), ((0, 0), (1, 0)), constant_values=pixels.begin)
 
 
 @torch.no_grad()

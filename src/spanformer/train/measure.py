@@ -55,10 +55,7 @@ def measure_cost(model: TransformerStack, batch: Batch, config: RunConfig) -> di
     batch = batch._replace(arguments={name: t for name, t in batch.arguments.items() if name not in SEGMENTS})
     configs = {"learned": model.config, "full": with_full_attention(model.config)}
     steps = {name: MeasuredStep(copy_of(model, one), batch, config) for name, one in configs.items()}
-    event: dict[str, Any] = {
-        "flops": {name: count_flops(step.model, in_steady_state(step.model, batch.arguments))
-                  for name, step in steps.items()}
-    }  # fmt: skip
+    event: dict[str, Any] = {"flops": {name: step.flops() for name, step in steps.items()}}
     rounds: dict[str, list[Times]] = {name: [] for name in steps}
     for _ in range(ROUNDS):  # alternate, so that a slow moment of the machine affects both
         for name, step in steps.items():
@@ -80,9 +77,13 @@ class MeasuredStep:
         self.model, self.batch, self.config = model, batch, config
         arguments = batch.arguments
         self.world = World(0, 1, arguments["targets"].device, "one")
-        self.state = steady_state(model, arguments["x"]) if isinstance(model, LM) else None
+        self.state = steady_state(model, arguments["x"]) if isinstance(model, LM) and not batch.whole else None
         self.optimizer = model_optimizer(model, config.optim)
         set_lr(self.optimizer, 0.0)
+
+    def flops(self) -> float:
+        arguments = self.batch.arguments
+        return count_flops(self.model, arguments if self.state is None else {**arguments, "state": self.state})
 
     def run(self) -> None:
         self.gradients()

@@ -1,5 +1,5 @@
-"""Training objectives by kind of model and data: next token, answers of a task, target given its source, or masked
-tokens.
+"""Training objectives by kind of model and data: next token, pixels of images, answers of a task, target given its
+source, or masked tokens.
 
 An objective yields batches from streams that a checkpoint can resume, and scores a model on the validation split. All
 objectives share one training loop. Shapes: B rows of this process, T tokens, N masked positions.
@@ -19,6 +19,7 @@ from spanformer.data import (
     Lanes,
     Pairs,
     PairStream,
+    Pixels,
     Prepared,
     Task,
     TaskStream,
@@ -28,11 +29,20 @@ from spanformer.data import (
     texts_of,
 )
 from spanformer.model.encoder import Encoder
+from spanformer.model.images import scan_order
 from spanformer.model.lm import LM
 from spanformer.model.seq2seq import Seq2Seq
 from spanformer.model.stack import TransformerStack
 from spanformer.train.config import RunConfig
-from spanformer.train.evaluate import Score, evaluate, evaluate_masked, evaluate_pairs, evaluate_task
+from spanformer.train.evaluate import (
+    Score,
+    evaluate,
+    evaluate_images,
+    evaluate_masked,
+    evaluate_pairs,
+    evaluate_task,
+    with_begin,
+)
 from spanformer.train.neighbours import read_neighbours
 from spanformer.train.step import Batch
 
@@ -53,6 +63,8 @@ def make_objective(data: Prepared, config: RunConfig, rows: slice) -> Objective:
     kind = config.model.kind
     if (task := parse_task(config.data.source)) is not None:
         return TaskAnswers(task, data, config, rows)
+    if isinstance(data.vocab, Pixels):
+        return Images(data.vocab, data, config, rows)
     if kind == "seq2seq":
         return Answers(data, config, rows)
     return NextToken(data, config, rows) if kind == "lm" else Masked(data, config, rows)
@@ -110,13 +122,44 @@ class TaskAnswers:
     def draw(self) -> Batch:
         texts, counted = torch.from_numpy(next(self.stream)), torch.from_numpy(self.task.counted)
         tokens = self.config.train.batch * int(counted.sum())
-        return Batch({"x": texts[:, :-1], "targets": texts[:, 1:]}, tokens, counted=counted.expand(len(texts), -1))
+        return Batch(
+            {"x": texts[:, :-1], "targets": texts[:, 1:]}, tokens, counted=counted.expand(len(texts), -1), whole=True
+        )
 
     def evaluate(self, model: TransformerStack, on_progress: OnCount | None = None) -> Score:
         assert isinstance(model, LM)
         t, texts = self.config.train, self.valid[: self.asked]
         return evaluate_task(
             model, texts, self.task.counted, batch=t.batch, dtype=t.dtype, on_progress=on_progress
+        )  # fmt: skip
+
+
+class Images:
+    """Predict each value of an image from those before it. The first follows the token that begins an image."""
+
+    def __init__(self, pixels: Pixels, data: Prepared, config: RunConfig, rows: slice) -> None:
+        t = config.train
+        if t.block < pixels.values:
+            raise ValueError(
+                f"train.block is {t.block}; an image has {pixels.values} values ({pixels.height} × {pixels.width} "
+                f"pixels of {pixels.channels}), so expected at least that"
+            )
+        self.pixels, self.config = pixels, config
+        self.order = scan_order(config.model, pixels.height, pixels.line)
+        self.stream = TaskStream(images_of(pixels, data.splits["train"].ids, "train"), t.batch, seed=t.seed, rows=rows)
+        valid = images_of(pixels, data.splits["valid"].ids, "valid")
+        self.valid = valid[: max(1, t.eval_tokens // pixels.values) if t.eval_tokens else None]
+
+    def draw(self) -> Batch:
+        images = torch.from_numpy(with_begin(self.pixels, next(self.stream)[:, self.order]))
+        tokens = self.config.train.batch * self.pixels.values
+        return Batch({"x": images[:, :-1], "targets": images[:, 1:]}, tokens, whole=True)
+
+    def evaluate(self, model: TransformerStack, on_progress: OnCount | None = None) -> Score:
+        assert isinstance(model, LM)
+        t = self.config.train
+        return evaluate_images(
+            model, self.pixels, self.valid, batch=t.batch, dtype=t.dtype, on_progress=on_progress
         )  # fmt: skip
 
 
@@ -203,6 +246,14 @@ def pairs_of(data: Prepared, split: str, config: RunConfig) -> Pairs:
     return Pairs(
         data.splits[split].ids, data.vocab, begin=vocab - 2, end=vocab - 1, longest=config.train.block, name=split
     )
+
+
+def images_of(pixels: Pixels, ids: np.ndarray, name: str) -> np.ndarray:
+    """[n, N] of a split's ids; an incomplete last image, which a limit may have cut, is dropped."""
+    count = len(ids) // pixels.values
+    if not count:
+        raise ValueError(f"{name} has {len(ids)} values, and an image has {pixels.values}; raise data.limit")
+    return ids[: count * pixels.values].reshape(count, pixels.values)
 
 
 def valid_ids(data: Prepared, most: int) -> np.ndarray:

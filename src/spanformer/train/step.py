@@ -27,6 +27,8 @@ class Batch(NamedTuple):
     """[B, T] bool, False where a target is padding; None: all count"""
     reset: bool = True
     """whether this batch does not continue the previous one, so that the model's state must be dropped"""
+    whole: bool = False
+    """whether each row is a text from its beginning to its end, so that no batch has a state"""
 
 
 class Losses(NamedTuple):
