@@ -91,6 +91,9 @@ REDUCED = {
     r"generate HuggingFaceTB": "--max-tokens 4",
     r"generate .*--draft": "--draft 1:2 --max-tokens 4",
     r"generate": "--max-tokens 4 --chunk 4096",
+    r"fit-spans .*--bytes": (
+        "--bytes 8kB --context 128 --text 64 --steps 1 --survey 1 --measure 1 --dtype float32 --no-baselines"
+    ),
     r"fit-spans": "--context 64 --steps 1 --survey 1 --measure 1 --dtype float32",
     r"probe": "--contexts 200 --depths 2 --tasks 1",
     r"export-windows": "--texts 1",

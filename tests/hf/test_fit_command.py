@@ -22,10 +22,11 @@ from spanformer.core import processor
 from spanformer.core.events import NoteEvent
 from spanformer.core.text import read_text
 from spanformer.hf.attach import attach
-from spanformer.hf.fit import window_table
+from spanformer.hf.fit import growth_table, window_table
 from spanformer.hf.plan import FitPlan, FitRun
 from spanformer.hf.probe import make_task, probe, table
 from spanformer.hf.saved import load_fitted, save_fitted
+from spanformer.hf.spans import cache_bytes
 from spanformer.hf.text import check_logits, chunk_bits, load_model, make_chunks
 from support.byte_llama import save_byte_llama
 from support.products import Bfloat16Products
@@ -312,3 +313,63 @@ def test_text_of_a_folder_is_in_the_order_of_names(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("two")
     (tmp_path / "a.txt").write_text("one")
     assert read_text(str(tmp_path)) == read_text(str(tmp_path / "*.txt")) == "one\ntwo"
+
+
+def test_a_size_at_a_context_longer_than_the_texts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    out = tmp_path / "fit"
+    main(["fit-spans", str(folder), "--data", str(folder / "prose.txt"), "--out", str(out), "--bytes", "20kB",
+          "--context", "200", "--text", "64", "--steps", "2", "--survey", "1", "--measure", "1", "--dtype", "float32",
+          "--no-baselines"])  # fmt: skip
+    model, _, _ = load_fitted(str(out))
+    kept, full = cache_bytes(model, 200, dtype=torch.bfloat16)
+    shown = "".join(capsys.readouterr())
+    assert re.search(r"KV cache in 16 bits, [\d,]+ bytes a token:", shown)
+    assert re.search(rf" 200 +{full / 1000:.1f} kB +{20 - full / 200 / 1000:.1f} kB", shown)
+    saved = json.loads((out / "spans.json").read_text())
+    assert saved["served"] == 200 and saved["context"] == 64
+    assert growth_table(model).flatten().tolist() == pytest.approx([b for row in saved["growth"] for b in row])
+    assert 17_000 < kept <= 20_000
+    share = cache_bytes(model, 64)[0] / cache_bytes(model, 64)[1]
+    assert share == pytest.approx(saved["share"]) and share == pytest.approx(kept / full, abs=0.03)
+
+
+def test_a_head_that_keeps_the_whole_text_is_unlimited(folder: Path, tmp_path: Path) -> None:
+    plan = FitPlan(budget=1.0, context=64, steps=0, survey=1, measure=1, baselines=False)
+    run = FitRun(str(folder), str(folder / "prose.txt"), "", plan, torch.float32)
+    outcome = run.fit()
+    run.save(tmp_path, outcome)
+    model, tokenizer, _ = load_fitted(str(tmp_path))
+    assert bool((growth_table(model) == 1).all())
+    ids = torch.tensor([tokenizer(PROSE * 2)["input_ids"][:150]])
+    plain, _ = load_model(str(folder))
+    with torch.no_grad():
+        assert (model(ids).logits - plain(ids).logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"bytes": "lots"}, "bytes is 'lots'; expected a positive size such as 2GiB or 500MB"),
+        ({"bytes": "0GiB"}, "expected a positive size"),
+        ({"bytes": "1GiB", "tolerance": 0.1}, "bytes is 1GiB beside a tolerance of 0.1; leave one of them out"),
+        ({"context": 4096, "text": 8192}, "text is 8192; expected 8 tokens or more, at most the context of 4,096, or"),
+        ({"context": 8192, "lora": 4}, "lora is 4, and the context of 8,192 is longer than the texts of 2,048"),
+        ({"context": 8192, "far": "linear"}, "far is linear, and the context of 8,192 is longer"),
+        ({"kv_bits": 5}, "kv_bits is 5; expected 16, 8 or 4"),
+    ],
+)
+def test_bytes_and_lengths_that_make_no_plan(options: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        FitPlan(**options)
+
+
+@pytest.mark.parametrize(
+    "size, said",
+    [
+        ("1GiB", r"bytes is 1GiB, and the whole KV cache of 64 tokens takes .* kB: nothing needs to be fitted"),
+        ("100B", r"bytes is 100B, and 4 sink tokens and the token itself, .* take .*; ask for more memory, a shorter"),
+    ],
+)
+def test_bytes_that_no_fit_takes(folder: Path, size: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        FitRun(str(folder), str(folder / "prose.txt"), "", FitPlan(bytes=size, context=64), torch.float32)

@@ -99,7 +99,7 @@ def test_card_names_memory_windows_and_what_was_measured(tmp_path) -> None:
     hf.save_spans(model, tmp_path)
     card = (tmp_path / "README.md").read_text()
     kept, full = hf.cache_bytes(model, 160)
-    assert f"| 160 | {kept / 1024:.1f} KiB | {full / 1024:.1f} KiB | {kept / full:.3f} |" in card
+    assert f"| 160 | {kept / 1000:.1f} kB | {full / 1000:.1f} kB | {kept / full:.3f} |" in card
     for n, spans in enumerate(hf.head_spans(model).values()):
         assert f"| {n} | {', '.join(map(str, spans.keeps()))} |" in card
     assert "was not measured" in card and "base_model" not in card

@@ -19,6 +19,7 @@ from spanformer.core.progress import OnProgress
 from spanformer.core.text import printable
 from spanformer.core.version import VERSION
 from spanformer.hf.fit_events import LoraStep, Measured, Trial, WindowStep
+from spanformer.hf.fits import what_fits
 from spanformer.hf.plan import FitPlan, FitRun
 from spanformer.train.event_log import EventLog
 from spanformer.train.run_events import describe_machine
@@ -55,6 +56,8 @@ def fit(options: FitOptions, out: Path) -> None:
     with Progress() as report:
         report(f"loading {options.model}", 0, 0)
         run = FitRun(options.model, options.data, options.valid, options, named_dtype(options.dtype))
+        for line in what_fits(run.model, options, run.share):
+            report.say(line)
         with EventLog(out / FILE, tensorboard=None) as log:
             log.write(start_event(run, options, out))
             rows = FitLog(run, log.write, report, begun)
@@ -107,7 +110,7 @@ class FitLog:
                 self.write(NoteEvent(event.step, f"hard windows at step {event.step}: {distance}"))
 
     def _step(self, event: WindowStep) -> StepEvent:
-        group, context = self.run.group, self.run.plan.context
+        group, context = self.run.group, self.run.plan.length
         spans = [[w for w in layer for _ in range(group)] for layer in event.windows]
         reach = [
             [min(context, own.window or context, int(w + event.ramp / 2) + 1 + own.sink_tokens) for w in layer]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -21,6 +22,18 @@ def shown_bytes(count: float) -> str:
         count /= 1000
         del units[0]
     return f"{count:.0f} bytes" if units[0] == "bytes" else f"{count:,.1f} {units[0]}"
+
+
+def parse_bytes(text: str) -> int:
+    """'2GiB' → 2147483648. Units: B, kB, MB, GB, KiB, MiB, GiB."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kMG]?)B|([KMG])iB)?\s*", text)
+    if found is None or not (count := int(float(found[1]) * _SCALE[found[2] or ""] * _BINARY[found[3] or ""])):
+        raise ValueError(f"bytes is {text!r}; expected a positive size such as 2GiB or 500MB")
+    return count
+
+
+_SCALE = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+_BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def _physical() -> int:

@@ -54,6 +54,11 @@ class Seen:
         first layer that needs it."""
         return None if self.real is None else pack_real(self.real)
 
+    def positions(self, query: Tensor) -> Tensor:
+        """[B, Tq] of the queries [B, H, Tq, D] in their texts"""
+        last = torch.arange(self.keys - query.shape[2], self.keys)[None]
+        return (last if self.q_positions is None else self.q_positions).expand(len(query), -1)
+
     def contiguous(self) -> Seen:
         """Called by transformers on masks of a static cache only; its window may be as long as its text."""
         raise ValueError(_STATIC)
@@ -161,7 +166,8 @@ def attend_seen(
     s_aux: Tensor | None,
 ) -> Tensor:
     """[B, H, Tq, Dv], with all visible keys given. s_aux [H]: learned sink logits (gpt-oss)."""
-    rule, far = spans.rule_for(seen.keys), far_of(spans)
+    positions = seen.positions(query) if spans.elastic() else None
+    rule, far = spans.rule_for(seen.keys, positions), far_of(spans)
     if far is not None:
         refuse_far(dropout, s_aux)
     if seen.bias is not None or seen.documents is not None or s_aux is not None:

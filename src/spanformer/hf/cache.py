@@ -187,7 +187,7 @@ class SpanLayer(CacheLayerMixin):
             return out
         if torch.is_grad_enabled() and q.requires_grad:
             raise ValueError("a SpanCache has no gradients; use torch.no_grad(), or no KV cache")
-        rings, rule = self._rings(t), self.rule(s_aux)
+        rings, rule = self._rings(t), self.rule(s_aux, t)
         self.tokens.add(t, None if packed is None else seen.real)
         if packed is None:
             return self._attend(rings, q, k, v, rule, None, scale)
@@ -216,14 +216,20 @@ class SpanLayer(CacheLayerMixin):
         self.tokens.add(k.shape[2], None)
         rings.append(k, v)
 
-    def rule(self, s_aux: Tensor | None) -> Rule:
-        """The same object while nothing changes, so that HeadCache can reuse what it prepared."""
+    def rule(self, s_aux: Tensor | None, new: int) -> Rule:
+        """The same object while nothing changes, so that HeadCache can reuse what it prepared. new: how many tokens
+        are read; spans that grow depend on their positions."""
+        assert self.rings is not None
+        elastic = self.spans.elastic()
         sink = None if s_aux is None else (id(s_aux), s_aux._version)
         state = (self.spans.change(), self.room, sink)
-        if self._rule is None or self._rule[0] != state:
-            rule = self.spans.rule()
+        if elastic or self._rule is None or self._rule[0] != state:
+            positions = self.rings.place[:, None] + torch.arange(new) if elastic else None
+            rule = self.spans.rule(positions=positions)
             assert rule.reach is not None and rule.span is not None
-            reach = torch.as_tensor(rule.reach).clamp(max=self._longest)
+            shared = self.spans.heads // self.spans.groups
+            held = torch.tensor([n for n in self.rings.reach for _ in range(shared)])
+            reach = torch.as_tensor(rule.reach).minimum(held)
             span = rule.span.detach()
             self._rule = (
                 state,
@@ -250,7 +256,7 @@ class SpanLayer(CacheLayerMixin):
                 "the spans have changed since this cache read its text, and linear states cannot give tokens back; "
                 "make a new SpanCache"
             )
-        keeps, far = self.spans.keeps(), far_of(self.spans)
+        keeps, far = self.spans.keeps(self.room), far_of(self.spans)
         reach = [min(n, self._longest) for n in keeps]
         self._made_for = change
         if self.rings is None:

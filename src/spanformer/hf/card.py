@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from spanformer.core.memory import shown_bytes
 from spanformer.hf.spans import HeadSpans, cache_bytes
 
 CARD = "README.md"
@@ -52,7 +53,7 @@ def _memory(model: PreTrainedModel, layers: dict[str, HeadSpans]) -> str:
     lines = ["| tokens of text | KV cache | all of it | share |", "| --- | --- | --- | --- |"]
     for length in (first.max_span // 2, first.max_span, 4 * first.max_span, 16 * first.max_span):
         kept, full = cache_bytes(model, length)
-        lines.append(f"| {length:,} | {_size(kept)} | {_size(full)} | {kept / full:.3f} |")
+        lines.append(f"| {length:,} | {shown_bytes(kept)} | {shown_bytes(full)} | {kept / full:.3f} |")
     return (
         "\n".join(lines) + f"\n\nIn {str(model.dtype).removeprefix('torch.')}, with "
         f"{max(s.sink_tokens for s in layers.values())} sink tokens a head.\n\n"
@@ -74,10 +75,3 @@ def _measured(figures: dict[str, Any]) -> str:
              "| | bits per byte | over the full model |", "| --- | --- | --- |"]  # fmt: skip
     lines += [f"| {name} | {value:.4f} | {100 * (value / full - 1):+.2f} % |" for name, value in bits.items()]
     return "\n".join(lines) + "\n"
-
-
-def _size(count: int) -> str:
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"

@@ -45,7 +45,7 @@ def plan_windows(model: nn.Module, *, how: How = "longest", context: int) -> Win
         raise ValueError(f"how is {how!r}; expected 'longest', 'mean' or 'shortest'")
     if context < 1:
         raise ValueError(f"context is {context}; expected at least 1 token")
-    wanted = [_window(spans.keeps(), how) for spans in head_spans(model).values()]
+    wanted = [_window(spans.keeps(context), how) for spans in head_spans(model).values()]
 
     def kept(window: int) -> int:
         return sum(min(window, context) if n <= window else context for n in wanted)

@@ -17,9 +17,8 @@ Shapes: L layers, Hkv key/value heads of a layer, T tokens, E width of the hidde
 
 from __future__ import annotations
 
-import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +31,8 @@ from spanformer.hf.fit_events import OnFitEvent, Trial, WindowStep, ignore
 from spanformer.hf.spans import HeadSpans, head_spans
 from spanformer.hf.survey import Survey
 from spanformer.hf.text import TextChunks, chunks, hidden_states, logits_of
-from spanformer.model.budget import Budget, Price, allocate
-
-"""receives events: progress, step, eval, note"""
+from spanformer.hf.window_learner import WindowLearner
+from spanformer.model.budget import Budget, allocate
 
 
 @dataclass(frozen=True)
@@ -72,12 +70,28 @@ def window_table(model: nn.Module) -> Tensor:
     return torch.tensor([layer.keeps() for layer in head_spans(model).values()])
 
 
+def growth_table(model: nn.Module) -> Tensor:
+    """[L, Hkv] by how much each head's window grows with each token of the text."""
+    return torch.tensor([layer.growths() for layer in head_spans(model).values()])
+
+
 @torch.no_grad()
-def set_windows(model: nn.Module, windows: Tensor, ramp: float | None = None) -> None:
+def set_windows(
+    model: nn.Module, windows: Tensor, ramp: float | None = None, growth: Tensor | None = None
+) -> None:  # fmt: skip
     """Give every key/value head its window [L, Hkv], with a soft edge of `ramp` tokens centred on it; None: a hard
-    edge, so that a head sees w tokens and keeps w."""
+    edge, so that a head sees w tokens and keeps w. growth [L, Hkv]: tokens that a window gains with each token of
+    the text beyond max_span (and loses below it); 1 is an unlimited head. None: windows do not grow."""
     layers = list(head_spans(model).values())
-    for layer, row in zip(layers, windows.float(), strict=True):
+    growth = torch.zeros(windows.shape) if growth is None else growth
+    for layer, row, more in zip(layers, windows.float(), growth.float(), strict=True):
+        if bool(more.any()) and (layer.far is not None or layer.window is not None):
+            raise ValueError(
+                "growth is given for a layer with linear states or with its own sliding window; its windows do not grow"
+            )
+        layer.growth.copy_(
+            more if layer.kv_heads == layer.groups else more.repeat_interleave(layer.kv_heads // layer.groups)
+        )
         layer.ramp = 1.0 if ramp is None else ramp
         first = row - 1 if ramp is None else row - ramp / 2  # where the edge begins
         if layer.kv_heads != layer.groups:
@@ -101,47 +115,45 @@ def learn(
     found: Survey,
     config: FitConfig,
     on_event: OnFitEvent = ignore,
+    served: Budget | None = None,
 ) -> Tensor:
-    """Whole windows [L, Hkv] within the budget, learned from the survey's; the model is left with them, hard-edged."""
+    """Whole windows [L, Hkv] within the budget, learned from the survey's; the model is left with them, hard-edged.
+    served: the budget of longer texts, to which windows grow (`growth_table`)."""
     begun = time.monotonic()
     windows, price = allocate(found.costs, found.grid, budget)
-    best = budget.whole(windows)
     layers = list(head_spans(model).values())
     check_layers(layers)
+    budgets = [budget] if served is None else [budget, replace(budget, context=texts.start)]
+    heads = WindowLearner(windows, price, budgets, lr=config.lr, shortest=config.last_ramp / 2)
+    best = (budget.whole(windows), torch.zeros(windows.shape)) if served is None else heads.whole(served)
     on_event(ProgressEvent("trying the survey's windows", 0, config.steps))
     teacher: dict[int, Tensor] = {}  # by number of the text, as they are first read
     reference = [full_states(model, row, trials.start, budget.context) for row in trials.ids]
-    lowest = trial(model, best, trials, reference)
+    lowest = trial(model, best[0], trials, reference, best[1])
     on_event(Trial(0, lowest))
-    theta = nn.Parameter(windows.clamp(min=config.last_ramp / 2).log())
-    adam = torch.optim.Adam([theta], lr=config.lr, betas=(0.8, 0.95))
-    follow = Price(price if math.isfinite(price) else 0.0)
     features, worse = FarLearner(layers, config.far_lr), 0
     for step in range(1, config.steps + 1):
         done = (step - 1) / config.steps
         ramp = config.ramp + (config.last_ramp - config.ramp) * done
-        adam.param_groups[0]["lr"] = config.lr * (1 - 0.9 * done)
-        windows = budget.fit(theta.detach().exp(), shortest=config.last_ramp / 2, spare=ramp / 2)
-        with torch.no_grad():
-            theta.copy_(windows.log())
+        windows, growth = heads.soft(ramp)
         number = (step - 1) % len(texts)
         if number not in teacher:
             teacher[number] = full_states(model, texts.ids[number], texts.start, budget.context)
-        set_windows(model, windows, ramp)
-        loss, slope = window_slopes(model, layers, texts.ids[number], teacher[number], texts.start)
-        weight = follow.step(slope)
-        theta.grad = (slope + weight) * windows
-        adam.step()
+        set_windows(model, windows, ramp, growth)
+        loss, *slopes = window_slopes(
+            model, layers, texts.ids[number], teacher[number], texts.start, served is not None
+        )
+        weight, norm = heads.step(*slopes, scale=1 - 0.9 * done)
         features.step(1 - 0.9 * done)
         on_event(WindowStep(
-            step, kl=loss, price=weight, ramp=ramp, lr=adam.param_groups[0]["lr"],
-            grad_norm=float(theta.grad.norm()), seconds=time.monotonic() - begun, windows=windows.tolist(),
+            step, kl=loss, price=weight, ramp=ramp, lr=config.lr * (1 - 0.9 * done),
+            grad_norm=norm, seconds=time.monotonic() - begun, windows=windows.tolist(),
         ))  # fmt: skip
         late = bool(config.minutes) and time.monotonic() - begun > 60 * config.minutes
         if step % config.check == 0 or step == config.steps or late:
             on_event(ProgressEvent(f"step {step}: trying windows", step, config.steps))
-            whole = budget.whole(budget.fit(theta.detach().exp()))
-            now = trial(model, whole, trials, reference)
+            whole = heads.whole(served)
+            now = trial(model, whole[0], trials, reference, whole[1])
             on_event(Trial(step, now))
             worse = 0 if now < lowest else worse + 1
             if now < lowest:
@@ -151,8 +163,8 @@ def learn(
             on_event(NoteEvent(step, "out of time" if late else f"no gain in {worse} trials: stopped"))
             break
     features.restore()
-    set_windows(model, best)
-    return best
+    set_windows(model, best[0], growth=best[1])
+    return best[0]
 
 
 @torch.no_grad()
@@ -161,15 +173,18 @@ def full_states(model: PreTrainedModel, ids: Tensor, start: int, context: int) -
     for layer in head_spans(model).values():
         layer.ramp = 1.0
         layer.ratio.fill_(1.0)
+        layer.growth.zero_()
         if layer.max_span < min(context, layer.window or context):
             raise ValueError(f"max_span is {layer.max_span}, and texts have {context} tokens; attach longer spans")
     return hidden_states(model, ids[None], start)[0]
 
 
 @torch.no_grad()
-def trial(model: PreTrainedModel, windows: Tensor, texts: TextChunks, reference: list[Tensor]) -> float:
+def trial(
+    model: PreTrainedModel, windows: Tensor, texts: TextChunks, reference: list[Tensor], growth: Tensor | None = None
+) -> float:
     """KL from the full model, in nats per token, with hard windows."""
-    set_windows(model, windows)
+    set_windows(model, windows, growth=growth)
     total = 0.0
     for row, wanted in zip(texts.ids, reference, strict=True):
         states = hidden_states(model, row[None], texts.start)[0]
@@ -178,20 +193,24 @@ def trial(model: PreTrainedModel, windows: Tensor, texts: TextChunks, reference:
 
 
 def window_slopes(
-    model: PreTrainedModel, layers: list[HeadSpans], ids: Tensor, wanted: Tensor, start: int
-) -> tuple[float, Tensor]:
-    """(KL in nats per token, its derivative by every window [L, Hkv]) on one text."""
+    model: PreTrainedModel, layers: list[HeadSpans], ids: Tensor, wanted: Tensor, start: int, grow: bool = False
+) -> tuple[float, Tensor, Tensor]:
+    """(KL in nats per token, its derivatives by every window and by every growth, each [L, Hkv]) on one text. grow:
+    whether windows grow; the derivatives by growths are zeros otherwise."""
     for layer in layers:
         layer.ratio.requires_grad_(True)
+        layer.growth.requires_grad_(grow)
     states = hidden_states(model, ids[None], start)[0]
     loss = backward_kl(model, states, wanted)
-    slopes = []
+    slopes, of_growth = [], []
     for layer in layers:
         assert layer.ratio.grad is not None
         slopes.append(layer.ratio.grad.float() / layer.max_span)
-        layer.ratio.grad = None
+        of_growth.append(torch.zeros_like(slopes[-1]) if layer.growth.grad is None else layer.growth.grad)
+        layer.ratio.grad = layer.growth.grad = None
         layer.ratio.requires_grad_(False)
-    return loss, torch.stack(slopes)
+        layer.growth.requires_grad_(False)
+    return loss, torch.stack(slopes), torch.stack(of_growth)
 
 
 def backward_kl(model: PreTrainedModel, states: Tensor, wanted: Tensor) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from spanformer.core.memory import parse_bytes
 from spanformer.model.budget import Budget
 
 
@@ -12,13 +13,20 @@ from spanformer.model.budget import Budget
 class FitPlan:
     budget: float = 0.25
     """share of the full KV cache to keep, sink tokens included"""
+    bytes: str = ""
+    """use instead of a budget: largest size of the KV cache at the context, such as 2GiB or 500MB"""
+    kv_bits: Literal[16, 8, 4] = 16
+    """of a number in that KV cache; 8 and 4 have a scale of 4 bytes for each key and value"""
     tolerance: float = 0.0
     """use instead of a budget: largest rise of the loss (0.01 is 1 %), on validation texts taken from the
     data; the budget is the smallest memory at which the survey's windows reach it, and learning improves on it"""
     context: int = 2048
-    """tokens per text; KV memory is computed for this length"""
+    """longest text to serve; KV memory is computed for this length"""
+    text: int = 0
+    """tokens per text to learn from; 0: the context, at most 2,048. Where the context is longer, windows grow with the
+    text, so that all lengths have the same share of memory"""
     start: int = 0
-    """first position whose loss counts; 0: half the context"""
+    """first position whose loss counts; 0: half of a text"""
     sink_tokens: int = 4
     """number of first tokens that stay visible to every head"""
     survey: int = 8
@@ -66,8 +74,27 @@ class FitPlan:
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected {least} or more")
-        if self.start >= self.context:
-            raise ValueError(f"start is {self.start}; expected a position inside the context of {self.context}")
+        if not (self.text == 0 or 8 <= self.text <= self.context):
+            raise ValueError(
+                f"text is {self.text}; expected 8 tokens or more, at most the context of {self.context:,}, or 0"
+            )
+        if self.start >= self.length:
+            raise ValueError(f"start is {self.start}; expected a position inside a text of {self.length:,} tokens")
+        if self.kv_bits not in (16, 8, 4):
+            raise ValueError(f"kv_bits is {self.kv_bits}; expected 16, 8 or 4")
+        if self.bytes:
+            parse_bytes(self.bytes)
+            if self.tolerance:
+                raise ValueError(
+                    f"bytes is {self.bytes} beside a tolerance of {self.tolerance:g}; leave one of them out"
+                )
+        fixed = [name for name in ("lora", "tolerance", "retrieve") if getattr(self, name)]
+        fixed += ["far"] if self.far == "linear" else []
+        if self.grows and fixed:
+            raise ValueError(
+                f"{fixed[0]} is {getattr(self, fixed[0])}, and the context of {self.context:,} is longer than the "
+                f"texts of {self.length:,}, so that windows grow; leave out {fixed[0]}, or give --text {self.context}"
+            )
         for name in ("lr", "lora_lr"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name):g}; expected a positive number")
@@ -89,11 +116,22 @@ class FitPlan:
             raise ValueError(f"retrieve_codes is {self.retrieve_codes!r}; expected 'ram' or 'file'")
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance is {self.tolerance:g}; expected a share of the loss, such as 0.01")
-        Budget(self.budget, self.context, self.sink_tokens)
+        if not self.bytes:
+            Budget(self.budget, self.length, self.sink_tokens)
+
+    @property
+    def length(self) -> int:
+        """tokens of a text to learn from"""
+        return self.text or min(self.context, 2048)
+
+    @property
+    def grows(self) -> bool:
+        """whether windows grow with the text"""
+        return self.context > self.length
 
     @property
     def first(self) -> int:
-        return self.start or self.context // 2
+        return self.start or self.length // 2
 
     @property
     def features(self) -> int:

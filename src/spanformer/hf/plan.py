@@ -16,9 +16,10 @@ from spanformer.core.text import read_text
 from spanformer.hf.attach import attach
 from spanformer.hf.baselines import by_mass, uniform
 from spanformer.hf.far_learner import start_states, states_in_tokens, states_off
-from spanformer.hf.fit import FitConfig, budget_of, check_layers, learn, set_windows
+from spanformer.hf.fit import FitConfig, budget_of, check_layers, growth_table, learn, set_windows
 from spanformer.hf.fit_events import Measured, OnFitEvent, ignore
 from spanformer.hf.fit_plan import FitPlan
+from spanformer.hf.fits import check_growth, share_of_bytes
 from spanformer.hf.lora import check_peft, learn_lora
 from spanformer.hf.retrieval_fit import CODE, Allocation, allocate_retrieval, ram_share, rings_within
 from spanformer.hf.retrieval_heads import retrieve, stop_retrieving
@@ -52,6 +53,8 @@ class Outcome:
     """their bytes, which `share` includes"""
     retrieving: dict[str, float] = field(default_factory=dict)
     """share of the KV heads that retrieve, ring, k and share of an 8-bit KV cache in RAM; empty: none"""
+    growth: Tensor | None = None
+    """[L, Hkv] tokens that a window gains with each token beyond the texts' length; 1: unlimited"""
 
     def text(self) -> str:
         full = self.bits["full"]
@@ -83,18 +86,21 @@ class FitRun:
         if longest is not None and plan.context > longest:
             raise ValueError(f"context is {plan.context}, and the model was made for {longest}; ask for fewer tokens")
         check_logits(self.model)
-        attach(self.model, max_span=plan.context, sink_tokens=plan.sink_tokens, far_features=plan.features)
+        attach(self.model, max_span=plan.length, sink_tokens=plan.sink_tokens, far_features=plan.features)
         self.model.requires_grad_(False)
         self.layers = list(head_spans(self.model).values())
         check_layers(self.layers)
         whole = states_in_tokens(self.layers, self.model.dtype)
-        replace(self.budget(plan.budget), states=whole)  # fail now, not after the survey
-        made = {"context": plan.context, "start": plan.first}
+        self.share = share_of_bytes(self.model, plan) if plan.bytes else plan.budget
+        if plan.grows:
+            check_growth(self.model)
+        replace(self.budget(self.share), states=whole)  # fail now, not after the survey
+        made = {"context": plan.length, "start": plan.first}
         need = max(plan.survey, plan.steps) + TRIALS
         texts = make_chunks(text if valid else text[:cut], self.tokenizer, limit=need, **made)
         if len(texts) <= TRIALS:
             raise ValueError(
-                f"the text has {len(texts)} windows of {plan.context:,} tokens, and {TRIALS} of them are only for "
+                f"the text has {len(texts)} windows of {plan.length:,} tokens, and {TRIALS} of them are only for "
                 "validation; give more text or a shorter context"
             )
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(plan.seed))
@@ -103,7 +109,7 @@ class FitRun:
         self.held_out = make_chunks(other, self.tokenizer, limit=plan.measure, **made)
 
     def budget(self, share: float) -> Budget:
-        return budget_of(self.layers, share, self.plan.context, self.plan.sink_tokens)
+        return budget_of(self.layers, share, self.plan.length, self.plan.sink_tokens)
 
     @property
     def spans(self) -> int:
@@ -120,13 +126,13 @@ class FitRun:
         return Shape(
             layers=len(self.layers), dim=c.hidden_size, heads=layer.heads, kv_heads=layer.groups,
             head_dim=layer.head_size // 2, feedforward=3 * c.hidden_size * getattr(c, "intermediate_size", 0),
-            persistent=0, vocab=c.vocab_size, block=self.plan.context, batch=1, max_span=self.plan.context,
+            persistent=0, vocab=c.vocab_size, block=self.plan.length, batch=1, max_span=self.plan.length,
         )  # fmt: skip
 
     def survey(self, on_event: OnFitEvent) -> Survey:
         return survey(
             self.model, self.train[: self.plan.survey], sink_tokens=self.plan.sink_tokens, seed=self.plan.seed,
-            rings=rings_within(self.plan.context, self.plan.sink_tokens) if self.plan.retrieve else None,
+            rings=rings_within(self.plan.length, self.plan.sink_tokens) if self.plan.retrieve else None,
             k=self.plan.retrieve_k,
             on_progress=lambda done, total: _progress(on_event, "surveying the heads", done, total),
         )  # fmt: skip
@@ -136,19 +142,23 @@ class FitRun:
         plan, begun = self.plan, time.monotonic()
         bits = {"full": self.measure(None, "full", on_event)}
         found = found or self.survey(on_event)
-        share = self._tolerated(found, on_event) if plan.tolerance else plan.budget
+        share = self._tolerated(found, on_event) if plan.tolerance else self.share
         budget = self.budget(share)
         config = FitConfig(steps=plan.steps, minutes=plan.minutes, lr=plan.lr,
-                           ramp=max(1.0, min(96.0, plan.context / 16)),
-                           last_ramp=max(1.0, min(32.0, plan.context / 32)))  # fmt: skip
+                           ramp=max(1.0, min(96.0, plan.length / 16)),
+                           last_ramp=max(1.0, min(32.0, plan.length / 32)))  # fmt: skip
         costs, retrieving = found, {}
         if plan.features:
             budget, costs = start_states(
                 self.model, self.train[: plan.survey], self.trials, budget, found, TransferConfig(), self.model.dtype,
                 lambda done, total: _progress(on_event, "teaching linear states", done, total),
             )  # fmt: skip
-        windows = learn(self.model, self.train, self.trials, budget, costs, config, on_event)
-        bits["fitted spans"] = self.measure(windows, "fitted spans", on_event)
+        served = replace(budget, context=plan.context) if plan.grows else None
+        windows = learn(self.model, self.train, self.trials, budget, costs, config, on_event, served)
+        growth = growth_table(self.model) if plan.grows else budget.unlimited(windows)
+        if plan.features or plan.retrieve:
+            growth = torch.zeros_like(growth)
+        bits["fitted spans"] = self.measure(windows, "fitted spans", on_event, growth)
         if plan.baselines:
             alone = replace(budget, states=0.0)
             others = {
@@ -170,27 +180,31 @@ class FitRun:
             learn_lora(self.model, self.train, windows, budget, rank=plan.lora, steps=plan.lora_steps,
                        minutes=plan.minutes, lr=plan.lora_lr, on_event=on_event)  # fmt: skip
             bits["fitted spans and LoRA"] = self.measure(windows, "LoRA", on_event)
-        set_windows(self.model, windows)
+        set_windows(self.model, windows, growth=growth)
         maps = [layer.far for layer in self.layers if layer.far is not None]
         return Outcome(
             windows, budget.share_of(windows), bits, time.monotonic() - begun, bool(plan.lora),
             sum(len(far.kv_on()) for far in maps), sum(far.state_bytes(self.model.dtype) for far in maps),
-            retrieving,
+            retrieving, growth,
         )  # fmt: skip
 
-    def measure(self, windows: Tensor | None, title: str, on_event: OnFitEvent = ignore) -> float:
+    def measure(
+        self, windows: Tensor | None, title: str, on_event: OnFitEvent = ignore, growth: Tensor | None = None
+    ) -> float:
         """Bits per byte of held-out text with these windows; None: every head sees everything."""
-        bits = self._bits(self.held_out, windows, title, on_event)
+        bits = self._bits(self.held_out, windows, title, on_event, growth)
         targets = self.held_out.targets * len(self.held_out)
         loss = bits * math.log(2) * float(self.held_out.bytes.sum()) / targets
         if title in ("full", "fitted spans", "LoRA"):
             on_event(Measured(bits, loss, targets))
         return bits
 
-    def _bits(self, texts: TextChunks, windows: Tensor | None, title: str, on_event: OnFitEvent) -> float:
+    def _bits(
+        self, texts: TextChunks, windows: Tensor | None, title: str, on_event: OnFitEvent, growth: Tensor | None = None
+    ) -> float:
         if windows is None:
             windows = self.budget(1.0).longest.expand(len(self.layers), self.layers[0].groups)
-        set_windows(self.model, windows)
+        set_windows(self.model, windows, growth=growth)
         return bits_per_byte(
             self.model, texts, lambda done, total: _progress(on_event, f"measuring: {title}", done, total)
         )
@@ -215,7 +229,7 @@ class FitRun:
         """The smallest share at which the survey's windows raise the loss on the validation texts by no
         more than the tolerance."""
         full = self._bits(self.trials, None, "full, on texts kept aside", on_event)
-        low, high = self.budget(1.0).least + 1 / self.plan.context, 1.0
+        low, high = self.budget(1.0).least + 1 / self.plan.length, 1.0
         for _ in range(6):
             share = math.sqrt(low * high)
             budget = self.budget(share)
@@ -231,18 +245,20 @@ class FitRun:
         model = self.model
         if not outcome.adapted:
             model = attach(
-                load_model(self.name, "auto")[0], max_span=self.plan.context, sink_tokens=self.plan.sink_tokens,
+                load_model(self.name, "auto")[0], max_span=self.plan.length, sink_tokens=self.plan.sink_tokens,
                 far_features=self.plan.features,
             )  # fmt: skip
             for fitted, saved in zip(self.layers, head_spans(model).values(), strict=True):
                 if fitted.far is not None and saved.far is not None:
                     saved.far.load_state_dict(fitted.far.state_dict())
-        set_windows(model, outcome.windows)
+        set_windows(model, outcome.windows, growth=outcome.growth)
         figures = {
-            "context": self.plan.context, "sink_tokens": self.plan.sink_tokens, "share": outcome.share,
+            "context": self.plan.length, "sink_tokens": self.plan.sink_tokens, "share": outcome.share,
             "bits_per_byte": outcome.bits, "minutes": round(outcome.seconds / 60, 2),
-            "windows": outcome.windows.tolist(),
+            "windows": outcome.windows.tolist(), "served": self.plan.context,
         }  # fmt: skip
+        if outcome.growth is not None:
+            figures["growth"] = outcome.growth.tolist()
         if self.plan.features:
             figures |= {"state_bytes": outcome.state_bytes, "states": [
                 [] if layer.far is None else layer.far.kv_on() for layer in self.layers

@@ -73,7 +73,7 @@ class RetrievalLayer(SpanLayer):
         t, first = q.shape[2], self.rings is None
         if first and self.length != t:
             raise ValueError("a retrieval cache was given a text that it did not begin; make a new one for each text")
-        rings, rule, before = self._rings(t), self.rule(s_aux), self.length - t
+        rings, rule, before = self._rings(t), self.rule(s_aux, t), self.length - t
         self.tokens.add(t, None)
         if first:
             self.dtype, self.store = k.dtype, self.make()
@@ -106,8 +106,8 @@ class RetrievalLayer(SpanLayer):
         if self.retriever.omitted is not None:
             self.retriever.omitted.append(share)
 
-    def rule(self, s_aux: Tensor | None) -> Rule:
-        soft = super().rule(s_aux)
+    def rule(self, s_aux: Tensor | None, new: int) -> Rule:
+        soft = super().rule(s_aux, new)
         if self._ringed is None or self._ringed[0] is not soft:
             self._ringed = soft, ring_rule(soft, self.spans, self.retriever)
         return self._ringed[1]

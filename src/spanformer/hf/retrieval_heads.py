@@ -56,6 +56,11 @@ def retrieve(model: nn.Module, *, share: float = 0.15, ring: int = 64, k: int = 
     for layer in layers:
         if len(layer.ratio) != layer.groups:
             raise ValueError("spans are per query head; a ring belongs to a KV head: attach them with per='kv_head'")
+        if layer.elastic() or any(layer.growths()):
+            raise ValueError(
+                "spans grow with the text or are unlimited; retrieval heads need fixed ones: fit with --retrieve, or "
+                "set their growth to 0"
+            )
         if retriever_of(layer) is not None:
             raise ValueError(f"{type(base).__name__} retrieves already; call stop_retrieving first")
     order = sorted(

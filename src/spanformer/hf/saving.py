@@ -25,11 +25,11 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from spanformer.hf.attach import CONFIG, attach, detach, forget_spans
 from spanformer.hf.far import FarMap
 from spanformer.hf.pretrained import load_causal_lm, load_config
-from spanformer.hf.spans import NAME, head_spans
+from spanformer.hf.spans import NAME, HeadSpans, head_spans
 
 _KEYS = {"max_span": int, "ramp": float, "per": str, "sink_tokens": int}
 _TAIL = f".{NAME}.ratio"
-OURS = re.compile(rf"\.{NAME}\.(ratio|far\.[a-z_]+)$")
+OURS = re.compile(rf"\.{NAME}\.(ratio|growth|far\.[a-z_]+)$")
 
 
 def from_pretrained(folder: str | Path, *, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
@@ -83,8 +83,22 @@ def _fill(model: PreTrainedModel, ratios: dict[str, Tensor], tensors: dict[str, 
             )
         with torch.no_grad():
             spans.ratio.copy_(ratio)
+            spans.growth.copy_(_growth(spans, tensors.get(f"{name}.{NAME}.growth"), name, folder))
         if spans.far is not None:
             _load_far(spans.far, f"{name}.{NAME}.far.", tensors, folder)
+
+
+def _growth(spans: HeadSpans, held: Tensor | None, name: str, folder: Path) -> Tensor:
+    """Zeros if spans were saved before they could grow."""
+    if held is None:
+        return torch.zeros_like(spans.growth)
+    fixed = spans.window is not None or spans.far is not None
+    if held.shape != spans.growth.shape or not bool(((held >= 0) & (held <= (0 if fixed else 1))).all()):
+        raise ValueError(
+            f"{name}.{NAME}.growth in {folder} has shape {list(held.shape)}; expected {list(spans.growth.shape)} "
+            f"numbers from 0 to {0 if fixed else 1}"
+        )
+    return held
 
 
 def _check_features(features: int, tensors: dict[str, Tensor], folder: Path) -> None:

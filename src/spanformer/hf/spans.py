@@ -5,6 +5,9 @@ centred on z = ρ·S + R/2. It sees ⌈z + R/2⌉ tokens, at most S, and the tex
 these are in its KV cache. At ρ = 1 every key within S has weight 1. With `far` some heads also have a linear state for
 what lies beyond (far.py).
 
+A span may grow with the text: for a query that is the n-th token, ρ·S + b·(n − S) takes the place of ρ·S, with b from 0
+(fixed) to 1 (unlimited: such a head sees everything). As b ≤ 1, a key that a head no longer sees never returns.
+
 Shapes: H query heads, Hkv key/value heads.
 """
 
@@ -20,7 +23,10 @@ from torch import Tensor, nn
 from spanformer.attention.adaptive_span import AdaptiveSpan, read_spans
 from spanformer.hf.far import FarMap, far_of
 from spanformer.ops import Rule
+from spanformer.ops.rule import UNLIMITED
 
+EVERYTHING = float(1 << 30)
+"""a span beyond any text"""
 NAME = "spans"
 """the attribute of an attention module that holds its spans: model.layers.3.self_attn.spans.ratio"""
 
@@ -55,6 +61,10 @@ class HeadSpans(AdaptiveSpan):
         self.head_size = head_size
         """numbers per token and key/value head, key and value together"""
         self._still: tuple[tuple[int, ...], Rule, float] | None = None
+        self.growth: Tensor
+        self.register_buffer("growth", torch.zeros(self.kv_heads))
+        """[Hkv] or [H], as the ratios: b"""
+        self._grown: tuple[tuple[int, int], list[float]] = ((0, 0), [])
         self.far = far
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HeadSpans:
@@ -68,19 +78,31 @@ class HeadSpans(AdaptiveSpan):
             )
 
         super()._apply(move, recurse)
-        self._read, self._still = ((0, 0), []), None  # both were read before the move
+        self._read, self._grown, self._still = ((0, 0), []), ((0, 0), []), None  # all were read before the move
         return self
 
-    def rule(self, view: object = None) -> Rule:
+    def rule(self, view: object = None, positions: Tensor | None = None) -> Rule:
+        """positions [1 or B, Tq]: of the queries in their texts; needed if spans grow (`elastic`)."""
         longest = self._longest()
         reach = longest[0] if len(set(longest)) == 1 else [n for n in longest for _ in range(self.heads // self.groups)]
-        return Rule(self.heads, span=self._spans(), ramp=self.ramp, reach=reach, sink_tokens=self.sink_tokens)
+        span = self._spans()
+        if any(self.growths()) or self.growth.requires_grad:
+            grown = self.growth.repeat_interleave(self.heads // self.kv_heads)
+            if self.elastic():
+                if positions is None:
+                    raise ValueError("positions are missing; spans that grow with the text need those of the queries")
+                grown = grown[:, None]
+                more = (positions.to(span.device)[:, None] + 1 - self.max_span).to(span.dtype)
+                span = (span[:, None] + grown * more).clamp(min=0)
+            if not self.growth.requires_grad:
+                span = torch.where(grown >= 1, EVERYTHING, span)
+        return Rule(self.heads, span=span, ramp=self.ramp, reach=reach, sink_tokens=self.sink_tokens)
 
-    def rule_for(self, keys: int) -> Rule:
+    def rule_for(self, keys: int, positions: Tensor | None = None) -> Rule:
         """The rule for a call over this many keys. Without gradients it is cached until the spans change,
         and terms that have no effect on so few keys are left out."""
-        if (torch.is_grad_enabled() and self.ratio.requires_grad) or torch.compiler.is_compiling():
-            return self.rule()
+        if (torch.is_grad_enabled() and self.ratio.requires_grad) or torch.compiler.is_compiling() or self.elastic():
+            return self.rule(positions=positions)
         if self._still is None or self._still[0] != self.change():
             rule, known = self.rule(), self._read[0] == self._change()
             on_host = known or self.ratio.device.type == "cpu"  # a forward pass must not make the host wait
@@ -91,21 +113,39 @@ class HeadSpans(AdaptiveSpan):
             return replace(rule, span=None, reach=None, sink_tokens=0)
         return rule
 
-    def tokens(self) -> list[float]:
-        """z + R/2 of each ratio, the tokens it sees, not yet rounded."""
-        read_spans([self])
-        return [z + self.ramp for z in self._read[1]]
+    def growths(self) -> list[float]:
+        """b of each ratio."""
+        change = id(self.growth), self.growth._version
+        if self._grown[0] != change:
+            self._grown = change, self.growth.detach().tolist()
+        return self._grown[1]
 
-    def keeps(self) -> list[int]:
-        """[Hkv] how many of the latest tokens each key/value head keeps, without sink_tokens; a group keeps as many as
-        its longest head."""
-        seen = [math.ceil(t) for t in self.tokens()]
+    def elastic(self) -> bool:
+        """Whether the span of any head depends on the position of the query."""
+        return self.growth.requires_grad or any(0 < b < 1 for b in self.growths())
+
+    def tokens(self, length: int | None = None) -> list[float]:
+        """z + R/2 of each ratio at the end of a text of this many tokens (None: of S), the tokens it sees, not yet
+        rounded."""
+        read_spans([self])
+        length = self.max_span if length is None else length
+        return [
+            float(max(1, length - self.sink_tokens))
+            if b >= 1
+            else max(0.0, z + b * (length - self.max_span)) + self.ramp
+            for z, b in zip(self._read[1], self.growths(), strict=True)
+        ]
+
+    def keeps(self, length: int | None = None) -> list[int]:
+        """[Hkv] how many of the latest tokens each key/value head keeps of a text of this many tokens (None: of S),
+        without sink_tokens; a group keeps as many as its longest head."""
+        seen = [math.ceil(t) for t in self.tokens(length)]
         each = len(seen) // self.groups
         return [min(most, max(seen[g * each : (g + 1) * each])) for g, most in enumerate(self._longest())]
 
     def change(self) -> tuple[int, ...]:
-        """Another value after each change of the ratios, or of which heads have a state."""
-        return (*self._change(), *(() if self.far is None else self.far.kv_on()))
+        """Another value after each change of the ratios and growths, or of which heads have a state."""
+        return (*self._change(), id(self.growth), self.growth._version, *(() if self.far is None else self.far.kv_on()))
 
     def span_tokens(self) -> Tensor:
         """[H]: z, with its gradient."""
@@ -118,7 +158,12 @@ class HeadSpans(AdaptiveSpan):
             return [min(self.max_span, self.window)] * self.groups
         far = far_of(self)
         with_state = [] if far is None else far.kv_on()
-        return [self.max_span + (math.ceil(self.ramp) if g in with_state else 0) for g in range(self.groups)]
+        each = self.kv_heads // self.groups
+        grows = [any(self.growths()[g * each : (g + 1) * each]) for g in range(self.groups)]
+        return [
+            UNLIMITED if grows[g] else self.max_span + (math.ceil(self.ramp) if g in with_state else 0)
+            for g in range(self.groups)
+        ]
 
     def extra_repr(self) -> str:
         window = "" if self.window is None else f", window={self.window}"
@@ -170,7 +215,7 @@ def cache_bytes(model: nn.Module, context: int, *, batch: int = 1, dtype: torch.
     dtype = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
     size = dtype.itemsize
     layers = head_spans(model).values()
-    kept = sum(min(context, n + s.sink_tokens) * s.head_size for s in layers for n in s.keeps())
+    kept = sum(min(context, n + s.sink_tokens) * s.head_size for s in layers for n in s.keeps(context))
     full = sum(context * s.groups * s.head_size for s in layers)
     return kept * batch * size + state_bytes(model, batch=batch, dtype=dtype), full * batch * size
 

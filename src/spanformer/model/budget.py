@@ -81,6 +81,12 @@ class Budget:
         kept = torch.minimum(windows.double().ceil() + self.aside, self.full.double())
         return float((kept.sum() + self.states * kept.numel()) / self.full.expand_as(windows).sum())
 
+    def unlimited(self, windows: Tensor) -> Tensor:
+        """[L, H] the growth of these windows in longer texts: 1 for a head that keeps the whole context, which is
+        unlimited, and 0 for others, and in layers with a sliding window of their own."""
+        free = torch.tensor([[window is None] for window in self.own or (None,)])
+        return ((windows >= self.longest) & free).float()
+
     def fit(self, windows: Tensor, *, shortest: float | Tensor = 1.0, spare: float | Tensor = 0.0) -> Tensor:
         """The windows times one factor, so that their mean is the budget, each from `shortest` to the longest.
 
