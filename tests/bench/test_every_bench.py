@@ -39,7 +39,7 @@ def bench(tmp_path: Path, name: str, *options: str) -> dict:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_help_explains_the_shared_options(name, capsys):
-    if name in ("hf", "fit-spans", "knn", "retrieval"):
+    if name in ("context", "hf", "fit-spans", "knn", "retrieval"):
         pytest.importorskip("transformers")
     with pytest.raises(SystemExit) as end:
         main(["bench", name, "--help"])
@@ -274,7 +274,7 @@ PUBLISHED = sorted({
 @pytest.mark.parametrize("line", PUBLISHED)
 def test_published_commands_have_options_that_exist(line, tmp_path):
     name, *options = line.split()
-    if name in ("hf", "fit-spans", "knn", "retrieval"):
+    if name in ("context", "hf", "fit-spans", "knn", "retrieval"):
         pytest.importorskip("transformers")
     for file in ("models.py", "train.txt", "valid.txt"):
         (tmp_path / file).touch()

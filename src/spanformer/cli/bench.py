@@ -59,6 +59,7 @@ def _command(name: str) -> Command:
 
 
 ATTENTION, CONTENT = Command(AttentionBench, run_attention), _command("content")
+CONTEXT = _command("context")
 DECISION, DECODE, DEPTH = _command("decision"), _command("decode"), _command("depth")
 FIT_SPANS, GALLERY = _command("fit-spans"), _command("gallery")
 HF, KNN, LINEAR = _command("hf"), _command("knn"), _command("linear")

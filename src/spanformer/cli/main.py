@@ -61,6 +61,7 @@ COMMANDS = {
     "export-windows": Route("spanformer.cli.export_windows", "EXPORT", "convert learned spans to one window per layer"),
     "bench attention": Route("spanformer.cli.bench", "ATTENTION", "time attention against comparable implementations"),
     "bench content": Route("spanformer.cli.bench", "CONTENT", "time LSH, routing and Linformer against SDPA"),
+    "bench context": Route("spanformer.cli.bench", "CONTEXT", "measure the use of long context against its cost"),
     "bench decision": Route(
         "spanformer.cli.bench", "DECISION", "learn shortest paths and key-to-door from random steps"
     ),
