@@ -58,6 +58,9 @@ COMMANDS = {
     ),
     "fit-spans": Route("spanformer.cli.fit_spans", "FIT", "learn spans for a pretrained model within a KV budget"),
     "probe": Route("spanformer.cli.probe", "PROBE", "measure what a model recalls from far back in a text"),
+    "export-gguf": Route(
+        "spanformer.cli.export_gguf", "EXPORT_GGUF", "write learned windows into a quantised GGUF file, for llama.cpp"
+    ),
     "export-windows": Route("spanformer.cli.export_windows", "EXPORT", "convert learned spans to one window per layer"),
     "bench attention": Route("spanformer.cli.bench", "ATTENTION", "time attention against comparable implementations"),
     "bench content": Route("spanformer.cli.bench", "CONTENT", "time LSH, routing and Linformer against SDPA"),

@@ -15,6 +15,7 @@ from spanformer.hf.attach import attach, detach
 from spanformer.hf.attention import register as _register
 from spanformer.hf.cache import SpanCache
 from spanformer.hf.export import compare_losses, to_windows
+from spanformer.hf.granite import to_granite
 from spanformer.hf.modeling import SpanformerConfig, SpanformerForCausalLM
 from spanformer.hf.retrieval_cache import RetrievalCache
 from spanformer.hf.retrieval_heads import retrieve, stop_retrieving
@@ -46,5 +47,6 @@ __all__ = [
     "save_spans",
     "span_penalty",
     "stop_retrieving",
+    "to_granite",
     "to_windows",
 ]

@@ -35,6 +35,7 @@ def attach(
     per: str = "kv_head",
     sink_tokens: int = 4,
     far_features: int = 0,
+    sink_logits: bool = False,
 ) -> PreTrainedModel:
     """Give every attention head of a causal language model a learned span, and return the model.
 
@@ -46,8 +47,10 @@ def attach(
     sliding window).
     far_features: every KV head also has a linear state of this many learned features over what lies beyond its span
     (except in layers that have their own sliding window); 0: none.
+    sink_logits: every query head has a learned logit without a value in its softmax (at first one without weight), the
+    form in which other engines keep what sink tokens are for.
     """
-    check_attach(max_span, init, ramp, per, sink_tokens, far_features)
+    check_attach(max_span, init, ramp, per, sink_tokens, far_features, sink_logits)
     base = base_of(model)
     _refuse_model(base)
     layers = probe(base)
@@ -71,13 +74,14 @@ def attach(
         spans = HeadSpans(
             found.heads, found.kv_heads, max_span, ramp=ramp, init=init, per=per, sink_tokens=sink_tokens,
             window=found.window, head_size=found.key_size + found.value_size,
-            far=found.far_map(far_features, max_span),
+            far=found.far_map(far_features, max_span), sink_logits=sink_logits,
         )  # fmt: skip
         base.get_submodule(name).add_module(NAME, spans.to(found.device))
     register()
     base.set_attn_implementation(IMPLEMENTATION)
     settings = {"max_span": max_span, "ramp": float(ramp), "per": per, "sink_tokens": sink_tokens}
-    setattr(base.config, CONFIG, settings | ({"far_features": far_features} if far_features else {}))
+    settings |= {"far_features": far_features} if far_features else {}
+    setattr(base.config, CONFIG, settings | ({"sink_logits": True} if sink_logits else {}))
     setattr(base.config, NEEDED, IMPLEMENTATION)
     base._attention_before_spans = before  # type: ignore[assignment]
     return model  # type: ignore[return-value]

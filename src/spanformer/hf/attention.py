@@ -141,6 +141,12 @@ def attend_spans(
             f"this layer's sliding window is {seen.window}, and was {spans.window} when spans were "
             "attached; detach and attach again after changing the configuration"
         )
+    if spans.sink_logits is not None:
+        if s_aux is not None:
+            raise ValueError(
+                f"{type(module).__name__} has learned sink logits of its own (s_aux); attach spans without sink_logits"
+            )
+        s_aux = spans.sink_logits
     held = getattr(key, HELD, None)
     query, key, value = _as_autocast(query, key, value)
     if held is not None:

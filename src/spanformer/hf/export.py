@@ -1,6 +1,8 @@
 """Exports learned spans as sliding windows, which other engines support: a configuration with `layer_types` and one
 `sliding_window`, in which each layer either has that window or full attention.
 
+`to_granite` (granite.py) makes a GraniteSWA instead, which also has a learned sink logit for each query head.
+
 This format can express less than spans: all heads of a layer share its window, all layers share one number, there is no
 ramp and there are no sinks. `to_windows` makes such a model, and `compare_losses` measures what the conversion costs.
 """
@@ -16,7 +18,7 @@ from transformers import MinistralConfig, PreTrainedModel
 
 from spanformer.hf.attach import CONFIG, NEEDED, base_of
 from spanformer.hf.pretrained import make_causal_lm
-from spanformer.hf.spans import NAME, head_spans, state_bytes
+from spanformer.hf.spans import NAME, HeadSpans, head_spans, state_bytes
 
 How = Literal["longest", "mean", "shortest"]
 _SAME_AS_MINISTRAL = ("llama", "mistral")
@@ -37,6 +39,11 @@ class Windows:
 
 
 def plan_windows(model: nn.Module, *, how: How = "longest", context: int) -> Windows:
+    """`choose_windows` of a model's layers."""
+    return choose_windows(list(head_spans(model).values()), how=how, context=context)
+
+
+def choose_windows(layers: list[HeadSpans], *, how: How = "longest", context: int) -> Windows:
     """The window of each layer is that of its longest or shortest head, or their mean (rounded up). The one number that
     all layers share is the one with which they keep the fewest tokens of the context: layers that need more see
     everything.
@@ -45,7 +52,7 @@ def plan_windows(model: nn.Module, *, how: How = "longest", context: int) -> Win
         raise ValueError(f"how is {how!r}; expected 'longest', 'mean' or 'shortest'")
     if context < 1:
         raise ValueError(f"context is {context}; expected at least 1 token")
-    wanted = [_window(spans.keeps(context), how) for spans in head_spans(model).values()]
+    wanted = [_window(spans.keeps(context), how) for spans in layers]
 
     def kept(window: int) -> int:
         return sum(min(window, context) if n <= window else context for n in wanted)
@@ -69,20 +76,13 @@ def to_windows(
 
     Llama and Mistral have no windows by layer: they become a Ministral, which differs only in those.
     """
-    base = base_of(model)
+    base = check_exportable(model)
     config = base.config
-    if any(spans.window is not None for spans in head_spans(base).values()):
+    if any(spans.sink_logits is not None for spans in head_spans(base).values()):
         raise ValueError(
-            f"{type(base).__name__} has a sliding window besides its spans, and a configuration has only "
-            "one number for all layers; it cannot be exported"
+            f"{type(base).__name__} has learned sink logits, which only the form of GraniteSWA holds: to_granite, or "
+            "export-windows --form granite"
         )
-    if state_bytes(base):
-        raise ValueError(
-            f"{type(base).__name__} has linear states beyond its spans, which no other engine computes; fit it without "
-            "them (--far none) to export windows"
-        )
-    if hasattr(model, "peft_config"):
-        raise ValueError("the model has PEFT adapters; export model.merge_and_unload()")
     windows = plan_windows(base, how=how, context=context or config.max_position_embeddings or 0)
     values = {key: value for key, value in config.to_dict().items() if key not in _NOT_COPIED}
     if config.model_type in _SAME_AS_MINISTRAL:
@@ -114,12 +114,30 @@ def to_windows(
     other.load_state_dict(weights)
     other.generation_config = base.generation_config
     other.to(base.device).train(base.training)  # pyright: ignore[reportArgumentType]
-    _check_same(base, other, min(windows.sliding_window, 16))
+    check_same(base, other, min(windows.sliding_window, 16))
     return other, windows
 
 
+def check_exportable(model: nn.Module) -> PreTrainedModel:
+    """The model itself; refuse one whose spans no other engine computes."""
+    base = base_of(model)
+    if any(spans.window is not None for spans in head_spans(base).values()):
+        raise ValueError(
+            f"{type(base).__name__} has a sliding window besides its spans, and a configuration has only "
+            "one number for all layers; it cannot be exported"
+        )
+    if state_bytes(base):
+        raise ValueError(
+            f"{type(base).__name__} has linear states beyond its spans, which no other engine computes; fit it without "
+            "them (--far none) to export windows"
+        )
+    if hasattr(model, "peft_config"):
+        raise ValueError("the model has PEFT adapters; export model.merge_and_unload()")
+    return base
+
+
 @torch.no_grad()
-def _check_same(model: PreTrainedModel, other: PreTrainedModel, length: int) -> None:
+def check_same(model: PreTrainedModel, other: PreTrainedModel, length: int) -> None:
     """Refuse a kind of model whose layers with a window differ in other ways too (Cohere 2 rotates keys and
     queries only in those): on a text as short as the window both models must agree."""
     ids = torch.arange(length, device=model.device)[None] % model.config.vocab_size

@@ -28,8 +28,9 @@ from spanformer.hf.pretrained import load_causal_lm, load_config
 from spanformer.hf.spans import NAME, HeadSpans, head_spans
 
 _KEYS = {"max_span": int, "ramp": float, "per": str, "sink_tokens": int}
+_MORE = {"far_features": int, "sink_logits": bool}
 _TAIL = f".{NAME}.ratio"
-OURS = re.compile(rf"\.{NAME}\.(ratio|growth|far\.[a-z_]+)$")
+OURS = re.compile(rf"\.{NAME}\.(ratio|growth|sink_logits|far\.[a-z_]+)$")
 
 
 def from_pretrained(folder: str | Path, *, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
@@ -75,17 +76,31 @@ def _fill(model: PreTrainedModel, ratios: dict[str, Tensor], tensors: dict[str, 
         odd = sorted(set(layers) ^ set(ratios))
         raise ValueError(f"the spans in {folder} do not fit its model: {odd[0]} has spans in only one of the two")
     for name, spans in layers.items():
-        ratio = ratios[name]
-        if ratio.shape != spans.ratio.shape or not bool(((ratio >= 0) & (ratio <= 1)).all()):
+        fill_layer(spans, name, tensors, folder)
+
+
+def fill_layer(spans: HeadSpans, name: str, tensors: dict[str, Tensor], folder: Path) -> None:
+    """Give the spans of the attention module of this name their saved tensors."""
+    ratio = tensors[name + _TAIL]
+    if ratio.shape != spans.ratio.shape or not bool(((ratio >= 0) & (ratio <= 1)).all()):
+        raise ValueError(
+            f"{name}{_TAIL} in {folder} has shape {list(ratio.shape)}; expected {list(spans.ratio.shape)} ratios "
+            "from 0 to 1"
+        )
+    with torch.no_grad():
+        spans.ratio.copy_(ratio)
+        spans.growth.copy_(_growth(spans, tensors.get(f"{name}.{NAME}.growth"), name, folder))
+    if spans.sink_logits is not None:
+        held = tensors.get(f"{name}.{NAME}.sink_logits")
+        if held is None or held.shape != spans.sink_logits.shape or not bool(held.isfinite().all()):
             raise ValueError(
-                f"{name}{_TAIL} in {folder} has shape {list(ratio.shape)}; expected {list(spans.ratio.shape)} ratios "
-                "from 0 to 1"
+                f"{name}.{NAME}.sink_logits in {folder} are {'missing' if held is None else list(held.shape)}; "
+                f"expected {list(spans.sink_logits.shape)} finite numbers"
             )
         with torch.no_grad():
-            spans.ratio.copy_(ratio)
-            spans.growth.copy_(_growth(spans, tensors.get(f"{name}.{NAME}.growth"), name, folder))
-        if spans.far is not None:
-            _load_far(spans.far, f"{name}.{NAME}.far.", tensors, folder)
+            spans.sink_logits.copy_(held)
+    if spans.far is not None:
+        _load_far(spans.far, f"{name}.{NAME}.far.", tensors, folder)
 
 
 def _growth(spans: HeadSpans, held: Tensor | None, name: str, folder: Path) -> Tensor:
@@ -153,7 +168,7 @@ def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def check_settings(settings: object, where: str) -> None:
     """Refuse settings of `attach` that `attach` did not write."""
-    kinds = _KEYS | ({"far_features": int} if isinstance(settings, dict) and "far_features" in settings else {})
+    kinds = _KEYS | {key: kind for key, kind in _MORE.items() if isinstance(settings, dict) and key in settings}
     fits = isinstance(settings, dict) and set(settings) == set(kinds)
     if not fits or not all(type(settings[key]) is kind for key, kind in kinds.items()):  # type: ignore[index]
         raise ValueError(f'"{CONFIG}" in {where} is {settings}; expected {", ".join(_KEYS)}')

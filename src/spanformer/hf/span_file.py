@@ -10,6 +10,7 @@ matrix's own size. Spans of another model are refused; quantised or fine-tuned w
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from transformers import PreTrainedModel
 from spanformer.core.files import replace_file, write_text
 from spanformer.hf.attach import CONFIG, base_of, probe
 from spanformer.hf.card import CARD, write_card
-from spanformer.hf.saving import OURS, attach_saved, check_settings, read_file
-from spanformer.hf.spans import NAME, head_spans
+from spanformer.hf.saving import OURS, attach_saved, check_settings, fill_layer, read_file
+from spanformer.hf.spans import NAME, HeadSpans, head_spans
 
 FILE = "spans.safetensors"
 PER_MATRIX = 16
@@ -62,7 +63,7 @@ def load_spans(model: nn.Module, path: str | Path) -> PreTrainedModel:
             f"{base.config.model_type!r}; load the model that they were learned for"
         )
     if not hasattr(base.config, CONFIG):  # else attach says that it has spans already
-        _check_likeness(_held_fingerprint(file), fingerprint(base, list(probe(base))), file)
+        check_likeness(_held_fingerprint(file), fingerprint(base, list(probe(base))), file)
     attach_saved(base, about["settings"], tensors, file)
     return model  # type: ignore[return-value]
 
@@ -73,13 +74,43 @@ def fingerprint(model: PreTrainedModel, names: list[str]) -> Tensor:
     for name in names:
         for own, weight in model.get_submodule(name).named_parameters():
             if weight.ndim == 2 and not own.startswith(f"{NAME}."):
-                at = torch.linspace(0, weight.numel() - 1, PER_MATRIX, device=weight.device).round().long()
-                some = weight.detach().reshape(-1)[at].float().cpu()
-                parts.append(some / some.square().mean().sqrt().clamp(min=1e-12))
+                parts.append(sampled(weight.detach()))
     return torch.cat(parts)
 
 
-def _check_likeness(held: Tensor, own: Tensor, file: Path) -> None:
+def sampled(weight: Tensor) -> Tensor:
+    """[PER_MATRIX] weights of a matrix, divided by their root mean square."""
+    at = torch.linspace(0, weight.numel() - 1, PER_MATRIX, device=weight.device, dtype=torch.float64).round().long()
+    some = weight.reshape(-1)[at].float().cpu()
+    return some / some.square().mean().sqrt().clamp(min=1e-12)
+
+
+def read_layers(path: Path, heads: int, kv_heads: int) -> tuple[list[HeadSpans], Tensor]:
+    """The spans of each layer, without their model, and its fingerprint. path: a folder of fit-spans or save_spans;
+    heads, kv_heads: of a layer."""
+    places = [path / "spans" / FILE, path / FILE, path]
+    file = next((each for each in places if each.is_file()), None)
+    if file is None:
+        raise ValueError(f"{path} has no {FILE}; expected a folder that fit-spans or save_spans wrote")
+    tensors, metadata = read_file(file)
+    settings = _about(metadata, file)["settings"]
+    names = sorted(
+        {name.rpartition(f".{NAME}.")[0] for name in tensors if name.endswith(".ratio")},
+        key=lambda name: [int(part) for part in re.findall(r"\d+", name)],
+    )
+    layers = []
+    for name in names:
+        layers.append(HeadSpans(
+            heads, kv_heads, settings["max_span"], ramp=settings["ramp"], init=1.0, per=settings["per"],
+            sink_tokens=settings["sink_tokens"], sink_logits=settings.get("sink_logits", False),
+        ))  # fmt: skip
+        fill_layer(layers[-1], name, tensors, file)
+    if not layers:
+        raise ValueError(f"{file} holds no spans; expected a file that fit-spans or save_spans wrote")
+    return layers, _held_fingerprint(file)
+
+
+def check_likeness(held: Tensor, own: Tensor, file: Path) -> None:
     alike = 0.0
     if held.shape == own.shape:
         alike = float(nn.functional.cosine_similarity(held, own, dim=0))

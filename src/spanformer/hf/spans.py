@@ -25,6 +25,8 @@ from spanformer.hf.far import FarMap, far_of
 from spanformer.ops import Rule
 from spanformer.ops.rule import UNLIMITED
 
+NO_SINK = -1e4
+"""a sink logit that takes up no weight, in float16 too"""
 EVERYTHING = float(1 << 30)
 """a span beyond any text"""
 NAME = "spans"
@@ -37,6 +39,7 @@ class HeadSpans(AdaptiveSpan):
     window: the layer's own sliding window, None for none. It still applies, and such a layer keeps no
     sink_tokens: it never saw tokens beyond its window.
     far: features for linear states beyond the spans, None for none.
+    sink_logits: each query head has a learned logit without a value in its softmax.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class HeadSpans(AdaptiveSpan):
         window: int | None = None,
         head_size: int = 0,
         far: FarMap | None = None,
+        sink_logits: bool = False,
     ) -> None:
         super().__init__(
             heads, max_span, ramp=ramp, init=init, penalty=0.0, kv_heads=kv_heads if per == "kv_head" else None
@@ -66,6 +70,8 @@ class HeadSpans(AdaptiveSpan):
         """[Hkv] or [H], as the ratios: b"""
         self._grown: tuple[tuple[int, int], list[float]] = ((0, 0), [])
         self.far = far
+        self.sink_logits = nn.Parameter(torch.full((heads,), NO_SINK)) if sink_logits else None
+        """[H]"""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HeadSpans:
         """`.to`, `.bfloat16` and the like call this. It moves ratios, but never below float32: 8 bits for thousands of
@@ -226,7 +232,7 @@ def state_bytes(model: nn.Module, *, batch: int = 1, dtype: torch.dtype = torch.
 
 
 def check_attach(
-    max_span: int | None, init: float, ramp: float, per: str, sink_tokens: int, far_features: int = 0
+    max_span: int | None, init: float, ramp: float, per: str, sink_tokens: int, far_features: int, sink_logits: bool
 ) -> None:
     """Check the arguments of `attach` that do not depend on the model; AdaptiveSpan checks the rest."""
     if per not in ("kv_head", "head"):
@@ -237,6 +243,8 @@ def check_attach(
         raise ValueError(f"far_features is {far_features!r}; expected a number of features, at least 0 (no states)")
     if far_features and per != "kv_head":
         raise ValueError(f"far_features is {far_features} beside per={per!r}; linear states need per='kv_head'")
+    if sink_logits and far_features:
+        raise ValueError(f"sink_logits are given beside far_features={far_features}; linear states have none of them")
     if max_span is not None and (isinstance(max_span, bool) or not isinstance(max_span, int)):
         raise ValueError(f"max_span is {max_span!r}; expected a whole number of tokens")
 
