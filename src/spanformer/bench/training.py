@@ -28,5 +28,6 @@ def trained(bench: Bench[Options], config: RunConfig, out: Path, title: str, *, 
         elif isinstance(event, StepsEvent):
             bench.report(f"training {title}", event.step, config.train.steps)
 
-    train(replace(config, out=str(out), resume=resume), watch=watch)
+    if train(replace(config, out=str(out), resume=resume), watch=watch).signal:
+        raise KeyboardInterrupt
     return load(out)
