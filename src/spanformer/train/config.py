@@ -50,6 +50,9 @@ class TrainConfig:
     """skip a step whose loss is this many times the recent average, like one that is not finite; 0: do not skip it"""
     max_skips: int = 20
     """stop after this many skipped steps"""
+    start: str = ""
+    """weights to begin with, spans included: a run's folder, a checkpoint or a model's folder, of a model of the same
+    sizes on the same kind of tokens; empty: random ones"""
     seed: int = 1
     """random seed of the initial weights, data order and dropout"""
     device: str = "auto"

@@ -42,7 +42,7 @@ from spanformer.train.memory_check import check_memory
 from spanformer.train.objective import NextToken, make_objective
 from spanformer.train.optim import clip_model, model_optimizer, set_lr
 from spanformer.train.progress import Progress, schedule_factor
-from spanformer.train.resume import restore, save
+from spanformer.train.resume import restore, save, start_from
 from spanformer.train.run_events import learned_spans, start_event, step_event
 from spanformer.train.run_folder import BOARD, put_aside
 from spanformer.train.signals import SIGNALS, SignalCatcher
@@ -151,6 +151,8 @@ class TrainingLoop:
     def _begin(self) -> str:
         """Start or resume; returns why no step remains, or ''."""
         if self._found is None:
+            if self.config.train.start:
+                start_from(self, self.config.train.start)
             self.log_event(start_event(self))
             if self._aside is not None:
                 where = f"files of the earlier attempt are in {self._aside}"

@@ -14,10 +14,15 @@ import torch
 
 from spanformer.core.checks import whole_number
 from spanformer.core.fields import as_dict, build
+from spanformer.model.folder import faults, open_part, read_meta
 from spanformer.model.lm import LM, State
+from spanformer.model.load import model_folder
 from spanformer.model.part import Part
+from spanformer.model.span_budget import make_budget
 from spanformer.model.weights import misfit, shapes
 from spanformer.train.checkpoint import pack_optimizer, unpack_optimizer
+from spanformer.train.diagnose import Diagnosis
+from spanformer.train.run_events import learned_spans
 from spanformer.train.sharded import Held, own, read_like, whole, write_shards
 
 if TYPE_CHECKING:
@@ -63,6 +68,21 @@ def restore(run: TrainingLoop, path: Path) -> None:
         _load_state(run, meta, parts["memory"], path)
     except (KeyError, TypeError, AttributeError) as error:  # its digests are valid, so it was written this way
         raise ValueError(f"{path} is not a run's checkpoint ({error!r}); choose another checkpoint or --out") from error
+
+
+def start_from(run: TrainingLoop, path: str) -> None:
+    """Begin with the weights of another model, spans included; all else begins anew."""
+    folder = model_folder(path)
+    if found := faults(folder):
+        raise ValueError(f"train.start is {path}, which is damaged or incomplete: {'; '.join(found)}; choose another")
+    if read_meta(folder).get("vocab", run.data.vocab.to_json()) != run.data.vocab.to_json():
+        raise ValueError(
+            f"train.start is {path}, whose vocabulary is not that of {run.config.data.source}; expected a model of the "
+            "same tokens (bytes always are)"
+        )
+    load_model(run, open_part(folder, "model"), folder)
+    run.budget = make_budget(run.model, run.world.mean)  # the spans are others now
+    run.diagnosis = Diagnosis(run.config, learned_spans(run.model))
 
 
 def _load_state(run: TrainingLoop, meta: dict, memory: Part, path: Path) -> None:
