@@ -177,7 +177,7 @@ def test_splits_are_prepared_as_texts(tmp_path: Path) -> None:
     assert {name: len(each) for name, each in texts.items()} == {"train": 20_000, "valid": 500, "test": 1000}
     assert len({each[:10].tobytes() for each in texts.values()}) == 3
     assert prepare(config).folder == data.folder
-    with pytest.raises(ValueError, match="tokens is 'char'; expected 'byte', since the tokens of the task copy are"):
+    with pytest.raises(ValueError, match="tokens is 'char'; expected 'byte', since the tokens of copy are"):
         prepare(replace(config, tokens="char"))
     with pytest.raises(ValueError, match="valid has 10 tokens, and a text of the task copy has 13"):
         texts_of(task, data.splits["valid"].ids[:10], "valid")

@@ -21,7 +21,7 @@ from spanformer.data.corpora import NAMED, SPLITS, pieces_of
 from spanformer.data.pieces import Piece, is_archive, reading, whole
 from spanformer.data.vocab import Vocab
 
-SOURCES = ("stdlib", "numbers", images.DIGITS, *tasks.TASKS, *NAMED)
+SOURCES = ("stdlib", "numbers", "facts", images.DIGITS, *tasks.TASKS, *NAMED)
 OWN_SPLITS = {"train": {"train"}, "valid": {"valid", "validation", "val", "dev"}, "test": {"test"}}
 NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -56,12 +56,13 @@ def find(config: DataConfig) -> Corpus:
         files = [path for path in _walk(root, NOT_STDLIB) if path.suffix == ".py"]
         return _own("stdlib", root, files, config, keep=_is_text)
     if source == "numbers":
-        made = config.cache_folder() / "generated"
+        folder = config.cache_folder() / "generated"
         return Corpus(
-            source, [source, numbers.VERSION], lambda _tell: {k: [whole(p)] for k, p in numbers.write(made).items()}
+            source, [source, numbers.VERSION], lambda _tell: {k: [whole(p)] for k, p in numbers.write(folder).items()}
         )
-    if (task := tasks.parse_task(source)) is not None:
-        return _task(task, config)
+    made = tasks.parse_task(source) or tasks.parse_facts(source)
+    if made is not None:
+        return _made(made, config)
     path = expand_home(source, "source")
     check_regular(path, "source")
     if path.is_dir():
@@ -93,17 +94,16 @@ def _named(config: DataConfig) -> Corpus:
     return Corpus(config.source, identity, splits)
 
 
-def _task(task: tasks.Task, config: DataConfig) -> Corpus:
+def _made(made: tasks.Task | tasks.Facts, config: DataConfig) -> Corpus:
     if config.tokens != "byte":
-        raise ValueError(
-            f"tokens is {config.tokens!r}; expected 'byte', since the tokens of the task {task.name} are bytes"
-        )
-    made = config.cache_folder() / "generated"
-    return Corpus(
-        task.name,
-        [tasks.written(task), task.version],
-        lambda _tell: {split: [whole(path)] for split, path in tasks.write(task, made).items()},
-    )
+        raise ValueError(f"tokens is {config.tokens!r}; expected 'byte', since the tokens of {made.name} are bytes")
+    folder = config.cache_folder() / "generated"
+
+    def splits(_on_progress: OnProgress) -> dict[str, list[Piece]]:
+        paths = made.write(folder) if isinstance(made, tasks.Facts) else tasks.write(made, folder)
+        return {split: [whole(path)] for split, path in paths.items()}
+
+    return Corpus(made.name, [tasks.written(made), made.version], splits)
 
 
 def _images(config: DataConfig) -> Corpus:

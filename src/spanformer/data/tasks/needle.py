@@ -39,7 +39,7 @@ class Needle(DistanceTask):
         return (at > 0) & (at % 2 == 1)
 
     def draw(self, draw: np.random.Generator, count: int) -> np.ndarray:
-        texts = np.stack([_text(draw, self.length) for _ in range(count)])
+        texts = np.stack([words(draw, self.length) for _ in range(count)])
         keys = FIRST_KEY + without_repeats(draw, count, KEYS, self.facts)
         facts = np.stack([keys, draw.integers(FIRST_VALUE, FIRST_KEY, keys.shape)], -1)
         distances = self.distances(draw, count)
@@ -52,7 +52,7 @@ class Needle(DistanceTask):
         return texts
 
 
-def _text(draw: np.random.Generator, length: int) -> np.ndarray:
+def words(draw: np.random.Generator, length: int) -> np.ndarray:
     """[length] random words with spaces between them."""
     lexicon = np.random.default_rng(0)  # the same language in every split
     letters = lexicon.integers(ord("a"), ord("z") + 1, (WORDS, LONGEST + 1), np.uint8)
