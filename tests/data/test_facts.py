@@ -47,7 +47,10 @@ def test_facts_are_a_source(tmp_path: Path) -> None:
     ("source", "sentence"),
     [
         ("facts(distance=7)", "distance of facts is 7; expected 8 … 65,536 tokens"),
-        ("facts(every=41)", "every of facts is 41; expected 42 … 1,000,000 tokens for each answer, as there are 96 keys"),
+        (
+            "facts(every=41)",
+            "every of facts is 41; expected 42 … 1,000,000 tokens for each answer, as there are 96 keys",
+        ),
         ("facts(often=1)", r"source is 'facts\(often=1\)'; expected whole numbers by name, such as facts\(every=1000"),
     ],
 )

@@ -51,7 +51,7 @@ def test_model_of_other_sizes_is_refused(folder: Path) -> None:
 
 
 def test_model_of_other_tokens_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="train.start is .*/run, whose vocabulary is not that of .*text.txt"):
+    with pytest.raises(ValueError, match=r"train\.start is .*/run, whose vocabulary is not that of .*text\.txt"):
         started(folder, "letters", {"data.tokens": "char", "model.vocab": 256})
 
 

@@ -88,6 +88,7 @@ COMMANDS = {
     "bench positions": Route("spanformer.cli.bench", "POSITIONS", "time position encodings against none"),
     "bench products": Route("spanformer.cli.bench", "PRODUCTS", "time matrix products, MKL against oneDNN"),
     "bench quality": Route("spanformer.cli.bench", "QUALITY", "train the paper's recipe and spanformer's on enwik8"),
+    "bench rare": Route("spanformer.cli.bench", "RARE", "train heads on facts that are rarely asked for"),
     "bench retrieval": Route("spanformer.cli.bench", "RETRIEVAL", "measure retrieval heads of a Hugging Face model"),
     "bench reversible": Route("spanformer.cli.bench", "REVERSIBLE", "measure deep stacks that keep no activations"),
     "bench rl": Route("spanformer.cli.bench", "RL", "time policies with memory against sb3-contrib's RecurrentPPO"),

@@ -20,7 +20,8 @@ class DataConfig:
     """a named corpus (stdlib, numbers, enwik8, text8, wikitext-2, wikitext-103), or a file, a folder or a glob of your
     own; stdlib is the source of Python's standard library, numbers has pairs of digits and words for a seq2seq model;
     or a task for a language model, such as recall(pairs=8, distance=256) (also copy, duplicate, needle, chase,
-    repeat, reverse), or facts(every=1000, distance=2000), words with facts to remember. With tokens pixel: digits (8 × 8 images, in scikit-learn), or a folder of PNG files of one size"""
+    repeat, reverse), or facts(every=1000, distance=2000), words with facts to remember. With tokens pixel: digits
+    (8 × 8 images, in scikit-learn), or a folder of PNG files of one size"""
     tokens: Tokens = "byte"
     """type of token; pixel: the source is images, and a token is the value of a pixel"""
     copy: Annotated[str, tyro.conf.arg(name="from")] = ""

@@ -6,4 +6,15 @@ from spanformer.data.tasks.facts import Facts
 from spanformer.data.tasks.registry import TASKS, parse_facts, parse_task, write, written
 from spanformer.data.tasks.stream import TaskStream, texts_of
 
-__all__ = ["TASKS", "DistanceTask", "Facts", "Task", "TaskStream", "parse_facts", "parse_task", "texts_of", "write", "written"]
+__all__ = [
+    "TASKS",
+    "DistanceTask",
+    "Facts",
+    "Task",
+    "TaskStream",
+    "parse_facts",
+    "parse_task",
+    "texts_of",
+    "write",
+    "written",
+]

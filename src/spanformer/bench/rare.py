@@ -1,0 +1,173 @@
+"""`spanformer bench rare`: whether heads keep a span that only rare facts need, under a price of their tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from spanformer.bench.session import Bench, BenchOptions, check_parts
+from spanformer.bench.training import trained
+from spanformer.data.config import DataConfig
+from spanformer.data.tasks import Facts, written
+from spanformer.kinds.notation import parse_layer
+from spanformer.model.config import AttentionConfig, EmbeddingConfig, FeedForwardConfig, ModelConfig, PositionConfig
+from spanformer.model.lm import LM
+from spanformer.report.rare_picture import draw_rare
+from spanformer.train.config import RunConfig, TrainConfig
+from spanformer.train.optim import OptimConfig
+
+DISTANCE, OFTEN, HEADS = 2000, 50, 4
+RATES = (100, 1000, 10_000, 100_000)
+PENALTIES = (1e-7, 1e-6, 1e-5, 1e-4)
+KINDS = {
+    "static": "adaptive_span",
+    "dynamic": "dynamic_span",
+    "hybrid": "2 window(64) + 2 adaptive_span",
+    "floor": "1 window(2048) + 3 adaptive_span",
+    "retrieval": "1 retrieval(64, 16, 2048, 64) + 3 adaptive_span",
+}
+"""of the last layer; floor and retrieval are remedies: one head whose reach has no price"""
+LANES, SEED = 4, 12
+
+
+@dataclass(frozen=True)
+class RareBench(BenchOptions):
+    """Train a model to remember facts, then train it on with rarer ones and a price of spans, and ask again.
+
+        spanformer bench rare --threads 1
+        spanformer bench rare --parts map --kinds static --rates 1000 --penalties 1e-6 1e-5 --threads 1
+
+    A stream of words holds facts that are asked for 1,000 to 2,000 tokens later (the data source `facts`). First, one
+    token in 50 is an answer and spans have no price: they begin at their limit, and the model learns to answer. Then it
+    is trained on from there, for each rate and penalty. Shown is the share of answers that are still right, in a stream
+    with one answer in 100 tokens that is the same for all. Nothing is timed, so --rounds and --budget change nothing.
+    Arms that are not trained again stay in the file.
+    """
+
+    parts: tuple[str, ...] = ()
+    """learn: the first training; map: the second, for all rates and penalties; table: print and draw again. Default:
+    learn and map, of which each uses the runs beside the result file."""
+    kinds: tuple[str, ...] = tuple(KINDS)
+    """Heads of the last layer by these names: static, dynamic, hybrid (two short windows), floor (one head sees 2,048
+    tokens) and retrieval (one head retrieves); or a kind of your own, such as "window(2048)"."""
+    rates: tuple[int, ...] = RATES
+    """Tokens for each answer in the second training."""
+    penalties: tuple[float, ...] = PENALTIES
+    """Prices of a token of span (model.attention.penalty) in the second training."""
+    learn_steps: int = 1200
+    """Steps of the first training (with --quick: 2)."""
+    steps: int = 200
+    """Steps of the second training (with --quick: 2)."""
+    span_lr: float = 1e-2
+    """Learning rate of spans in the second training."""
+    seed: int = 1
+    """Random seed of the weights."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_parts(self.parts, dict.fromkeys(["learn", "map", "table"]))
+        for kind in self.kinds:
+            parse_layer(KINDS.get(kind, kind), HEADS, "kinds")
+        for rate in self.rates:
+            Facts(rate, DISTANCE)
+        for name in ("learn_steps", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+
+
+def run(bench: Bench[RareBench]) -> None:
+    o = bench.options
+    for kind in o.kinds:
+        found: dict[str, Any] = {"arms": {}} | (bench.file.found(kind) or {})
+        if not o.parts or "learn" in o.parts:
+            found |= learn(bench, kind)
+            bench.keep(kind, found)
+            bench.say(f"{kind:10} learned: {100 * found['learned']:5.1f} % right, spans {found['spans']}")
+        if not o.parts or "map" in o.parts:
+            for rate in o.rates:
+                for penalty in o.penalties:
+                    arm = found["arms"][f"{rate} {penalty:g}"] = go_on(bench, kind, rate, penalty)
+                    bench.keep(kind, found)
+                    bench.say(f"{kind:10} one answer in {rate:>7,}, penalty {penalty:g}: {100 * arm['right']:5.1f} % "
+                              f"right, spans {arm['spans']}")  # fmt: skip
+    maps = {kind: found for kind in [*KINDS, *o.kinds] if (found := bench.file.found(kind)) and found["arms"]}
+    if maps:
+        bench.say(f"picture: {draw_rare(maps, bench.file.path.with_suffix('.png'))}")
+
+
+def learn(bench: Bench[RareBench], kind: str) -> dict:
+    lm = trained(bench, recipe(bench, kind, OFTEN, 0.0), folder(bench, kind), f"{kind}, often")
+    return {"attention": KINDS.get(kind, kind), "learned": share(bench, lm), "spans": longest(lm)}
+
+
+def go_on(bench: Bench[RareBench], kind: str, rate: int, penalty: float) -> dict:
+    """Train the learned model on with rarer facts and a price of spans."""
+    o, start = bench.options, folder(bench, kind)
+    if not start.exists():
+        raise ValueError(f"{start} does not exist; run `spanformer bench rare --parts learn --kinds {kind}` before map")
+    config = recipe(bench, kind, rate, penalty)
+    rarer = replace(config.train, start=str(start), steps=o.size(o.steps, 2))
+    optim = replace(config.optim, warmup=min(20, rarer.steps), span_lr=o.span_lr)
+    out = folder(bench, f"{kind} {rate} {penalty:g}")
+    lm = trained(bench, replace(config, train=rarer, optim=optim), out, f"{kind}, one in {rate:,}, {penalty:g}")
+    return {"right": share(bench, lm), "spans": longest(lm)}
+
+
+def folder(bench: Bench[RareBench], name: str) -> Path:
+    return bench.file.path.with_suffix("") / "".join(c if c.isalnum() or c in ".-" else "-" for c in name)
+
+
+def recipe(bench: Bench[RareBench], kind: str, rate: int, penalty: float) -> RunConfig:
+    o = bench.options
+    model = ModelConfig(
+        dim=o.size(128, 32), layers=2, heads=HEADS,
+        attention=AttentionConfig(
+            stack=("window(2)", KINDS.get(kind, kind)), max_span=2048, ramp=32, init=1.0, penalty=penalty
+        ),
+        position=PositionConfig(kind="none"), feedforward=FeedForwardConfig(kind="relu", dim=o.size(256, 32)),
+        embedding=EmbeddingConfig(tied=True),
+    )  # fmt: skip
+    steps = o.size(o.learn_steps, 2)
+    optim = OptimConfig(kind="muon", lr=5e-3, span_lr=1e-2, warmup=min(50, steps), weight_decay=0.0)
+    settings = TrainConfig(
+        batch=o.size(8, 2), block=o.size(512, 64), steps=steps, eval_every=0, eval_tokens=o.size(20_000, 200),
+        save_every=0, spike=0.0, measure=False, threads=o.threads, tensorboard="off", seed=o.seed,
+    )  # fmt: skip
+    data = DataConfig(source=written(Facts(rate, DISTANCE)))
+    return RunConfig(data=data, model=model, optim=optim, train=settings)
+
+
+def share(bench: Bench[RareBench], lm: LM) -> float:
+    """The share of right answers in a stream that no training reads."""
+    stream = Facts(100, DISTANCE).draw(np.random.default_rng(SEED), bench.options.size(100_000, 10_000))
+    return answered(lm, stream.tokens, stream.answers, bench.options.size(512, 64))
+
+
+@torch.no_grad()
+def answered(lm: LM, tokens: np.ndarray, answers: np.ndarray, block: int) -> float:
+    """The share of answers that are the likeliest token, in a stream read in LANES parts. Answers in the first 2,048
+    tokens of a part do not count: their facts may lie before it."""
+    length = len(tokens) // LANES
+    ids = torch.from_numpy(tokens[: LANES * length].astype(np.int64)).view(LANES, length)
+    asked = torch.from_numpy(answers[: LANES * length]).view(LANES, length)
+    asked[:, :2048] = False
+    right, state = 0, None
+    lm.eval()
+    for at in range(0, length - 1, block):
+        found = lm(ids[:, at : min(at + block, length - 1)], state)
+        state, guesses = found.state, found.logits.argmax(-1)
+        here = slice(at + 1, at + 1 + guesses.shape[1])
+        right += int(((guesses == ids[:, here]) & asked[:, here]).sum())
+    return right / max(1, int(asked.sum()))
+
+
+def longest(lm: LM) -> list[float]:
+    """The spans of the last layer; of dynamic ones, their mean over the text that was read last."""
+    return [round(float(z), 1) for z in lm.spans()[-1] if z is not None]
+
+
+OPTIONS = RareBench
