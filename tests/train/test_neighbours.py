@@ -133,7 +133,7 @@ REFUSED = {
     "no neighbours": ({"model.neighbours": 0}, "model.neighbours is 0 and retrieve.model is '.*frozen'; expected both"),
     "no tied embedding": ({"model.embedding.tied": False}, "expected a language model with embedding.tied"),
     "an encoder": ({"model.kind": "encoder"}, "model.neighbours is 3, and their embeddings are mixed into the state"),
-    "a task": ({"data.source": "recall"}, "data.source is the task 'recall'; expected a stream of text, or 0"),
+    "a task": ({"data.source": "recall"}, "model.neighbours is 3 and data.source is 'recall'; expected a stream"),
     "window": ({"retrieve.window": -1}, "retrieve.window is -1; expected 0 or more"),
 }
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from spanformer.cli.options import parse_options
 from spanformer.core.fields import build
+from spanformer.model.config import AttentionConfig
 
 T = TypeVar("T")
 
@@ -25,12 +26,23 @@ def read_run(cls: type[T], program: str, arguments: list[str], known: Collection
     """
     path = arguments[0] if arguments and not arguments[0].startswith("-") else None
     if path is None:
-        return parse_options(cls, f"{program} [RUN.toml]", arguments, cls())
+        return _check_kind(parse_options(cls, f"{program} [RUN.toml]", arguments, cls()))
     try:
         loaded = build(cls, _read(path, known), path)
     except RecursionError:
         raise ValueError(f"{path} is not a run file: its tables or lists are nested too deeply") from None
-    return parse_options(cls, f"{program} {path}", arguments[1:], loaded)
+    return _check_kind(parse_options(cls, f"{program} {path}", arguments[1:], loaded))
+
+
+def _check_kind(config: T) -> T:
+    """Refuse a kind of attention beside a stack of kinds, which would silently win."""
+    attention = getattr(getattr(config, "model", None), "attention", None)
+    if isinstance(attention, AttentionConfig) and attention.stack and attention.kind != AttentionConfig.kind:
+        raise ValueError(
+            f"attention.kind is {attention.kind!r}, and attention.stack names the kind of each layer; empty the stack "
+            "(stack = [], or --model.attention.stack without values) or leave the kind out"
+        )
+    return config
 
 
 def _read(path: str, known: Collection[str], below: tuple[str, ...] = ()) -> dict[str, Any]:

@@ -33,11 +33,6 @@ class AttentionConfig(Section):
     """backend of attention: auto, native, flex, banded or reference"""
 
     def __post_init__(self) -> None:
-        if self.stack and self.kind != AttentionConfig.kind:
-            raise ValueError(
-                f"attention.kind is {self.kind!r}, and attention.stack names the kind of each layer; empty the stack "
-                "(stack = [], or --model.attention.stack without values) or leave the kind out"
-            )
         for name in ("max_span", "window"):
             size(f"attention.{name}", getattr(self, name), 1)
         within(
