@@ -139,9 +139,15 @@ def test_bad_input_is_refused(made, tmp_path: Path, capsys) -> None:
         "names no text": ["datastore", "build", model, "--data", str(tmp_path / "x"), "--out", str(tmp_path / "s")],
         "dtype is bfloat16 with a datastore": ["eval", model, "--datastore", store, "--dtype", "bfloat16"],
         "lists is 160 for": ["datastore", "index", store],
+        "limit is -1; expected a number": ["datastore", "eval", model, store, "--data", other, "--limit", "-1"],
         "the prompt is empty": ["datastore", "explain", model, store, "--prompt", ""],
     }
     for sentence, arguments in cases.items():
         assert sentence in refusal(arguments, capsys)
+    (tmp_path / "short.txt").write_text("a")
+    for command in ("build", "fit", "eval"):
+        place = ["--out", store] if command == "build" else [store]
+        said = refusal(["datastore", command, model, *place, "--data", str(tmp_path / "short.txt")], capsys)
+        assert "short.txt has 1 tokens; expected 2 or more: a context and the token after it" in said
     main(["datastore", "build", model, "--data", text, "--out", str(tmp_path / "raw")])
     assert "has no fit.json" in refusal(["score", model, other, "--datastore", str(tmp_path / "raw")], capsys)

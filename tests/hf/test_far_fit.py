@@ -121,9 +121,9 @@ def test_a_fit_with_states_loses_less_than_windows_of_the_same_bytes() -> None:
     config = FitConfig(steps=12, check=4, ramp=24, last_ramp=8, patience=9)
     kls: dict[str, list[float]] = {"windows": [], "states": []}
     with states_off(layers):
-        learn(model, train, others, budget, found, config, _kept(kls["windows"]))
+        learn(model, train, others, budget, allocate(found.costs, found.grid, budget), config, _kept(kls["windows"]))
     less, costs = start_states(model, train, others, budget, found, TransferConfig(2, 5), torch.float32)
-    windows = learn(model, train, others, less, costs, config, _kept(kls["states"]))
+    windows = learn(model, train, others, less, allocate(costs.costs, costs.grid, less), config, _kept(kls["states"]))
     assert min(kls["states"]) < 0.7 * min(kls["windows"])
     kept, full = hf.cache_bytes(model, CONTEXT)
     assert kept / full == pytest.approx(less.share_of(windows)) and 0.28 < kept / full <= 0.3

@@ -123,7 +123,7 @@ def test_head_that_needs_everything_gets_it(far: tuple[int, int]) -> None:
     assert found.grid == default_grid(CONTEXT - SINKS) and found.costs.shape == (3, 2, len(found.grid))
     events: list[object] = []
     config = FitConfig(steps=12, check=4, ramp=24, last_ramp=8, patience=9)
-    windows = learn(model, train, held_out, budget, found, config, events.append)
+    windows = learn(model, train, held_out, budget, allocate(found.costs, found.grid, budget), config, events.append)
     assert int(windows[far]) == int(windows.max()) and int(windows[far]) > 2 * float(windows.float().mean())
     assert budget.share_of(windows) <= budget.share
     assert torch.equal(window_table(model), windows)
@@ -146,7 +146,8 @@ def test_learning_lowers_the_loss_it_starts_from() -> None:
     blind = type(found)(found.grid, torch.ones_like(found.costs), found.lost)  # a survey that says nothing
     kls: list[float] = []
     learn(
-        model, train, train, budget, blind, FitConfig(steps=20, check=20, ramp=24, last_ramp=8, lr=0.2),
+        model, train, train, budget, allocate(blind.costs, blind.grid, budget),
+        FitConfig(steps=20, check=20, ramp=24, last_ramp=8, lr=0.2),
         lambda event: kls.append(event.kl) if isinstance(event, Trial) else None,
     )  # fmt: skip
     assert kls[-1] < 0.8 * kls[0]
@@ -190,7 +191,8 @@ def test_layers_with_a_window_of_their_own_are_fitted_within_it() -> None:
     assert found.costs[2, 0, 1] == pytest.approx(trial(model, windows, train, reference), rel=0.5)
     # a query that looks evenly at 40 tokens loses 8 of them, without sinks
     assert found.lost[2].tolist() == [pytest.approx([0.6, 0.2, 0, 0], abs=0.01)] * 2
-    learned = learn(model, train, train, budget, found, FitConfig(steps=4, check=2, ramp=24, last_ramp=8))
+    first = allocate(found.costs, found.grid, budget)
+    learned = learn(model, train, train, budget, first, FitConfig(steps=4, check=2, ramp=24, last_ramp=8))
     assert 0.58 < budget.share_of(learned) <= 0.6 and (learned <= budget.longest).all()
     assert torch.equal(window_table(model), learned)
     assert float(learned[0].float().mean()) > float(learned[2].float().mean())

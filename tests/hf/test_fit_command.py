@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 import tokenizers
 import transformers
 
+from spanformer import hf
 from spanformer.cli.main import main
 from spanformer.core import processor
 from spanformer.core.events import NoteEvent
@@ -81,6 +82,38 @@ def test_fit_spans_from_text_to_report_and_back(folder: Path, tmp_path: Path, ca
         with pytest.raises(SystemExit):
             main(["export-windows", *arguments, "--data", str(folder / "prose.txt")])
         assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("codes", ["ram", "file"])
+def test_retrieval_heads_from_text_to_a_cache_of_the_saved_model(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, codes: str
+) -> None:
+    out = tmp_path / "fit"
+    main(["fit-spans", str(folder), "--data", str(folder / "prose.txt"), "--out", str(out), "--budget", "0.7",
+          "--context", "128", "--steps", "2", "--survey", "1", "--measure", "2", "--dtype", "float32",
+          "--retrieve", "0.3", "--retrieve-k", "8", "--retrieve-codes", codes])  # fmt: skip
+    shown = capsys.readouterr()
+    assert "KV cache in 8 bits" in shown.err
+    said = re.search(r"1 of 4 KV heads retrieve \(ring (\d+), k 8\): (0\.\d+) of an 8-bit KV cache", shown.out)
+    assert said is not None and 0.4 < float(said[2]) <= 0.7 and shown.out.count("bits per byte ") == 4
+    saved = json.loads((out / "spans.json").read_text())
+    assert list(saved["bits_per_byte"]) == ["full", "retrieval heads", "uniform windows", "by attention mass"]
+    windows, ring = saved["windows"], int(said[1])
+    card = (out / "spans/README.md").read_text()
+    assert f"hf.retrieve(model, share=0.25, ring={ring}, k=8)" in card and f'codes="{codes}"' in card
+    assert sum(w == 124 for layer in windows for w in layer) == 1
+    main(["probe", str(out), "--contexts", "200", "--depths", "2", "--tasks", "1"])
+    assert "its spans and retrieval heads: pass keys" in capsys.readouterr().out
+    model = hf.from_pretrained(out, dtype=torch.float32)
+    hf.retrieve(model, **hf.fitted_retrieval(out))
+    cache = hf.RetrievalCache(model, context=128, bits=8, folder=tmp_path, codes=codes)
+    ids = torch.randint(0, 200, (1, 120), generator=torch.Generator().manual_seed(0))
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=8,
+                          min_new_tokens=8, do_sample=False)  # fmt: skip
+    alone = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, min_new_tokens=8,
+                           do_sample=False, use_cache=False)  # fmt: skip
+    assert torch.equal(made[:, 120:124], alone[:, 120:124])
+    assert cache.bytes() < hf.cache_bytes(model, 128, dtype=torch.float32)[1] and ring < 124
 
 
 def test_bfloat16_model_is_computed_in_float32_without_units(

@@ -13,7 +13,7 @@ from spanformer.hf.fit import FitConfig, growth_table, learn, set_windows, windo
 from spanformer.hf.survey import survey
 from spanformer.hf.text import TextChunks
 from spanformer.hf.window_learner import grow_within
-from spanformer.model.budget import Budget
+from spanformer.model.budget import Budget, allocate
 from support.hf_models import dense, tiny, tokens, transformers
 
 S, RAMP, SINKS = 40, 3.0, 2
@@ -153,7 +153,9 @@ def test_a_fit_for_longer_texts_has_the_stated_share_at_every_length() -> None:
     found = survey(model, texts[:1], sink_tokens=SINKS)
     config = FitConfig(steps=3, check=2, ramp=12, last_ramp=4)
     served = Budget(0.4, 960, SINKS)
-    windows = learn(model, texts[:2], texts[2:], budget, found, config, served=served)
+    windows = learn(
+        model, texts[:2], texts[2:], budget, allocate(found.costs, found.grid, budget), config, served=served
+    )
     assert torch.equal(window_table(model), windows)
     growth = growth_table(model)
     assert growth.min() >= 0 and growth.max() <= 1 and bool((growth > 0).any())

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from spanformer import hf
-from spanformer.hf.retrieval_fit import CODE, allocate_retrieval, ram_share, ring_tokens, rings_within
+from spanformer.hf.fit import FitConfig, learn
+from spanformer.hf.retrieval_fit import (
+    CODE,
+    allocate_retrieval,
+    beside_retrieval,
+    ram_tokens,
+    ring_tokens,
+    rings_within,
+)  # fmt: skip
 from spanformer.hf.survey import Survey, survey
 from spanformer.hf.text import TextChunks
 from spanformer.model.budget import Budget
@@ -34,7 +42,7 @@ def test_allocation_stays_within_its_budget(code: float, share: float, kept: flo
             for window, chosen in zip(made.windows.flatten().tolist(), made.chosen.flatten().tolist(), strict=True)
         )
         assert by_hand <= kept * 2048 * 12 + 1e-6
-        assert ram_share(made, budget, code=code) == pytest.approx(by_hand / (2048 * 12))
+        assert float(ram_tokens(made.windows, made, budget, code=code).sum()) == pytest.approx(by_hand)
         assert 1 <= int(made.chosen.sum()) <= max(1, share * 12)
         assert bool(((made.windows == 2044) == made.chosen).all())  # so that `retrieve` chooses these
 
@@ -73,6 +81,26 @@ def test_more_budget_and_cheaper_codes_never_cost_more() -> None:
     mapped = allocate_retrieval(found, 1.0, Budget(0.3, 2048, 4), code=0.0)
     assert mapped.cost < allocate_retrieval(found, 1.0, Budget(0.3, 2048, 4)).cost
     assert ring_tokens(32, Budget(0.3, 2048, 4), 0.0) == 32
+
+
+@pytest.mark.parametrize("share", [0.4, 1.0])
+def test_learned_windows_beside_retrieving_heads_stay_within_the_budget(share: float) -> None:
+    """Learning moves the windows of the others, leaves the retrieving heads whole, and spends no more RAM."""
+    model = hf.attach(tiny("llama"), max_span=64, sink_tokens=2).requires_grad_(False)
+    texts = TextChunks(tokens(3, 64), torch.tensor([32, 32, 32]), 32)
+    budget = Budget(0.5, 64, 2)
+    found = survey(model, texts[:1], sink_tokens=2, grid=[8, 16, 32], rings=[8], k=4, drawings=1)
+    made = allocate_retrieval(found, share, budget, code=0.0)
+    goal = beside_retrieval(budget, made)
+    learned = learn(model, texts[:2], texts[2:], goal, (made.windows, made.price), FitConfig(4, check=1, patience=9))
+    assert torch.equal(learned == 62, made.chosen) and bool(made.chosen.any())
+    held = ram_tokens(learned, made, budget, code=0.0)
+    assert float(held.sum()) <= 0.5 * 64 * learned.numel() + 1e-6
+    soft = goal.fit(torch.rand(learned.shape) * 60 + 1, spare=4.0)
+    for windows in (soft, goal.whole(goal.fit(soft))):
+        rest = (windows[~made.chosen].clamp(max=62) + 2).float()
+        assert bool((windows[made.chosen] >= 62).all())
+        assert made.others is None or float(rest.mean()) <= made.others.tokens + 1e-3
 
 
 def test_survey_prices_rings_between_windows_and_full_attention() -> None:

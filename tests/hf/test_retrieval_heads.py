@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from pathlib import Path
 
@@ -11,10 +10,8 @@ import pytest
 import torch
 
 from spanformer import hf
-from spanformer.cli.main import main
 from spanformer.hf.retrieval_cache import RetrievalCache
 from spanformer.hf.retrieval_heads import retrieve, retriever_of, stop_retrieving
-from support.byte_llama import save_byte_llama
 from support.hf_models import tiny, tokens
 
 
@@ -220,25 +217,3 @@ def test_damaged_settings_of_a_fit_are_named(text: str, tmp_path: Path) -> None:
         ValueError, match=r'"retrieve" in .*spans.json is not what fit-spans writes; expected share, ring'
     ):
         hf.fitted_retrieval(tmp_path)
-
-
-def test_fit_spans_measures_retrieval_heads(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    save_byte_llama(tmp_path / "model", 256)
-    (tmp_path / "prose.txt").write_text("The river stood behind the market, and nobody had seen it so quiet.\n" * 60)
-    main(["fit-spans", str(tmp_path / "model"), "--data", str(tmp_path / "prose.txt"), "--out", str(tmp_path / "fit"),
-          "--budget", "0.75", "--context", "128", "--steps", "1", "--survey", "2", "--measure", "2",
-          "--dtype", "float32", "--retrieve", "0.5", "--retrieve-codes", "file"])  # fmt: skip
-    assert "retrieval heads" in capsys.readouterr().out
-    saved = json.loads((tmp_path / "fit" / "spans.json").read_text())
-    found, chosen = saved["retrieve"], sum(w == 124 for layer in saved["windows"] for w in layer)
-    assert found["k"] == 64 and found["codes"] == "file" and found["ring"] >= 32 and found["ram"] <= 0.75
-    assert 1 <= chosen <= 2 and found["share"] == chosen / 4  # of four heads; their windows are as long as the context
-    again = hf.from_pretrained(tmp_path / "fit")
-    retrieve(again, **hf.fitted_retrieval(tmp_path / "fit"))
-    assert sum(len(layer.retriever.heads) for layer in hf.head_spans(again).values() if retriever_of(layer)) == chosen
-    ids = tokens(1, 100)
-    cache = RetrievalCache(again, bits=8, folder=tmp_path, codes="file")
-    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
-    assert again.generate(ids, past_key_values=cache, **options).shape == (1, 105)
-    main(["probe", str(tmp_path / "fit"), "--contexts", "128", "--depths", "2", "--tasks", "1"])
-    assert "its spans and retrieval heads" in capsys.readouterr().out

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -60,3 +62,30 @@ def test_an_index_is_read_back_and_refused_when_it_does_not_fit(tmp_path: Path) 
         read_index(store)
     (tmp_path / ABOUT).unlink()
     assert read_index(store) is None
+
+
+class Faiss:
+    """What `read_index` asks of faiss, for machines without it."""
+
+    def __init__(self, ntotal: int, d: int) -> None:
+        self.ntotal, self.d = ntotal, d
+
+    def read_index(self, _path: str) -> Faiss:
+        return self
+
+
+@pytest.mark.parametrize("ntotal, d", [(61, 24), (59, 24), (60, 23)])
+def test_an_index_of_other_entries_is_refused(tmp_path: Path, monkeypatch, ntotal: int, d: int) -> None:
+    store = make_store(tmp_path, 60)
+    (tmp_path / FILE).write_bytes(b"an index")
+    (tmp_path / ABOUT).write_text(json.dumps({"crc32": zlib.crc32(b"an index"), "nprobe": 2}))
+    monkeypatch.setattr("spanformer.retrieve.ivf.load_faiss", lambda: Faiss(ntotal, d))
+    with pytest.raises(
+        ValueError, match=rf"has {ntotal} keys of {d} numbers; expected 60 of 24, as the datastore: ind"
+    ):
+        read_index(store)
+    monkeypatch.setattr("spanformer.retrieve.ivf.load_faiss", lambda: Faiss(60, 24))
+    assert read_index(store) is not None
+    os.truncate(tmp_path / FILE, 3)
+    with pytest.raises(ValueError, match=f"{FILE} does not fit its checksum: it is damaged; remove it and {ABOUT}"):
+        read_index(store)

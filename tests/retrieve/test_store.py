@@ -113,7 +113,8 @@ def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path, monkeypatch) -> 
 
     monkeypatch.setattr("spanformer.retrieve.writer._Open.add", full)
     header = Header(DIM, VOCAB, MAKER, "float32", 0, 16)
-    with pytest.raises(OSError, match="No space left"), open_writer(tmp_path, header) as writer:
+    sentence = r"could not be written \(No space left on device\); shards that are complete are kept: make room"
+    with pytest.raises(OSError, match=sentence), open_writer(tmp_path, header) as writer:
         writer.add(random_keys(4), random_tokens(4), "text", 50)
     assert len(Store(tmp_path)) == 50
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 5, 5))
@@ -131,10 +132,16 @@ def test_two_writers_are_one_too_many(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(PermissionError), open_writer(tmp_path, Header(DIM, VOCAB, MAKER)):
+@pytest.mark.parametrize("refused", ["mkdir", "write"])
+def test_a_read_only_folder_is_refused(tmp_path: Path, monkeypatch, refused: str) -> None:
+    """Root may write everywhere, so the refusals of the system are made here."""
+
+    def denied(*_args, **_options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(*((Path, "mkdir") if refused == "mkdir" else (os, "open")), denied)
+    sentence = r"could not be written \(Permission denied\); .* give write permission and run the same command again"
+    with pytest.raises(OSError, match=sentence), open_writer(tmp_path, Header(DIM, VOCAB, MAKER)):
         pass
 
 

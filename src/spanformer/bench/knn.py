@@ -19,6 +19,7 @@ from spanformer.core.processor import named_dtype
 from spanformer.core.text import read_text
 from spanformer.hf.datastore import HfKeys
 from spanformer.hf.text import load_model
+from spanformer.report.retrieval_picture import draw_datastores
 from spanformer.retrieve.build import Plan, build_store
 from spanformer.retrieve.fit import Seen, best_share, fit, mixed, shared_runs, windows
 from spanformer.retrieve.header import Header
@@ -118,6 +119,8 @@ def run(bench: Bench[KnnBench]) -> None:
     if "forms" in parts:
         found["forms"] = forms(bench, store, read)
         bench.keep(o.name, found)
+    if path := draw_datastores(bench.file.all_found(), bench.file.path.with_suffix(".png")):
+        bench.say(f"picture: {path}")
 
 
 def build(bench: Bench[KnnBench], model: HfKeys, folder: Path) -> None:

@@ -102,6 +102,10 @@ class PartsFile:
         """The earlier measurement of a part, or None."""
         return self.parts.get(part, {}).get("found")
 
+    def all_found(self) -> dict[str, Any]:
+        """What was found in each part, by its name."""
+        return {name: part.get("found") for name, part in self.parts.items()}
+
     def keep(self, part: str, found: object, options: dict, machine: dict) -> None:
         """found: any JSON value."""
         self.parts[part] = {"machine": machine, "options": options, "found": found}

@@ -24,6 +24,7 @@ from spanformer.hf.spans import head_spans
 from spanformer.hf.text import bits_per_byte, load_model, make_chunks
 from spanformer.hf.watch import attention_replaced
 from spanformer.ops import Attended, Rule, attend
+from spanformer.report.retrieval_picture import draw_retrieval
 
 SINKS = 4
 FULL, FOUND = "full attention, float32", "retrieval heads"
@@ -80,6 +81,8 @@ def run(bench: Bench[RetrievalBench]) -> None:
             bench.begin(part)
             bench.keep(part, PARTS[part](bench, model, tokenizer))
             bench.end()
+    if path := draw_retrieval(bench.file.all_found(), bench.file.path.with_suffix(".png")):
+        bench.say(f"picture: {path}")
 
 
 def ring_of(options: RetrievalBench, model: Model) -> int:

@@ -147,7 +147,11 @@ def open_model(name: str, dtype: str = "auto") -> KeyModel:
 
 def read_ids(model: KeyModel, source: str, limit: int) -> np.ndarray:
     """The tokens of a text; limit: how many entries to make of it."""
+    if limit < 0:
+        raise ValueError(f"limit is {limit}; expected a number of tokens, or 0 for all")
     ids = model.encode(read_text(source))
+    if len(ids) < 2:
+        raise ValueError(f"{source} has {len(ids)} tokens; expected 2 or more: a context and the token after it")
     return ids[: limit + 1] if limit else ids
 
 
@@ -198,8 +202,6 @@ def fit_store(options: FitOptions) -> None:
         model, store = open_model(options.model, options.dtype), Store(options.store)
         check_made(store, model.maker, model.dim, model.vocab)
         ids = read_ids(model, options.data, options.limit)
-        if len(ids) < 2:
-            raise ValueError(f"{options.data} has {len(ids)} tokens; expected 2 or more")
         shared = shared_runs(store, ids)
         if shared > SHARED and not options.allow_overlap:
             raise ValueError(

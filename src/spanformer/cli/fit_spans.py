@@ -111,7 +111,7 @@ class FitLog:
 
     def _step(self, event: WindowStep) -> StepEvent:
         group, context = self.run.group, self.run.plan.length
-        spans = [[w for w in layer for _ in range(group)] for layer in event.windows]
+        spans = [[min(w, context) for w in layer for _ in range(group)] for layer in event.windows]
         reach = [
             [min(context, own.window or context, int(w + event.ramp / 2) + 1 + own.sink_tokens) for w in layer]
             for layer, own in zip(spans, self.run.layers, strict=True)

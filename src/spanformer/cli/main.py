@@ -112,6 +112,7 @@ FIRST = "Begin with:  spanformer train runs/demo.toml      (three minutes; ends 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run a command. A mistake in its options prints one sentence and exits with code 2, without a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # commands show their own progress; transformers has bars of tqdm
     try:
         words, rest = find(arguments)
         command: Command = getattr(importlib.import_module(COMMANDS[words].module), COMMANDS[words].name)

@@ -45,7 +45,7 @@ def write_card(model: PreTrainedModel, layers: dict[str, HeadSpans], figures: di
     name = Path(where).name or type(model).__name__
     on_hub = where.count("/") == 1 and not Path(where).exists()
     head = _HEAD.format(name=where if on_hub else name, base=f"base_model: {where}\n" if on_hub else "")
-    return head + _memory(model, layers) + _windows(layers) + _measured(figures)
+    return head + _memory(model, layers) + _windows(layers) + _retrieval(figures) + _measured(figures)
 
 
 def _memory(model: PreTrainedModel, layers: dict[str, HeadSpans]) -> str:
@@ -64,6 +64,25 @@ def _windows(layers: dict[str, HeadSpans]) -> str:
     lines = ["## Tokens of each KV head", "", "| layer | tokens |", "| --- | --- |"]
     lines += [f"| {n} | {', '.join(map(str, spans.keeps()))} |" for n, spans in enumerate(layers.values())]
     return "\n".join(lines) + "\n"
+
+
+def _retrieval(figures: dict[str, Any]) -> str:
+    found = figures.get("retrieve")
+    if not found:
+        return ""
+    return f"""
+## Retrieval heads
+
+{found["heads"]} heads, those with the longest windows above, were measured with rings of {found["ring"]} tokens and a \
+search of all older ones. The cache then takes {shown_bytes(found["ram_bytes"])} in RAM after \
+{figures["context"]:,} tokens.
+
+```py
+hf.retrieve(model, share={found["share"]:.6g}, ring={found["ring"]}, k={found["k"]})
+cache = hf.RetrievalCache(model, bits=8, folder="FOLDER", codes="{found["codes"]}")
+model.generate(ids, attention_mask=mask, past_key_values=cache)
+```
+"""
 
 
 def _measured(figures: dict[str, Any]) -> str:

@@ -29,10 +29,9 @@ from spanformer.hf.attach import CONFIG, base_of
 from spanformer.hf.far_learner import FarLearner
 from spanformer.hf.fit_events import OnFitEvent, Trial, WindowStep, ignore
 from spanformer.hf.spans import HeadSpans, head_spans
-from spanformer.hf.survey import Survey
 from spanformer.hf.text import TextChunks, chunks, hidden_states, logits_of
 from spanformer.hf.window_learner import WindowLearner
-from spanformer.model.budget import Budget, allocate
+from spanformer.model.budget import Budget
 
 
 @dataclass(frozen=True)
@@ -112,15 +111,16 @@ def learn(
     texts: TextChunks,
     trials: TextChunks,
     budget: Budget,
-    found: Survey,
+    start: tuple[Tensor, float],
     config: FitConfig,
     on_event: OnFitEvent = ignore,
     served: Budget | None = None,
 ) -> Tensor:
-    """Whole windows [L, Hkv] within the budget, learned from the survey's; the model is left with them, hard-edged.
-    served: the budget of longer texts, to which windows grow (`growth_table`)."""
+    """Whole windows [L, Hkv] within the budget; the model is left with them, hard-edged. start: windows and
+    the price of a token at first, as `allocate` gives them. served: the budget of longer texts, to which windows grow
+    (`growth_table`)."""
     begun = time.monotonic()
-    windows, price = allocate(found.costs, found.grid, budget)
+    windows, price = start
     layers = list(head_spans(model).values())
     check_layers(layers)
     budgets = [budget] if served is None else [budget, replace(budget, context=texts.start)]

@@ -16,7 +16,7 @@ class FitPlan:
     bytes: str = ""
     """use instead of a budget: largest size of the KV cache at the context, such as 2GiB or 500MB"""
     kv_bits: Literal[16, 8, 4] = 16
-    """of a number in that KV cache; 8 and 4 have a scale of 4 bytes for each key and value"""
+    """of a number in that KV cache; 8 and 4 have a scale of 4 bytes for each key and value. Always 8 with --retrieve"""
     tolerance: float = 0.0
     """use instead of a budget: largest rise of the loss (0.01 is 1 %), on validation texts taken from the
     data; the budget is the smallest memory at which the survey's windows reach it, and learning improves on it"""
@@ -123,6 +123,11 @@ class FitPlan:
     def length(self) -> int:
         """tokens of a text to learn from"""
         return self.text or min(self.context, 2048)
+
+    @property
+    def cache_bits(self) -> int:
+        """of a number in the KV cache that the budget is a share of"""
+        return 8 if self.retrieve else self.kv_bits
 
     @property
     def grows(self) -> bool:

@@ -20,9 +20,9 @@ def token_bytes(layers: list[HeadSpans], kv_bits: int) -> list[int]:
 def share_of_bytes(model: nn.Module, plan: FitPlan) -> float:
     """The share of the full KV cache at the plan's context that its bytes are."""
     layers, given = list(head_spans(model).values()), parse_bytes(plan.bytes)
-    full = _full_bytes(layers, plan.kv_bits, plan.context)
+    full = _full_bytes(layers, plan.cache_bits, plan.context)
     # growing windows are rounded up: a token a head
-    share = (given - (sum(token_bytes(layers, plan.kv_bits)) if plan.grows else 0)) / full
+    share = (given - (sum(token_bytes(layers, plan.cache_bits)) if plan.grows else 0)) / full
     if given >= full:
         raise ValueError(
             f"bytes is {plan.bytes}, and the whole KV cache of {plan.context:,} tokens takes {shown_bytes(full)}: "
@@ -51,10 +51,10 @@ def what_fits(model: nn.Module, plan: FitPlan, share: float) -> list[str]:
     """Lines of a table of lengths and bytes: all of the KV cache, and this share."""
     layers = list(head_spans(model).values())
     lengths = sorted({*(n for n in LENGTHS if n < plan.context), plan.length, plan.context})
-    lines = [f"KV cache in {plan.kv_bits} bits, {sum(token_bytes(layers, plan.kv_bits)):,} bytes a token:"]
+    lines = [f"KV cache in {plan.cache_bits} bits, {sum(token_bytes(layers, plan.cache_bits)):,} bytes a token:"]
     lines.append(f"{'tokens':>10}{'all of it':>14}{f'{share:.3f} of it':>16}")
     for n in lengths:
-        full = _full_bytes(layers, plan.kv_bits, n)
+        full = _full_bytes(layers, plan.cache_bits, n)
         lines.append(f"{n:>10,}{shown_bytes(full):>14}{shown_bytes(share * full):>16}")
     return lines
 

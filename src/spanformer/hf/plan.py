@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from spanformer.core.events import NoteEvent, ProgressEvent
+from spanformer.core.memory import shown_bytes
 from spanformer.core.shape import Shape
 from spanformer.core.text import read_text
 from spanformer.hf.attach import attach
@@ -19,9 +20,9 @@ from spanformer.hf.far_learner import start_states, states_in_tokens, states_off
 from spanformer.hf.fit import FitConfig, budget_of, check_layers, growth_table, learn, set_windows
 from spanformer.hf.fit_events import Measured, OnFitEvent, ignore
 from spanformer.hf.fit_plan import FitPlan
-from spanformer.hf.fits import check_growth, share_of_bytes
+from spanformer.hf.fits import check_growth, share_of_bytes, token_bytes
 from spanformer.hf.lora import check_peft, learn_lora
-from spanformer.hf.retrieval_fit import CODE, Allocation, allocate_retrieval, ram_share, rings_within
+from spanformer.hf.retrieval_fit import CODE, Allocation, allocate_retrieval, beside_retrieval, ram_tokens, rings_within
 from spanformer.hf.retrieval_heads import retrieve, stop_retrieving
 from spanformer.hf.saved import SPANS, save_fitted
 from spanformer.hf.span_file import save_spans
@@ -52,7 +53,8 @@ class Outcome:
     state_bytes: int = 0
     """their bytes, which `share` includes"""
     retrieving: dict[str, float] = field(default_factory=dict)
-    """share of the KV heads that retrieve, ring, k and share of an 8-bit KV cache in RAM; empty: none"""
+    """share of the KV heads that retrieve, how many they are, ring, k, share of an 8-bit KV cache in RAM, its bytes,
+    and those of the keys and values that are stored beside it; empty: none"""
     growth: Tensor | None = None
     """[L, Hkv] tokens that a window gains with each token beyond the texts' length; 1: unlimited"""
 
@@ -62,10 +64,13 @@ class Outcome:
         if self.state_bytes:
             lines.insert(0, f"{self.states} KV heads have a linear state, {self.state_bytes:,} bytes in all, part of")
         if self.retrieving:
+            found, heads = self.retrieving, self.windows.numel()
             lines[0] = (
-                "{ram:.4f} of an 8-bit KV cache in RAM, {share:.2f} of the KV heads retrieve (ring {ring:g}, k {k:g}); "
+                f"{found['heads']:g} of {heads} KV heads retrieve (ring {found['ring']:g}, k {found['k']:g}): "
+                f"{found['ram']:.4f} of an 8-bit KV cache, {shown_bytes(found['ram_bytes'])}, in RAM, and "
+                f"{shown_bytes(found['stored_bytes'])} of keys and values in RAM or files; "
+                f"fitted in {self.seconds / 60:.1f} minutes; held-out text:"
             )
-            lines[0] = lines[0].format(**self.retrieving) + f"fitted in {self.seconds / 60:.1f} minutes; held-out text:"
         for name, bits in self.bits.items():
             lines.append(f"  {name:<24}{bits:.4f} bits per byte  {100 * (bits / full - 1):+.2f} %")
         return "\n".join(lines)
@@ -130,6 +135,7 @@ class FitRun:
         )  # fmt: skip
 
     def survey(self, on_event: OnFitEvent) -> Survey:
+        _progress(on_event, "surveying the heads", 0, 0)
         return survey(
             self.model, self.train[: self.plan.survey], sink_tokens=self.plan.sink_tokens, seed=self.plan.seed,
             rings=rings_within(self.plan.length, self.plan.sink_tokens) if self.plan.retrieve else None,
@@ -147,18 +153,24 @@ class FitRun:
         config = FitConfig(steps=plan.steps, minutes=plan.minutes, lr=plan.lr,
                            ramp=max(1.0, min(96.0, plan.length / 16)),
                            last_ramp=max(1.0, min(32.0, plan.length / 32)))  # fmt: skip
-        costs, retrieving = found, {}
+        costs = found
         if plan.features:
             budget, costs = start_states(
                 self.model, self.train[: plan.survey], self.trials, budget, found, TransferConfig(), self.model.dtype,
                 lambda done, total: _progress(on_event, "teaching linear states", done, total),
             )  # fmt: skip
         served = replace(budget, context=plan.context) if plan.grows else None
-        windows = learn(self.model, self.train, self.trials, budget, costs, config, on_event, served)
+        made, goal, first = None, budget, allocate(costs.costs, costs.grid, budget)
+        if plan.retrieve:
+            made = allocate_retrieval(found, plan.retrieve, budget, code=self._code)
+            goal, first = beside_retrieval(budget, made), (made.windows, made.price)
+            config = replace(config, steps=0 if made.others is None else plan.steps)
+        windows = learn(self.model, self.train, self.trials, goal, first, config, on_event, served)
         growth = growth_table(self.model) if plan.grows else budget.unlimited(windows)
         if plan.features or plan.retrieve:
             growth = torch.zeros_like(growth)
-        bits["fitted spans"] = self.measure(windows, "fitted spans", on_event, growth)
+        fitted = "fitted spans" if made is None else "retrieval heads"
+        bits[fitted] = self.measure(windows, fitted, on_event, growth, made)
         if plan.baselines:
             alone = replace(budget, states=0.0)
             others = {
@@ -167,63 +179,66 @@ class FitRun:
             }
             with states_off(self.layers):
                 bits |= {name: self.measure(other, name, on_event) for name, other in others.items()}
-        if plan.retrieve:
-            made = allocate_retrieval(found, plan.retrieve, budget, code=self._code)
-            bits["retrieval heads"], windows = self._retrieving(made, on_event), made.windows
-            retrieving = {
-                "share": made.share,
-                "ring": made.ring,
-                "k": plan.retrieve_k,
-                "ram": ram_share(made, budget, code=self._code),
-            }
         if plan.lora:
             learn_lora(self.model, self.train, windows, budget, rank=plan.lora, steps=plan.lora_steps,
                        minutes=plan.minutes, lr=plan.lora_lr, on_event=on_event)  # fmt: skip
-            bits["fitted spans and LoRA"] = self.measure(windows, "LoRA", on_event)
+            bits[f"{fitted} and LoRA"] = self.measure(windows, "LoRA", on_event, made=made)
         set_windows(self.model, windows, growth=growth)
         maps = [layer.far for layer in self.layers if layer.far is not None]
         return Outcome(
             windows, budget.share_of(windows), bits, time.monotonic() - begun, bool(plan.lora),
             sum(len(far.kv_on()) for far in maps), sum(far.state_bytes(self.model.dtype) for far in maps),
-            retrieving, growth,
+            {} if made is None else self._retrieving(windows, made, budget), growth,
         )  # fmt: skip
 
     def measure(
-        self, windows: Tensor | None, title: str, on_event: OnFitEvent = ignore, growth: Tensor | None = None
-    ) -> float:
-        """Bits per byte of held-out text with these windows; None: every head sees everything."""
-        bits = self._bits(self.held_out, windows, title, on_event, growth)
+        self, windows: Tensor | None, title: str, on_event: OnFitEvent = ignore, growth: Tensor | None = None,
+        made: Allocation | None = None,
+    ) -> float:  # fmt: skip
+        """Bits per byte of held-out text with these windows; None: every head sees everything. made: which retrieve."""
+        bits = self._bits(self.held_out, windows, title, on_event, growth, made)
         targets = self.held_out.targets * len(self.held_out)
         loss = bits * math.log(2) * float(self.held_out.bytes.sum()) / targets
-        if title in ("full", "fitted spans", "LoRA"):
+        if title in ("full", "fitted spans", "retrieval heads", "LoRA"):
             on_event(Measured(bits, loss, targets))
         return bits
 
     def _bits(
-        self, texts: TextChunks, windows: Tensor | None, title: str, on_event: OnFitEvent, growth: Tensor | None = None
-    ) -> float:
+        self, texts: TextChunks, windows: Tensor | None, title: str, on_event: OnFitEvent, growth: Tensor | None = None,
+        made: Allocation | None = None,
+    ) -> float:  # fmt: skip
         if windows is None:
             windows = self.budget(1.0).longest.expand(len(self.layers), self.layers[0].groups)
+        _progress(on_event, f"measuring: {title}", 0, len(texts))
         set_windows(self.model, windows, growth=growth)
-        return bits_per_byte(
-            self.model, texts, lambda done, total: _progress(on_event, f"measuring: {title}", done, total)
-        )
+        if made is not None:
+            retrieve(self.model, share=made.share, ring=made.ring, k=self.plan.retrieve_k)
+        try:
+            return bits_per_byte(
+                self.model, texts, lambda done, total: _progress(on_event, f"measuring: {title}", done, total)
+            )
+        finally:
+            if made is not None:
+                stop_retrieving(self.model)
 
     @property
     def _code(self) -> float:
         """RAM of a stored token, over the 8-bit key and value of a token"""
         return CODE if self.plan.retrieve_codes == "ram" else 0.0
 
-    def _retrieving(self, made: Allocation, on_event: OnFitEvent) -> float:
-        """Bits per byte of held-out text if these heads retrieve."""
-        set_windows(self.model, made.windows)
-        retrieve(self.model, share=made.share, ring=made.ring, k=self.plan.retrieve_k)
-        try:
-            return bits_per_byte(
-                self.model, self.held_out, lambda done, total: _progress(on_event, "measuring: retrieval", done, total)
-            )
-        finally:
-            stop_retrieving(self.model)
+    def _retrieving(self, windows: Tensor, made: Allocation, budget: Budget) -> dict[str, float]:
+        tokens = ram_tokens(windows, made, budget, code=self._code)
+        each = torch.tensor(token_bytes(self.layers, 8)) / self.layers[0].groups
+        stored = made.chosen.sum(1) * torch.tensor([s.head_size * self.model.dtype.itemsize for s in self.layers])
+        return {
+            "share": made.share,
+            "heads": int(made.chosen.sum()),
+            "ring": made.ring,
+            "k": self.plan.retrieve_k,
+            "ram": float(tokens.sum() / budget.full.expand_as(windows).sum()),
+            "ram_bytes": round(float((tokens.sum(1) * each).sum())),
+            "stored_bytes": int(stored.sum()) * (budget.context - budget.sink_tokens),
+        }
 
     def _tolerated(self, found: Survey, on_event: OnFitEvent) -> float:
         """The smallest share at which the survey's windows raise the loss on the validation texts by no

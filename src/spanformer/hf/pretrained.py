@@ -7,6 +7,7 @@ before memory is allocated. Anything that transformers cannot read ends in an er
 
 from __future__ import annotations
 
+import logging
 import pickle
 import struct
 from pathlib import Path
@@ -40,6 +41,7 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """gguf: the name of a file in the folder that holds the model. config: instead of the folder's own."""
     options: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
+    logging.getLogger("transformers.quantizers.quantizer_gguf").addFilter(_of_unpacked)
     chosen: PreTrainedConfig = _load(AutoConfig, where, "configuration", options) if config is None else config
     _check_size(chosen, where, gguf)
     options |= {"config": chosen, "dtype": dtype, "output_loading_info": True}
@@ -50,6 +52,11 @@ def load_causal_lm(
             f"({len(missing)} in all); they do not fit its configuration"
         )
     return model
+
+
+def _of_unpacked(record: logging.LogRecord) -> bool:
+    """transformers warns of the speed of packed weights also where it unpacks them, as here."""
+    return "weights packed" not in record.getMessage()
 
 
 def make_causal_lm(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:

@@ -5,7 +5,8 @@ as its keys and values may. Another head holds its window, 2·D + 8 bytes a toke
 
 The survey prices every head with each window, and with each ring and a search behind it. Heads buy at one price λ per
 token, as in `allocate`: those retrieve that gain most by it at that price. A head retrieves wholly or not at all, so
-λ is tried on a grid, and the allocation with the least cost in all is taken.
+λ is tried on a grid, and the allocation with the least cost in all is taken. The windows of the others are then learned
+(`learn`) with `BesideRetrieval` as the budget; meanwhile a retrieving head sees everything.
 
 Shapes: L layers, H key/value heads of a layer, G windows and R rings surveyed, N = L·H.
 """
@@ -13,7 +14,7 @@ Shapes: L layers, H key/value heads of a layer, G windows and R rings surveyed, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -38,11 +39,40 @@ class Allocation:
     ring: int
     cost: float
     """by the survey, the sum over heads"""
+    others: Budget | None = None
+    """of the heads that do not retrieve, each a layer of its own; None: all retrieve"""
+    price: float = 0.0
+    """λ, the gain of the last token of their windows"""
 
     @property
     def share(self) -> float:
         """of the heads that retrieve"""
         return float(self.chosen.double().mean())
+
+
+@dataclass(frozen=True, eq=False)
+class BesideRetrieval(Budget):
+    """A budget of which retrieving heads take their rings and codes, and the windows of the others what is left."""
+
+    made: Allocation = field(kw_only=True)
+
+    def fit(self, windows: Tensor, *, shortest: float | Tensor = 1.0, spare: float | Tensor = 0.0) -> Tensor:
+        found = (self.longest + spare).expand_as(windows).to(windows).clone()
+        if self.made.others is not None:
+            rest = windows[~self.made.chosen][:, None]
+            found[~self.made.chosen] = self.made.others.fit(rest, shortest=shortest, spare=spare)[:, 0]
+        return found
+
+    def whole(self, windows: Tensor) -> Tensor:
+        found = self.longest.expand_as(windows).clone()
+        if self.made.others is not None:
+            rest = self.made.others.whole(windows[~self.made.chosen][:, None])[:, 0]
+            found[~self.made.chosen] = rest.minimum(found[~self.made.chosen] - 1)  # so that `retrieve` leaves them out
+        return found
+
+
+def beside_retrieval(budget: Budget, made: Allocation) -> BesideRetrieval:
+    return BesideRetrieval(budget.share, budget.context, budget.sink_tokens, budget.own, made=made)
 
 
 def rings_within(context: int, sink_tokens: int) -> list[int]:
@@ -74,11 +104,10 @@ def ring_tokens(ring: int, budget: Budget, code: float) -> float:
     return ring + code * (budget.context - budget.sink_tokens - ring)
 
 
-def ram_share(made: Allocation, budget: Budget, *, code: float = CODE) -> float:
-    """The share of a full 8-bit KV cache that windows, rings and codes take."""
-    kept = torch.where(made.chosen, ring_tokens(made.ring, budget, code), made.windows.double())
-    full = budget.full.expand_as(made.windows).double()
-    return float((kept + budget.aside).minimum(full).sum() / full.sum())
+def ram_tokens(windows: Tensor, made: Allocation, budget: Budget, *, code: float = CODE) -> Tensor:
+    """[L, H] tokens of an 8-bit KV cache that windows, rings and codes take in RAM."""
+    kept = torch.where(made.chosen, ring_tokens(made.ring, budget, code), windows.double())
+    return (kept + budget.aside).minimum(budget.full.double())
 
 
 def _least(found: Survey, n: int, share: float, budget: Budget, code: float) -> Allocation | None:
@@ -121,11 +150,11 @@ def _filled(
         return None
     others = replace(budget, share=min(1.0, left / full), own=rest)
     curves = found.costs.flatten(0, 1)[~chosen]
-    short = others.whole(allocate(curves[:, None], found.grid, others)[0])[:, 0]
+    short, price = allocate(curves[:, None], found.grid, others)
     windows = longest.clone()
-    windows[~chosen] = short.minimum(longest[~chosen] - 1)
+    windows[~chosen] = others.whole(short)[:, 0].minimum(longest[~chosen] - 1)
     cost += float(_on_curves(curves.double(), found.grid, longest[~chosen], windows[~chosen]).sum())
-    return Allocation(windows.view(shape), chosen.view(shape), ring, cost)
+    return Allocation(windows.view(shape), chosen.view(shape), ring, cost, others, price)
 
 
 def _on_curves(costs: Tensor, grid: list[int], longest: Tensor, windows: Tensor) -> Tensor:

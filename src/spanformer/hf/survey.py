@@ -75,7 +75,7 @@ def survey(
     on_progress: OnCount | None = None,
 ) -> Survey:
     """Survey a model with spans attached (their values are not used), one text at a time. rings: of retrieving heads,
-    whose queries find k keys; None: none are surveyed."""
+    whose queries find k keys; None: none are surveyed. on_progress: counts layers of texts."""
     rings, grid = rings or [], grid or default_grid(texts.context - sink_tokens)
     generator = torch.Generator().manual_seed(seed)
     totals: list[Tensor] = []
@@ -107,10 +107,10 @@ def survey(
                 slopes = [g[n] for g in grads]
                 priced = _price(layer, slopes, grid, sink_tokens, texts.start)
                 tables.append((*priced, _price_rings(layer, slopes, rings, sink_tokens, k)))
+                if on_progress:
+                    on_progress(number * len(seen) + n + 1, len(texts) * len(seen))
             found = [torch.stack(each) for each in zip(*tables, strict=True)]
             totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else found
-            if on_progress:
-                on_progress(number + 1, len(texts))
     costs, lost, retrieved = totals
     each = len(texts) * texts.targets
     return Survey(grid, costs / each, lost / len(texts), rings, retrieved / each if rings else None)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from spanformer.attention import Memorizing
+from spanformer.model.config import AttentionConfig
 from spanformer.model.lm import LM
 
 GATE = -4.0
@@ -26,7 +27,7 @@ def retrofit(trained: LM, layer: int, kind: str) -> LM:
     stack = list(config.attention.stack) or [config.attention.kind]
     kinds = [stack[n % len(stack)] for n in range(layers)]
     kinds[layer] = kind
-    lm = LM(replace(config, attention=replace(config.attention, stack=tuple(kinds))))
+    lm = LM(replace(config, attention=replace(config.attention, kind=AttentionConfig.kind, stack=tuple(kinds))))
     weight = next(trained.parameters())
     lm = lm.to(weight.device, weight.dtype)
     found = lm.load_state_dict(trained.state_dict(), strict=False)

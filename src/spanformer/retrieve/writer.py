@@ -104,8 +104,9 @@ def open_writer(
 ) -> Iterator[Writer]:
     """A writer that appends to the datastore of `folder`, or makes one. Interrupted from the keyboard, it keeps what is
     written; after another error it keeps complete shards. entries: of a shard, about."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with lock_folder(folder):
+    with _explained(folder), contextlib.ExitStack() as held:
+        folder.mkdir(parents=True, exist_ok=True)
+        held.enter_context(lock_folder(folder))
         if (folder / NAME).exists():
             check_same(folder, read_header(folder), header)
             pca = read_pca(folder, header)
@@ -123,6 +124,17 @@ def open_writer(
             writer.discard()
             raise
         writer.finish()
+
+
+@contextlib.contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{folder} could not be written ({error.strerror or error}); shards that are complete are kept: make room "
+            "or give write permission and run the same command again, or choose another folder"
+        ) from error
 
 
 def check_same(folder: Path, there: Header, wanted: Header) -> None:
