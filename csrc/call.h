@@ -69,13 +69,14 @@ struct Decode {
   float* lse;           // [B, H]
   Rows new_k, new_v;    // [B, Hkv, 1, ·] to write at the newest positions first; null: already written
   const float* span;
-  int64_t dtype, bits;  // bits of keys and values: 8 with a scale for each slot, or 0 for the dtype
+  int64_t dtype, bits;  // bits of keys and values: 8, 4, or 0 for the dtype
   int64_t B, H, Hkv, D, Dv;
   int64_t shift, sink_tokens;
   double scale, ramp;
   Rows k, v;                   // [B, slots, ·]: batch and row strides are used, the head stride is not
-  float *k_scale, *v_scale;    // [B, slots] with batch stride scale_batch, or null
-  int64_t scale_batch;
+  // 8 bits: float [B, slots]. 4 bits: bfloat16 [B, 2 · groups, slots], steps before lows (nibbles.h). Else null.
+  void *k_scale, *v_scale;
+  int64_t slots;
   const int64_t *first, *capacity, *newest;  // [Hkv], [Hkv], [B]
   const int64_t* oldest;       // [B, Hkv] earlier positions are no longer held; null: all that fit are held
   const int64_t* reach;
@@ -85,6 +86,10 @@ struct Decode {
   const float* distance_vec;
   int64_t vec_length, vec_head;
   const float* sink_logits;
+  // The newest recent_tokens of each row in 8 bits too, from position recent_since[b] on, in rings of their own; or null.
+  const Decode* recent;
+  int64_t recent_tokens;
+  const int64_t* recent_since;
 };
 
 enum Normalize : int64_t { kSum = 1, kRms = 2, kClamped = 3 };

@@ -1,6 +1,7 @@
 // One query against a ring of keys and values per key/value head, each of its own length; lanes run over the head size.
 #pragma once
 #include "exact.h"
+#include "nibbles.h"
 #include "work.h"
 
 namespace spanformer {
@@ -9,20 +10,6 @@ namespace SPANFORMER_ISA {
 constexpr long DECODE_KEYS = 1024;  // per part of a head: threads share long heads
 // Each number is used once, so memory bounds the time: loading one takes as long as this many multiply-adds.
 constexpr double MEMORY = 16;
-
-SPANFORMER_INLINE vf load_row(const float* p) { return load(p); }
-SPANFORMER_INLINE vf load_row(const bf16* p) {
-  typedef uint16_t vh __attribute__((vector_size(W * 2)));
-  vh x;
-  std::memcpy(&x, p, sizeof x);
-  return (vf)(__builtin_convertvector(x, vu) << 16);
-}
-SPANFORMER_INLINE vf load_row(const int8_t* p) {
-  typedef int8_t vb __attribute__((vector_size(W)));
-  vb x;
-  std::memcpy(&x, p, sizeof x);
-  return __builtin_convertvector(__builtin_convertvector(x, vi), vf);
-}
 
 // Write a row into its slot. In 8 bits: the nearest multiples of max |x| / 127, as `quantise` in ops/decode/banded.py.
 template <class T>
@@ -42,18 +29,36 @@ static void put_row(const T* from, int8_t* to, float* scale, long n) {
   for (long d = 0; d < n; d++) to[d] = codes ? (int8_t)std::nearbyint(to_float(from[d]) / *scale) : 0;
 }
 
+static inline float* scale_of(const Decode& c, void* scales, long b, long slot) {
+  return scales ? static_cast<float*>(scales) + b * c.slots + slot : nullptr;
+}
+static inline Marks key_marks(const Decode& c, long b, long slot) {
+  return {c.k_scale, nibble_rows(c.D), c.slots, b, slot};
+}
+static inline Marks value_marks(const Decode& c, long b, long slot) {
+  return {c.v_scale, nibble_rows(c.Dv), c.slots, b, slot};
+}
+
 template <class T, class S>
 static void write_newest(const Decode& c) {
   for (long b = 0; b < c.B; b++)
     for (long g = 0; g < c.Hkv; g++) {
       const long p = c.newest[b], slot = c.first[g] + (p < c.sink_tokens ? p - c.sink_tokens : p % c.capacity[g]);
       if (p < 0) continue;
-      float* scales[2] = {c.k_scale ? c.k_scale + b * c.scale_batch + slot : nullptr,
-                          c.v_scale ? c.v_scale + b * c.scale_batch + slot : nullptr};
       S* k = static_cast<S*>(c.k.data) + b * c.k.batch + slot * c.k.row;
       S* v = static_cast<S*>(c.v.data) + b * c.v.batch + slot * c.v.row;
-      put_row(row<T>(c.new_k, b, g, 0), k, scales[0], c.D);
-      put_row(row<T>(c.new_v, b, g, 0), v, scales[1], c.Dv);
+      const T *new_k = row<T>(c.new_k, b, g, 0), *new_v = row<T>(c.new_v, b, g, 0);
+      if constexpr (std::is_same<S, nibbles>::value) {
+        float x[MOST_ROWS * NIBBLE_ROW];
+        std::transform(new_k, new_k + c.D, x, [](T y) { return to_float(y); });
+        rotate(x, c.D);
+        put_nibbles(x, c.D, k, key_marks(c, b, slot));
+        std::transform(new_v, new_v + c.Dv, x, [](T y) { return to_float(y); });
+        put_nibbles(x, c.Dv, v, value_marks(c, b, slot));
+      } else {
+        put_row(new_k, k, scale_of(c, c.k_scale, b, slot), c.D);
+        put_row(new_v, v, scale_of(c, c.v_scale, b, slot), c.Dv);
+      }
     }
 }
 
@@ -100,9 +105,9 @@ SPANFORMER_INLINE void add_rows(const float* p, const T* rows, long stride, long
 
 struct DecodePart {
   long b, h, from, to;  // distances [from, to), or with `early` the sink tokens [from, to)
-  bool early;
+  bool early, recent;  // recent: in 8 bits beside a ring in 4
   float top, total;
-  float* sum;  // [Dv]
+  float* sum;  // [Dv], rounded up to a multiple of 32
 };
 
 template <class T, class S>  // of queries and outputs, of keys and values
@@ -116,8 +121,9 @@ class PartDecode {
     stretches_[0] = {0, before, slot}, stretches_[1] = {before, n, 0};
     K_ = static_cast<const S*>(c.k.data) + x.b * c.k.batch + c.first[kv] * c.k.row;
     V_ = static_cast<const S*>(c.v.data) + x.b * c.v.batch + c.first[kv] * c.v.row;
-    if (sizeof(S) == 1) k_scale_ = c.k_scale + x.b * c.scale_batch + c.first[kv];
-    if (sizeof(S) == 1) v_scale_ = c.v_scale + x.b * c.scale_batch + c.first[kv];
+    first_ = c.first[kv];
+    if (std::is_same<S, int8_t>::value) k_scale_ = scale_of(c, c.k_scale, x.b, first_);
+    if (std::is_same<S, int8_t>::value) v_scale_ = scale_of(c, c.v_scale, x.b, first_);
   }
 
   void run() {
@@ -128,7 +134,7 @@ class PartDecode {
     for (long r = 0; r < n; r++) top = std::max(top, score_[r]), bad = bad || score_[r] != score_[r];
     x.top = bad ? std::numeric_limits<float>::quiet_NaN() : top;
     weigh(x.top == -std::numeric_limits<float>::infinity() ? 0.f : x.top);
-    for (long d = 0; d < c.Dv; d++) x.sum[d] = 0.f;
+    std::fill(x.sum, x.sum + nibble_rows(c.Dv) * NIBBLE_ROW, 0.f);
     for (const Stretch& s : stretches_) values(s);
   }
 
@@ -141,6 +147,7 @@ class PartDecode {
   const long n;
   Stretch stretches_[2];
   const S *K_, *V_;
+  long first_;
   const float *k_scale_ = nullptr, *v_scale_ = nullptr;
   float query_[256];  // scaled, for log2
   float score_[DECODE_KEYS];  // oldest first: entry r is at distance x.to − 1 − r
@@ -148,7 +155,8 @@ class PartDecode {
   void scores() {
     const T* q = row<T>(c.q, x.b, x.h, 0);
     for (long d = 0; d < c.D; d++) query_[d] = to_float(q[d]) * (float)c.scale * LOG2E;
-    for (const Stretch& s : stretches_) {
+    if constexpr (std::is_same<S, nibbles>::value) return nibble_scores();
+    else for (const Stretch& s : stretches_) {
       const S *k = K_ + s.slot * c.k.row, *v = V_ + s.slot * c.v.row;
       long r = s.from;
       for (; r + W <= s.to; r += W, k += W * c.k.row, v += W * c.v.row) {
@@ -157,6 +165,23 @@ class PartDecode {
       }
       for (; r < s.to; r++, k += c.k.row) score_[r] = exact_dot(query_, k, c.D);
       rescale(s, k_scale_);
+    }
+  }
+
+  void nibble_scores() {
+    NibbleQuery q;
+    q.set(query_, c.D);
+    const Marks marks = key_marks(c, x.b, first_);
+    const long bytes = nibble_rows(c.D) * 16, v_bytes = nibble_rows(c.Dv) * 16;
+    for (const Stretch& s : stretches_) {
+      const nibbles *k = K_ + s.slot * c.k.row, *v = V_ + s.slot * c.v.row;
+      long r = s.from, at = s.slot;
+      for (; r + W <= s.to; r += W, at += W, k += W * c.k.row, v += W * c.v.row) {
+        prefetch(v, (W - 1) * c.v.row + v_bytes);
+        prefetch(k + 2 * W * c.k.row, (W - 1) * c.k.row + bytes);
+        nibble_dots(q, k, c.k.row, marks, at, score_ + r);
+      }
+      for (; r < s.to; r++, at++, k += c.k.row) score_[r] = nibble_dot(q, k, marks, at);
     }
   }
 
@@ -200,9 +225,14 @@ class PartDecode {
   }
 
   void values(const Stretch& s) {
-    rescale(s, v_scale_);
     const S* v = V_ + s.slot * c.v.row;
     const long count = s.to - s.from;
+    if constexpr (std::is_same<S, nibbles>::value)
+      return add_nibble_values(score_ + s.from, v, c.v.row, value_marks(c, x.b, first_), s.slot, count, c.Dv, x.sum);
+    else add_values(s, v, count);
+  }
+  void add_values(const Stretch& s, const S* v, long count) {
+    rescale(s, v_scale_);
     long d = 0;
     for (; d + 8 * W <= c.Dv; d += 8 * W) add_rows<8>(score_ + s.from, v + d, c.v.row, count, x.sum + d);
     for (; d + 2 * W <= c.Dv; d += 2 * W) add_rows<2>(score_ + s.from, v + d, c.v.row, count, x.sum + d);
@@ -212,9 +242,19 @@ class PartDecode {
   }
 };
 
+// The newest tokens' rings as a call of its own, of which the first fields are those of c.
+static inline Decode recent_call(const Decode& c) {
+  Decode near = *c.recent;
+  near.threads = c.threads, near.q = c.q, near.out = c.out, near.lse = c.lse, near.span = c.span;
+  near.new_k = c.new_k, near.new_v = c.new_v;
+  return near;
+}
+
 template <class T, class S>
 static void decode_all(const Decode& c) {
+  const Decode near = c.recent ? recent_call(c) : c;
   if (c.new_k.data) write_newest<T, S>(c);
+  if (c.new_k.data && c.recent) write_newest<T, int8_t>(near);
   std::vector<DecodePart> parts;
   std::vector<long> first;  // by (b, h)
   double cost = 0;
@@ -226,17 +266,23 @@ static void decode_all(const Decode& c) {
       if (c.reach) n = std::min(n, (long)c.reach[h]);
       if (c.span) n = std::min(n, reach_of_span(c.span[c.dynamic ? b * c.H + h : h], c.ramp));
       first.push_back((long)parts.size());
-      const auto cut = [&](long end, bool early) {
-        for (long d = 0; d < end; d += DECODE_KEYS)
-          parts.push_back({b, h, d, std::min(end, d + DECODE_KEYS), early, 0, 0, nullptr});
+      const auto cut = [&](long from, long end, bool early, bool recent) {
+        for (long d = from; d < end; d += DECODE_KEYS)
+          parts.push_back({b, h, d, std::min(end, d + DECODE_KEYS), early, recent, 0, 0, nullptr});
       };
-      cut(n, false), cut(few, true);
+      long m = 0;  // distances below it are in 8 bits
+      if (c.recent) m = seen - std::max((long)c.recent_since[b], (long)(c.newest[b] + 1 - c.recent_tokens));
+      m = std::max(0L, std::min(m, n));
+      cut(0, m, false, true), cut(m, n, false, false), cut(0, few, true, false);
       cost += MEMORY * (double)(std::max(0L, n) + std::max(0L, few)) * (c.D + c.Dv);
     }
   first.push_back((long)parts.size());
-  std::vector<float> sums(parts.size() * c.Dv);
-  for (size_t t = 0; t < parts.size(); t++) parts[t].sum = &sums[t * c.Dv];
-  for_items((long)parts.size(), c.threads, cost, [&](long t) { PartDecode<T, S>(c, parts[t]).run(); });
+  const long room = nibble_rows(c.Dv) * NIBBLE_ROW;
+  std::vector<float> sums(parts.size() * room);
+  for (size_t t = 0; t < parts.size(); t++) parts[t].sum = &sums[t * room];
+  for_items((long)parts.size(), c.threads, cost, [&](long t) {
+    parts[t].recent ? PartDecode<T, int8_t>(near, parts[t]).run() : PartDecode<T, S>(c, parts[t]).run();
+  });
   for (long b = 0; b < c.B; b++)
     for (long h = 0; h < c.H; h++) {
       const long a = first[b * c.H + h], z = first[b * c.H + h + 1];

@@ -73,7 +73,7 @@ std::string names() {
 #define SPANFORMER_EXPORT extern "C" __attribute__((visibility("default")))
 
 // Increase it when the functions or the meaning of fields change: ops/library.py refuses a library of another version.
-SPANFORMER_EXPORT int spanformer_abi_version() { return 14; }
+SPANFORMER_EXPORT int spanformer_abi_version() { return 15; }
 // Where the fields of the structs are: ops/c_layout.py compares it with its own table.
 SPANFORMER_EXPORT const char* spanformer_layout() {
   static const std::string text = spanformer::layout();

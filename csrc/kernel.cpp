@@ -19,7 +19,9 @@ const Kernel kernel = {
     [](const Call& c) { c.dtype == kFloat32 ? backward_all<float>(c) : backward_all<bf16>(c); },
     [](const Call& c) { c.dtype == kFloat32 ? span_edge_all<float>(c) : span_edge_all<bf16>(c); },
     [](const Decode& c) {
-      if (c.bits == 8)
+      if (c.bits == 4)
+        c.dtype == kFloat32 ? decode_all<float, nibbles>(c) : decode_all<bf16, nibbles>(c);
+      else if (c.bits == 8)
         c.dtype == kFloat32 ? decode_all<float, int8_t>(c) : decode_all<bf16, int8_t>(c);
       else
         c.dtype == kFloat32 ? decode_all<float, float>(c) : decode_all<bf16, bf16>(c);

@@ -49,9 +49,10 @@ inline std::string layout() {
   text += "Call " + std::to_string(sizeof(Call)) + " bytes\n";
   DECODE(threads) DECODE(q) DECODE(out) DECODE(lse) DECODE(new_k) DECODE(new_v) DECODE(span) DECODE(dtype)
   DECODE(bits) DECODE(B) DECODE(H) DECODE(Hkv) DECODE(D) DECODE(Dv) DECODE(shift) DECODE(sink_tokens) DECODE(scale)
-  DECODE(ramp) DECODE(k) DECODE(v) DECODE(k_scale) DECODE(v_scale) DECODE(scale_batch) DECODE(first)
+  DECODE(ramp) DECODE(k) DECODE(v) DECODE(k_scale) DECODE(v_scale) DECODE(slots) DECODE(first)
   DECODE(capacity) DECODE(newest) DECODE(oldest) DECODE(reach) DECODE(dynamic) DECODE(distance_bias)
   DECODE(bias_length) DECODE(distance_vec) DECODE(vec_length) DECODE(vec_head) DECODE(sink_logits)
+  DECODE(recent) DECODE(recent_tokens) DECODE(recent_since)
   text += "Decode " + std::to_string(sizeof(Decode)) + " bytes\n";
   LINEAR(dtype) LINEAR(threads) LINEAR(B) LINEAR(H) LINEAR(Hkv) LINEAR(Tq) LINEAR(T) LINEAR(M) LINEAR(Dv) LINEAR(normalize) LINEAR(elu)
   LINEAR(ramp) LINEAR(eps) LINEAR(a) LINEAR(b) LINEAR(v) LINEAR(out) LINEAR(den) LINEAR(decay) LINEAR(decay_batch)

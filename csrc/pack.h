@@ -26,6 +26,21 @@ SPANFORMER_INLINE void put(bf16* p, float x) {  // round to nearest even; a NaN 
   p->bits = x != x ? 0x7fc0 : (uint16_t)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
 }
 
+// W numbers of a row.
+SPANFORMER_INLINE vf load_row(const float* p) { return load(p); }
+SPANFORMER_INLINE vf load_row(const bf16* p) {
+  typedef uint16_t vh __attribute__((vector_size(W * 2)));
+  vh x;
+  std::memcpy(&x, p, sizeof x);
+  return (vf)(__builtin_convertvector(x, vu) << 16);
+}
+SPANFORMER_INLINE vf load_row(const int8_t* p) {
+  typedef int8_t vb __attribute__((vector_size(W)));
+  vb x;
+  std::memcpy(&x, p, sizeof x);
+  return __builtin_convertvector(__builtin_convertvector(x, vi), vf);
+}
+
 // Memory that a thread keeps between calls: small calls would otherwise spend their time in the allocator.
 class Arena {
  public:

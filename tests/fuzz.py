@@ -127,7 +127,7 @@ def _case(r: Random, seed: int) -> Case:
 
 
 def _ring_case(r: Random, seed: int) -> RingCase:
-    hkv, bits = r.choice((1, 2, 3)), r.choice((0, 0, 8))
+    hkv, bits = r.choice((1, 2, 3)), r.choice((0, 0, 8, 4))
     terms = r.sample(("span", "dynamic", "bias", "vec", "head_vec", "sink_logits"), r.choice((0, 1, 2, 3)))
     for one, other in (("span", "dynamic"), ("vec", "head_vec")):
         if one in terms and other in terms:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from spanformer import Rings, Rule, attend
-from spanformer.ops.decode.banded import quantise
+from spanformer.ops.decode.codes import CODES, SCALES, Bits, code_bytes, encode, scales_shape, slot_first
 from spanformer.ops.decode.rings import Decoder
 from support.cases import differences
+from support.rounded import rounded
 
 POSITIONS = 310
 
@@ -29,7 +30,7 @@ class RingCase:
     sink_tokens: int = 0
     newest: tuple[int, ...] = (40,)  # by row, before the first step
     terms: tuple[str, ...] = ()
-    bits: int = 0  # 8: keys and values have scales
+    bits: Bits = 0  # 8 or 4: keys and values have scales
     paper_compat: bool = False
     ramp: float = 8.0
     steps: int = 1
@@ -88,10 +89,13 @@ def _rings(c: RingCase, dtype: torch.dtype) -> Rings:
     capacity = torch.tensor([r + c.paper_compat + c.spare for r in c.reach])
     slots = int(capacity.sum()) + c.sink_tokens * c.hkv
     newest = torch.tensor([c.newest[row % len(c.newest)] for row in range(c.b)])
-    scales = (torch.full((c.b, slots), torch.nan), torch.full((c.b, slots), torch.nan)) if c.bits else None
-    full = (127, torch.int8) if c.bits else (torch.nan, dtype)
-    keys, values = (torch.full((c.b, slots, size), full[0], dtype=full[1]) for size in (c.d, c.dv))
-    return Rings(keys, values, capacity, newest, c.sink_tokens, scales=scales)
+    sizes = (c.d, c.dv)
+    if not c.bits:
+        keys, values = (torch.full((c.b, slots, size), torch.nan, dtype=dtype) for size in sizes)
+        return Rings(keys, values, capacity, newest, c.sink_tokens)
+    keys, values = (torch.full((c.b, slots, code_bytes(size, c.bits)), 127, dtype=CODES[c.bits]) for size in sizes)
+    scales = [torch.full(scales_shape(c.b, slots, size, c.bits), torch.nan, dtype=SCALES[c.bits]) for size in sizes]
+    return Rings(keys, values, capacity, newest, c.sink_tokens, scales=(scales[0], scales[1]), sizes=sizes)
 
 
 def _write(rings: Rings, rows: tuple[Tensor, Tensor], p: int) -> None:
@@ -102,10 +106,11 @@ def _write(rings: Rings, rows: tuple[Tensor, Tensor], p: int) -> None:
         for g, capacity in enumerate(rings.capacities):
             slot = int(rings.first[g]) + (p - rings.sink_tokens if p < rings.sink_tokens else p % capacity)
             for kind, (held, given) in enumerate(zip((rings.keys, rings.values), rows, strict=True)):
-                if rings.scales is None:
+                if rings.scales is None or not rings.bits:
                     held[b, slot] = given[b, g, p]
                 else:
-                    held[b, slot], rings.scales[kind][b, slot] = quantise(given[b, g, p])
+                    codes, scales = encode(given[b, g, p], rings.bits, kind)
+                    held[b, slot], slot_first(rings.scales[kind])[b, slot] = codes, scales
 
 
 def _dense(
@@ -113,7 +118,7 @@ def _dense(
 ) -> dict[str, Tensor]:
     """Row by row, over all positions up to the newest."""
     if c.bits:
-        rows = tuple(codes * scale.double()[..., None] for codes, scale in map(quantise, rows))  # pyright: ignore
+        rows = tuple(rounded(x, c.bits, kind) for kind, x in enumerate(rows))  # pyright: ignore
     found = []
     for b, newest in enumerate(rings.newest.tolist()):
         own = {name: t[b : b + 1] if name == "span" and t.ndim == 3 else t for name, t in learned.items()}

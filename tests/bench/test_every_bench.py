@@ -204,7 +204,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_hf(llama, tmp_path, capsys):
     found = bench(tmp_path, "hf", "--model", str(llama), "--new", "2")
     assert found["logits"]["between"] < 1e-3 and found["prefill"]["off"] < 1e-4
-    assert found["decode"]["rows"]["SpanCache, short spans"]["bytes"] > 0
+    held = found["decode"]["rows"]
+    assert 0 < held["8 bits, short spans"]["bytes"] < held["SpanCache, short spans"]["bytes"] / 2
     assert "generate() after 48 tokens" in capsys.readouterr().out
 
 
@@ -231,6 +232,9 @@ def test_fit_spans(llama, tmp_path, capsys):
     capsys.readouterr()
     bench(tmp_path, "fit-spans", *options, "--parts", "survey:prose")
     assert "survey:prose: already measured" in capsys.readouterr().out
+    rows = bench(tmp_path, "fit-spans", *options, "--parts", "kv:prose")["kv:prose"]
+    assert [rows[f"all tokens, {bits} bits"]["rise"] != 0 for bits in (16, 8, 4)] == [False, True, True]
+    assert rows["learned /3, 4 bits"]["share"] < rows["learned /3, 8 bits"]["share"] < 1 / 3
     found = bench(tmp_path, "fit-spans", *options, "--parts", "far:prose:3", "--far-features", "2")["far:prose:3"]
     assert found["state_bytes"] >= 0 and 0 < found["share"] <= 1 / 3 and found["bits"] > 0 and found["kl"]
 

@@ -106,7 +106,7 @@ READ: dict[tuple[str, ...], str] = {
     ("generate", "{}", *GENERATE, "--repetition", "1e-300"): "repetition is 1e-300; expected 0.001 … 1,000; 1 is no pe",
     ("generate", "{}", *GENERATE, "--repetition-window", "0"): "repetition_window is 0; expected 1 or more tokens",
     ("generate", "{}", *GENERATE, "--seed", HUGE): f"seed is {HUGE}; expected 0 … 2⁶³ − 1",
-    ("generate", "{}", *GENERATE, "--cache-bits", "4"): "--cache-bits is '4'; expected one of 0, 8",
+    ("generate", "{}", *GENERATE, "--cache-bits", "5"): "--cache-bits is '5'; expected one of 0, 8, 4",
     ("score", "{}", __file__, "--chunk", "-1"): "chunk is -1; expected 1 or more",
     ("eval", "{}", "--lanes", HUGE): f"lanes is {HUGE}; expected at most 315, the tokens of the text",
     ("eval", "{}", "--block", "-1"): "block is -1; expected 0 or more",

@@ -145,8 +145,9 @@ def test_saved_cache_is_continued(run, models, tmp_path, refused):
     assert said == "the KV cache has 1 rows; expected one for each prompt, 2"
 
 
-def test_cache_of_8_bits(run, models):
-    out, err = run("generate", models["byte"], "--prompt", "the ", "--cache-bits", 8, "--max-tokens", 9)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_cache_of_few_bits(run, models, bits):
+    out, err = run("generate", models["byte"], "--prompt", "the ", "--cache-bits", bits, "--max-tokens", 9)
     assert out and "generated: 9 tokens" in err
 
 

@@ -91,9 +91,9 @@ def pair(leave: list[Tensor], kind: str = "window(5)", rows: int = 2, tokens: in
 
 @pytest.mark.parametrize("kind", ["full", "window(5)", "sink_window(6)", "adaptive_span", "dynamic_span"])
 @pytest.mark.parametrize("position", ["rotary", "alibi"])
-@pytest.mark.parametrize("bits", [0, 8])
+@pytest.mark.parametrize("bits", [0, 8, 4])
 def test_lazy_propagation_equals_storing_at_once(
-    kind: str, position: str, bits: Literal[0, 8], leave: list[Tensor]
+    kind: str, position: str, bits: Literal[0, 8, 4], leave: list[Tensor]
 ) -> None:
     x, taken, found = ids(3, 40), depths(3, 40), []
     for lazy in (True, False):

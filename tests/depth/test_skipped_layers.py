@@ -120,9 +120,9 @@ def test_rows_at_different_positions_store_their_own(reads: list[str]) -> None:
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("position", ["rotary", "alibi", "sinusoidal_per_layer"])
 @pytest.mark.parametrize("kv_heads", [1, 4])
-@pytest.mark.parametrize("bits", [0, 8])
+@pytest.mark.parametrize("bits", [0, 8, 4])
 def test_all_skipped_layers_at_once_equal_one_by_one(
-    norm: Literal["rms", "layer"], position: str, kv_heads: int, bits: Literal[0, 8], monkeypatch: pytest.MonkeyPatch
+    norm: Literal["rms", "layer"], position: str, kv_heads: int, bits: Literal[0, 8, 4], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lm, exits = make("window(9)", position, norm=norm, kv_heads=kv_heads)
     for block in lm.ordered_blocks():

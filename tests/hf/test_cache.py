@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from spanformer import hf
+from spanformer.hf.rounded import rounded_kv
+from spanformer.ops.decode.codes import Bits
 from support.hf_models import CONFIGS, tiny, tokens, transformers
 
 
@@ -113,9 +115,45 @@ def test_bytes_are_those_promised() -> None:
     own = transformers.DynamicCache(config=model.config)
     generate(model, ids, past_key_values=own, new=11)
     assert full == sum(t.nbytes for layer in own.layers for t in (layer.keys, layer.values))
-    eight = hf.SpanCache(model, context=110, bits=8)
-    generate(model, ids, past_key_values=eight, new=11)
-    assert kept / 4 < eight.bytes() < kept / 2
+    for bits in (8, 4):
+        cache = hf.SpanCache(model, context=110, bits=bits)
+        generate(model, ids, past_key_values=cache, new=11)
+        assert cache.bytes() == hf.cache_bytes(model, 110, batch=2, bits=bits)[0] < kept
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_few_bits_read_token_by_token_equal_a_pass_over_rounded_keys(bits: Bits) -> None:
+    """Also after beams chose rows, and after the last tokens were taken back. The first token of a cache sees itself
+    unrounded; 3 layers that see 23 tokens each have forgotten it after 66."""
+    model, ids = short("llama", sink_tokens=0), tokens(3, 100)
+    with torch.no_grad():
+        for spans in hf.head_spans(model).values():
+            spans.ratio.fill_(0.3)
+        with rounded_kv(bits):
+            whole = model(ids, use_cache=False).logits[:, 70:]
+        assert (model(ids, use_cache=False).logits[:, 70:] - whole).abs().max() > 1e-4
+        cache = hf.SpanCache(model, bits=bits, slack=5)
+        got = [model(ids[:, n : n + 1], past_key_values=cache).logits for n in range(90)]
+        assert (torch.cat(got[70:], 1) - whole[:, :20]).abs().max() < 3e-5
+        cache.crop(-5)
+        cache.reorder_cache(torch.tensor([2, 0, 2]))
+        got = [model(ids[[2, 0, 2], n : n + 1], past_key_values=cache).logits for n in range(85, 100)]
+        assert (torch.cat(got, 1) - whole[[2, 0, 2], 15:]).abs().max() < 3e-5
+        with rounded_kv(bits), pytest.raises(ValueError, match="without a KV cache; expected use_cache=False"):
+            model(ids[:, :1], past_key_values=hf.SpanCache(model))
+
+
+def test_four_bits_generate_with_beams_padding_and_lookup() -> None:
+    model, ids = short("llama"), tokens(2, 40)
+    for options in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 3}):
+        some = ids[:1] if "prompt_lookup_num_tokens" in options else ids
+        mask = torch.ones_like(some)
+        mask[0, :3] = len(some) == 1
+        out = model.generate(
+            some, attention_mask=mask, past_key_values=hf.SpanCache(model, bits=4), max_new_tokens=6, min_new_tokens=6,
+            do_sample=False, **options,
+        )  # fmt: skip
+        assert out.shape == (len(some), 46)
 
 
 def test_memory_follows_a_short_text() -> None:
@@ -222,7 +260,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="does not support offloading to the CPU; leave it on its device"):
         cache.offload(0, only_non_sliding=False)
     for options, reason in (
-        ({"bits": 4}, "bits is 4; expected 0"),
+        ({"bits": 5}, "bits is 5; expected 0, for the model's dtype, 8 or 4"),
         ({"slack": -1}, "slack is -1; expected a number of tokens, at least 0"),
         ({"context": -1}, "context is -1; expected a number of tokens, at least 0"),
     ):

@@ -21,6 +21,7 @@ from spanformer.hf.attention import Seen, attend_seen
 from spanformer.hf.far import FarMap
 from spanformer.hf.fit import set_windows
 from spanformer.hf.spans import HeadSpans, state_bytes
+from spanformer.ops.decode.codes import Bits
 
 RAMP, SINKS, MAX = 5, 3, 37
 
@@ -257,15 +258,16 @@ def test_crop_takes_tokens_back_within_the_slack() -> None:
             cache.crop(-15)
 
 
-def test_eight_bits_keep_the_states_in_float32() -> None:
+@pytest.mark.parametrize(("bits", "share"), [(8, 0.05), (4, 0.5)])
+def test_few_bits_keep_the_states_in_float32(bits: Bits, share: float) -> None:
     model, ids = far_model(1), tokens(1, 100)
-    cache = hf.SpanCache(model, bits=8)
+    cache = hf.SpanCache(model, bits=bits)
     with torch.no_grad():
         model(ids[:, :90], past_key_values=cache, use_cache=True)
         got = model(ids[:, 90:], past_key_values=cache, use_cache=True).logits
         whole = model(ids).logits[:, 90:]
     assert cache.layers[0].far.s.dtype == torch.float32  # type: ignore[union-attr]
-    assert 0 < (got - whole).abs().max() < 0.05 * whole.abs().max()
+    assert 0 < (got - whole).abs().max() < share * whole.abs().max()
 
 
 def test_changed_spans_are_refused_by_a_cache_with_states() -> None:

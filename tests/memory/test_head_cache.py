@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ from torch import Tensor
 from spanformer import HeadCache, Rule, attend
 from spanformer.memory.slots import read_slots
 from spanformer.ops import kernel
-from spanformer.ops.decode.banded import quantise
+from spanformer.ops.decode.codes import Bits, quantise
+from support.rounded import held
 
 BACKENDS = ["banded"] if kernel.problem() else ["native", "banded"]
 B, H, HKV, D, DV, LENGTH = 2, 4, 2, 24, 40, 130
@@ -156,20 +156,30 @@ def test_eight_bits_are_off_by_at_most_what_is_stated(dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("steps", [[1] * 30, [30]], ids=len)
-def test_eight_bits_give_attention_to_rounded_keys_and_values(steps: list[int], backend: str) -> None:
-    rule, (q, k, v) = RULES["kept, span, sinks"](), qkv()
-    cache = HeadCache(B, [50, 12], D, DV, sink_tokens=3, bits=8)
+@pytest.mark.parametrize(("bits", "each", "more"), [(8, D + DV + 8, 0), (4, 20 + 40, 2 * 16 * (D + DV + 8))])
+@pytest.mark.parametrize("name", ["kept, span, sinks", "vectors", "bias", "original"])
+def test_few_bits_give_attention_to_rounded_keys_and_values(
+    name: str, bits: Bits, each: int, more: int, steps: list[int], backend: str
+) -> None:
+    """each: bytes of a key and a value, in 4 bits half a byte of a multiple of 32 numbers and 4 bytes for each 32;
+    more: the newest 16 tokens of both heads in 8 bits."""
+    rule, (q, k, v) = RULES[name](), qkv()
+    cache = HeadCache(B, [50, 12], D, DV, sink_tokens=rule.sink_tokens, bits=bits)
     cache.append(k[:, :, :100], v[:, :, :100])
-    assert cache.bytes() == B * (62 + 6) * (D + DV + 8)
-    rounded = [codes * scale[..., None] for codes, scale in map(quantise, (k, v))]
-    seen = [
-        r if len(steps) > 1 else torch.cat([r[:, :, :100], t[:, :, 100:]], 2)
-        for r, t in zip(rounded, (k, v), strict=True)
-    ]
-    expected = truth(q[:, :, 100:], *seen, rule)  # a step sees itself rounded too, a piece its own tokens as they are
-    parts = [t[:, :, 100:].split(steps, 2) for t in (q, k, v)]
-    found = [cache.attend(*some, rule, backend=backend).out for some in zip(*parts, strict=True)]
-    torch.testing.assert_close(torch.cat(found, 2).double(), expected, atol=2e-5, rtol=2e-5)
+    assert cache.bytes() == B * ((62 + 2 * rule.sink_tokens) * each + more)
+    at = 100
+    for count in steps:  # one token alone sees itself rounded too, a piece its own tokens as they are
+        some = [t[:, :, at : at + count] for t in (q, k, v)]
+        if count == 1:
+            seen = [held(t[:, :, : at + 1], bits, kind) for kind, t in enumerate((k, v))]
+        else:
+            old = [held(t[:, :, :at], bits, kind) for kind, t in enumerate((k, v))]
+            seen = [torch.cat([o, new.double()], 2) for o, new in zip(old, some[1:], strict=True)]
+        found = cache.attend(*some, rule, backend=backend).out
+        last = torch.cat([torch.zeros(B, H, at, D), some[0]], 2)
+        expected = truth(last, *seen, rule)[:, :, at:]
+        torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
+        at += count
 
 
 def test_bad_input_is_named() -> None:
@@ -257,9 +267,9 @@ def test_cache_works_in_inference_mode() -> None:
         assert one.seen.tolist() == [16] * one.batch
 
 
-@pytest.mark.parametrize("bits", [0, 8])
+@pytest.mark.parametrize("bits", [0, 8, 4])
 @pytest.mark.parametrize("sink_tokens", [0, 3])
-def test_storing_one_token_equals_storing_many(bits: Literal[0, 8], sink_tokens: int) -> None:
+def test_storing_one_token_equals_storing_many(bits: Bits, sink_tokens: int) -> None:
     """Rings that wrap and do not, rows together and apart."""
     k, v = torch.randn(2, 3, 31, 4), torch.randn(2, 3, 31, 4)
     many = HeadCache(2, [1, 7, 40], 4, bits=bits, sink_tokens=sink_tokens)
@@ -269,5 +279,5 @@ def test_storing_one_token_equals_storing_many(bits: Literal[0, 8], sink_tokens:
     for n in range(29):
         some = [torch.stack([t[0, :, n + 2 : n + 3], t[1, :, n : n + 1]]) for t in (k, v)]
         ones.append(some[0], some[1])
-    for name, want in many.store.tensors().items():
-        assert torch.equal(ones.store.tensors()[name], want), name
+    for name, want in many.stored().items():
+        assert torch.equal(ones.stored()[name], want), name

@@ -16,7 +16,7 @@ from spanformer.memory import cache as module
 from support.small_models import CONFIGS, SMALL, make, text
 
 
-@pytest.mark.parametrize("bits", [0, 8])
+@pytest.mark.parametrize("bits", [0, 8, 4])
 def test_saved_and_loaded(tmp_path, bits: int) -> None:
     lm, x = make(CONFIGS["hybrid heads"]), text(2, 100)
     cache = lm.cache(2, slack=3, bits=bits)

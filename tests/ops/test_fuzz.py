@@ -32,7 +32,15 @@ def test_draws_cover_every_kind_of_term() -> None:
         "dropout=",
         "paper_compat=",
     }
-    options |= {"positions='shuffled'", "positions='rows'", "layout='bthd'", "bits=8", "check_threads", "check_rings"}
+    options |= {
+        "positions='shuffled'",
+        "positions='rows'",
+        "layout='bthd'",
+        "bits=8",
+        "bits=4",
+        "check_threads",
+        "check_rings",
+    }
     assert [what for what in sorted(terms | options) if what not in code] == []
 
 

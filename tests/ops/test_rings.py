@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spanformer import Rings, Rule, attend, attend_rings
+from spanformer import HeadCache, Rings, Rule, attend, attend_rings
 from spanformer.ops import kernel
+from spanformer.ops.decode.operator import arguments
 
 BACKENDS = ["banded"] if kernel.problem() else ["native", "banded"]
 B, H, HKV, D, DV, LENGTH = 2, 4, 2, 24, 40, 100
@@ -156,13 +157,31 @@ def test_bad_rings_are_named() -> None:
         Rings(k, k, half, newest, sink_tokens=2, oldest=newest)
     with pytest.raises(
         ValueError,
-        match=r"keys has dtype torch\.float32; expected torch\.int8 if scales are given, and another dtype if not",
+        match=r"keys has dtype torch\.float32; expected torch\.int8 or torch\.uint8 \(4 bits\) if scales are given",
     ):
         Rings(k, k, half, newest, sink_tokens=2, scales=(k[..., 0], k[..., 0]))
     with pytest.raises(ValueError, match=r"scales has shape \[1, 19\].*expected contiguous float32 \[1, 20\]"):
         Rings(k.to(torch.int8), k.to(torch.int8), half, newest, sink_tokens=2, scales=(k[:, 1:, 0], k[:, 1:, 0]))
     with pytest.raises(ValueError, match="sink_tokens is 0 in the rule and 2 in the rings; expected one number"):
         attend_rings(torch.randn(1, 2, 1, 8), Rings(k, k, half, newest, sink_tokens=2), Rule(2, reach=5))
+
+
+def test_bad_rings_of_four_bits_are_named() -> None:
+    codes, newest, ring = torch.zeros(1, 20, 16, dtype=torch.uint8), torch.tensor([19]), torch.tensor([20])
+    scales = torch.zeros(1, 2, 20, dtype=torch.bfloat16)
+    Rings(codes, codes, ring, newest, scales=(scales, scales), sizes=(8, 32))
+    with pytest.raises(ValueError, match=r"expected contiguous bfloat16 \[1, 2, 20\] on cpu, for values of 8 numbers"):
+        Rings(codes, codes, ring, newest, scales=(scales, scales.float()), sizes=(8, 8))
+    with pytest.raises(ValueError, match=r"expected contiguous bfloat16 \[1, 4, 20\] on cpu, for keys of 33 numbers"):
+        Rings(codes, codes, ring, newest, scales=(scales, scales), sizes=(33, 8))
+    with pytest.raises(ValueError, match=r"sizes is \(8, 8\) and codes have shape \[1, 20, 8\]; expected \[1, 20, 16"):
+        Rings(codes[..., :8], codes, ring, newest, scales=(scales, scales), sizes=(8, 8))
+
+
+def test_operator_refuses_a_cache_of_four_bits() -> None:
+    cache = HeadCache(1, [20], 8, bits=4)
+    with pytest.raises(ValueError, match=r"bits is 4, and torch.compile and torch.export do not take.*or use bits=8"):
+        arguments(cache.rings(), Rule(1, reach=20))
 
 
 def test_values_too_wide_for_the_kernel_go_to_banded() -> None:

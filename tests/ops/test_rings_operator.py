@@ -51,7 +51,7 @@ class Step(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h, q, k, v = self.project(x)
         scales = (self.ks, self.vs) if self.bits else None
-        rings = Rings(self.keys, self.values, self.capacity, self.newest, KEPT, None, scales)  # pyright: ignore
+        rings = Rings(self.keys, self.values, self.capacity, self.newest, KEPT, None, scales, (D, D))  # pyright: ignore
         out = attend_rings(q, rings, a_rule(self.span), new=(k, v)).out
         self.newest.add_(1)  # pyright: ignore
         return self.logits(h, out)
@@ -150,7 +150,7 @@ def test_opcheck(terms: str, write: bool) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("bits", [0, 8])
+@pytest.mark.parametrize("bits", [0, 8, 4])
 def test_new_keys_and_values_are_written_at_the_newest_position(backend: str, bits) -> None:
     """Rows at different positions: in a ring that has wrapped, among the kept ones, and nowhere."""
     newest = torch.tensor([17, 1, -1])

@@ -11,7 +11,6 @@ import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import torch
 from hypothesis import strategies as st
@@ -21,7 +20,8 @@ from torch import Tensor
 from spanformer.memory import Cache, HeadCache
 from spanformer.memory.cache import CacheSettings
 from spanformer.ops import Rule, kernel
-from spanformer.ops.decode.banded import quantise
+from spanformer.ops.decode.codes import RECENT, Bits, vector_bytes
+from support.rounded import held
 
 HEADS, KV_HEADS, SIZE, LAYERS = 4, 2, 8, 2
 SHARED = HEADS // KV_HEADS
@@ -39,7 +39,7 @@ class Setting:
 
     kept: int
     zeros: int
-    bits: Literal[0, 8]
+    bits: Bits
     spans: bool
     sinks: bool
 
@@ -53,10 +53,12 @@ class Setting:
 
 @dataclass
 class Row:
-    """All that one row has read, by layer: keys and values [Hkv, N, D] in float64, as a cache stores them."""
+    """All that one row has read, by layer: keys and values [Hkv, N, D] in float64."""
 
     keys: list[Tensor]
     values: list[Tensor]
+    since: list[int]
+    """by layer: earlier positions are not held in 8 bits beside 4"""
     forgotten: list[list[int]]
     """by layer and key/value head: positions below were lost when a ring was resized"""
     resized: list[list[int]]
@@ -69,7 +71,7 @@ class Row:
 
     def copy(self) -> Row:
         lost = ([list(each) for each in layers] for layers in (self.forgotten, self.resized))
-        return Row(list(self.keys), list(self.values), *lost, list(self.written))
+        return Row(list(self.keys), list(self.values), list(self.since), *lost, list(self.written))
 
     def forget(self, layer: int, capacities: list[int]) -> None:
         """Rings of these capacities [Hkv] are replaced: what they have overwritten is lost."""
@@ -95,7 +97,7 @@ class Model:
     def state_dict(self) -> dict[str, Tensor]:
         return {"weight": torch.ones(2)}
 
-    def cache(self, batch: int, *, slack: int = 0, bits: Literal[0, 8] = 0) -> Cache:
+    def cache(self, batch: int, *, slack: int = 0, bits: Bits = 0) -> Cache:
         s, layers = self.setting, []
         for reach in self.reach:
             place = layers[0].place if layers else None
@@ -124,7 +126,18 @@ class Pair:
         return Pair(cache, [self.rows[b].copy() for b in rows], self.reach, self.slack, self.setting)
 
 
-def expected(row: Row, layer: int, pair: Pair, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def stored(row: Row, layer: int, setting: Setting, k: Tensor, v: Tensor, alone: bool) -> list[Tensor]:
+    """Keys and values [Hkv, N + T, D] as the cache gives them. One token alone is stored first and then attended to; of
+    several, each sees the others as they came."""
+    found, rounding = [], (row.since[layer], setting.kept)
+    for kind, (old, new) in enumerate(((row.keys[layer], k), (row.values[layer], v))):
+        parts = [torch.cat([old, new], 1)] if alone else [old, new]
+        parts[0] = held(parts[0], setting.bits, kind, *rounding)
+        found.append(torch.cat(parts, 1))
+    return found
+
+
+def expected(row: Row, layer: int, pair: Pair, q: Tensor, k: Tensor, v: Tensor, alone: bool) -> tuple[Tensor, Tensor]:
     """(out [H, T, D], lse [H, T]) of new tokens q [H, T, D] whose keys and values are k and v [Hkv, T, D]."""
     setting, rule, new = pair.setting, pair.rules[layer], q.shape[1]
     ahead = min(setting.zeros, 2 * LONGEST)
@@ -132,15 +145,16 @@ def expected(row: Row, layer: int, pair: Pair, q: Tensor, k: Tensor, v: Tensor) 
     position = torch.arange(-ahead, past + new)
     distance = (past + torch.arange(new))[:, None] - position  # [T, keys]
     outs, lses = [], []
+    seen = stored(row, layer, setting, k, v, alone)
     for head, limit in enumerate(rule.limits()):
         g = head // SHARED
         forgotten = row.forgotten[layer][g]
-        held = [torch.cat([old[g], one[g]]) for old, one in ((row.keys[layer], k), (row.values[layer], v))]
+        both = [t[g] for t in seen]
         if setting.zeros:
             # what a ring forgot is zeros again, as before the text
             kept = (torch.arange(past + new) >= forgotten)[:, None]
-            held = [torch.cat([torch.zeros(ahead, SIZE).double(), one * kept]) for one in held]
-        keys, values = held
+            both = [torch.cat([torch.zeros(ahead, SIZE).double(), one * kept]) for one in both]
+        keys, values = both
         weight = torch.ones_like(distance, dtype=torch.float64)
         if rule.span is not None:
             weight = ((float(rule.span[head]) + rule.ramp - distance.double()) / rule.ramp).clamp(0, 1)
@@ -155,14 +169,6 @@ def expected(row: Row, layer: int, pair: Pair, q: Tensor, k: Tensor, v: Tensor) 
         lses.append(score.logsumexp(-1))
         outs.append(score.softmax(-1) @ values)
     return torch.stack(outs), torch.stack(lses)
-
-
-def rounded(x: Tensor, bits: int) -> Tensor:
-    """As it is stored, in float64."""
-    if not bits:
-        return x.double()
-    codes, scale = quantise(x)
-    return (codes.float() * scale[..., None]).double()
 
 
 reaches = st.lists(
@@ -189,14 +195,15 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(
         target=pairs, batch=st.integers(1, 3), reach=reaches, slack=st.integers(0, 4), kept=st.sampled_from([0, 3]),
-        zeros=st.sampled_from([0, 0, 6, MANY]), bits=st.sampled_from([0, 8]), spans=st.booleans(), sinks=st.booleans(),
+        zeros=st.sampled_from([0, 0, 6, MANY]), bits=st.sampled_from([0, 8, 4]), spans=st.booleans(),
+        sinks=st.booleans(),
     )  # fmt: skip
     def begin(self, batch, reach, slack, kept, zeros, bits, spans, sinks) -> Pair:
         self.setting = Setting(0 if zeros else kept, zeros, bits, spans, sinks)
         self.model = Model(self.setting, reach)
         none = [torch.zeros(KV_HEADS, 0, SIZE, dtype=torch.float64)] * LAYERS
         nothing = [[0] * KV_HEADS] * LAYERS
-        rows = [Row(none, none, nothing, nothing, [0] * LAYERS).copy() for _ in range(batch)]
+        rows = [Row(none, none, [0] * LAYERS, nothing, nothing, [0] * LAYERS).copy() for _ in range(batch)]
         return self._add(Pair(self.model.cache(batch, slack=slack, bits=bits), rows, reach, slack, self.setting))
 
     @rule(pair=pairs, tokens=st.integers(1, 12), seed=seeds, backend=st.sampled_from(BACKENDS), data=st.data())
@@ -215,22 +222,20 @@ class CacheMachine(RuleBasedStateMachine):
         counted["steps"] += 1
         make, batch = torch.Generator().manual_seed(seed), len(pair.rows)
         real = lengths or [tokens] * batch
-        # one token alone is stored first and then attended to; of several, each sees the others as they came
-        own = self.setting.bits if tokens == 1 and lengths is None else 0
-        stored: list[tuple[Tensor, Tensor]] = []
+        alone = tokens == 1 and lengths is None
+        read: list[tuple[Tensor, Tensor]] = []
         for n, layer in enumerate(pair.cache.layers):
             q, k, v = (torch.randn(batch, h, tokens, SIZE, generator=make) for h in (HEADS, KV_HEADS, KV_HEADS))
             given = None if lengths is None else torch.tensor(lengths)
             found = layer.read(q, k, v, pair.rules[n], lengths=given, backend=backend)
             for b, row in enumerate(pair.rows):
-                new = (q[b].double(), rounded(k[b], own), rounded(v[b], own))
-                out, lse = expected(row, n, pair, *(t[:, : real[b]] for t in new))
+                out, lse = expected(row, n, pair, *(t[b, :, : real[b]].double() for t in (q, k, v)), alone)
                 torch.testing.assert_close(found.out[b, :, : real[b]].double(), out, **TOLERANCE)
                 torch.testing.assert_close(found.lse[b, :, : real[b]].double(), lse, **TOLERANCE)
-            stored.append((rounded(k, self.setting.bits), rounded(v, self.setting.bits)))
+            read.append((k.double(), v.double()))
         pair.cache.advance(tokens, None if lengths is None else torch.tensor(lengths))
         for b, row in enumerate(pair.rows):
-            for n, (k, v) in enumerate(stored):
+            for n, (k, v) in enumerate(read):
                 row.keys[n] = torch.cat([row.keys[n], k[b, :, : real[b]]], 1)
                 row.values[n] = torch.cat([row.values[n], v[b, :, : real[b]]], 1)
             row.written = [max(n, len(row)) for n in row.written]
@@ -252,6 +257,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert "overwritten" in str(error) and not (intact and max(back) <= pair.slack), (back, str(error))
             return False
         for row, n in zip(pair.rows, back, strict=True):
+            row.since = [max(s, w - RECENT - pair.slack) for s, w in zip(row.since, row.written, strict=True)]
             if n:
                 self._check_crop(pair, row, len(row) - n)
                 row.crop(len(row) - n)
@@ -289,6 +295,11 @@ class CacheMachine(RuleBasedStateMachine):
                 continue
             layer.resize(reach[n], slack)
             for row in pair.rows:
+                lost = max(row.written[n] - was - pair.slack for was in pair.reach[n])
+                if slack != pair.slack:
+                    row.since[n] = max(row.since[n], len(row) - RECENT - min(slack, pair.slack))
+                if self.setting.zeros:
+                    row.since[n] = max(row.since[n], min(lost, len(row)))
                 row.forget(n, [was + pair.slack for was in pair.reach[n]])
         pair.reach, pair.slack = reach, slack
         pair.rules = [self.setting.rule(each) for each in reach]
@@ -307,5 +318,6 @@ class CacheMachine(RuleBasedStateMachine):
             assert pair.cache.seen.tolist() == [len(row) for row in pair.rows]
             assert pair.cache.slack == pair.slack
             slots = sum(n + pair.slack + self.setting.kept for reach in pair.reach for n in reach)
-            each = SIZE + 4 if self.setting.bits else 4 * SIZE  # bytes of one key or value
-            assert pair.cache.bytes() == len(pair.rows) * slots * 2 * each
+            each = 2 * vector_bytes(SIZE, self.setting.bits or 32)  # a key and a value
+            near = LAYERS * KV_HEADS * (RECENT + pair.slack) * 2 * vector_bytes(SIZE, 8) * (self.setting.bits == 4)
+            assert pair.cache.bytes() == len(pair.rows) * (slots * each + near)

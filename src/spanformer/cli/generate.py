@@ -77,8 +77,8 @@ class GenerateOptions:
     and a threshold, such as softmax:0.3; for a pretrained model also a file that calibrate-exits wrote"""
     chunk: int = 512
     """prompt tokens per forward pass"""
-    cache_bits: Literal[0, 8] = 0
-    """8: store the KV cache in 8 bits per number; 0: in the model's dtype, or as stored in --load-cache"""
+    cache_bits: Literal[0, 8, 4] = 0
+    """8 or 4: store the KV cache in this many bits per number; 0: in the model's dtype, or as stored in --load-cache"""
     datastore: str = ""
     """folder of a datastore to mix in (spanformer datastore build, then fit)"""
     save_cache: str = ""

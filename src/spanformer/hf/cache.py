@@ -13,7 +13,6 @@ Shapes: B batch, H query heads, Hkv key/value heads, T new tokens, D and Dv head
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from spanformer.hf.padding import Read, reorder
 from spanformer.hf.spans import HeadSpans, cache_bytes, head_spans
 from spanformer.memory import HeadCache
 from spanformer.ops import Rule
+from spanformer.ops.decode.codes import Bits, check_bits
 
 GROWTH = 256  # tokens: a ring shorter than its span grows by at least this many, or by an eighth
 TAKEN_BACK = 64  # tokens that assisted decoding may crop
@@ -36,15 +36,14 @@ class SpanCache(Cache):
 
     context: total number of tokens, if known: memory is then allocated once, and no more than needed.
     slack: how many tokens `crop` can remove once a ring is full. Assisted decoding sets 64.
-    bits: 8 stores keys and values in 8 bits; 0 in the model's dtype.
+    bits: 8 or 4 stores keys and values in as many bits; 0 in the model's dtype.
     """
 
-    def __init__(self, model: nn.Module, *, context: int = 0, slack: int = 0, bits: Literal[0, 8] = 0) -> None:
+    def __init__(self, model: nn.Module, *, context: int = 0, slack: int = 0, bits: Bits = 0) -> None:
         for name, number in (("context", context), ("slack", slack)):
             if number < 0:
                 raise ValueError(f"{name} is {number}; expected a number of tokens, at least 0")
-        if bits not in (0, 8):
-            raise ValueError(f"bits is {bits}; expected 0, for the model's dtype, or 8")
+        check_bits(bits)
         named = head_spans(model)
         places = [getattr(model.get_submodule(name), "layer_idx", None) for name in named]
         if sorted(p for p in places if p is not None) != list(range(len(named))):
@@ -82,10 +81,10 @@ class SpanLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, spans: HeadSpans, context: int = 0, slack: int = 0, bits: Literal[0, 8] = 0) -> None:
+    def __init__(self, spans: HeadSpans, context: int = 0, slack: int = 0, bits: Bits = 0) -> None:
         super().__init__()
         self.spans, self.context, self.slack = spans, context, slack
-        self.bits: Literal[0, 8] = bits
+        self.bits: Bits = bits
         self.length = 0
         self.room = 0
         """the longest text so far: rings are allocated only this long, less the sink tokens beside them"""

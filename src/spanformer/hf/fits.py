@@ -6,21 +6,21 @@ from torch import nn
 
 from spanformer.core.memory import parse_bytes, shown_bytes
 from spanformer.hf.fit_plan import FitPlan
-from spanformer.hf.spans import HeadSpans, head_spans
+from spanformer.hf.spans import HeadSpans, head_spans, recent_bytes
 
 LENGTHS = (2048, 8192, 32_768, 131_072)
 
 
 def token_bytes(layers: list[HeadSpans], kv_bits: int) -> list[int]:
     """[layers] bytes of one token in the KV cache of a layer: all its KV heads' keys and values, with their scales."""
-    scales = 8 if kv_bits < 16 else 0
-    return [s.groups * (s.head_size * kv_bits // 8 + scales) for s in layers]
+    return [s.groups * s.token_bytes(kv_bits) for s in layers]
 
 
 def share_of_bytes(model: nn.Module, plan: FitPlan) -> float:
     """The share of the full KV cache at the plan's context that its bytes are."""
     layers, given = list(head_spans(model).values()), parse_bytes(plan.bytes)
     full = _full_bytes(layers, plan.cache_bits, plan.context)
+    given -= recent_bytes(layers) if plan.cache_bits == 4 else 0
     # growing windows are rounded up: a token a head
     share = (given - (sum(token_bytes(layers, plan.cache_bits)) if plan.grows else 0)) / full
     if given >= full:

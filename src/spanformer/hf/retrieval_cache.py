@@ -25,6 +25,7 @@ from spanformer.hf.cache import SpanCache, SpanLayer
 from spanformer.hf.retrieval_heads import Retriever, attend_text, refuse, retriever_of, ring_rule
 from spanformer.hf.spans import HeadSpans
 from spanformer.ops import Attended, Rule, merge
+from spanformer.ops.decode.codes import Bits
 from spanformer.ops.retrieve import attend_rows, find_rows
 from spanformer.ops.retrieve_step import attend_step, kernel_serves
 from spanformer.ops.search import Codes
@@ -36,7 +37,7 @@ class RetrievalCache(SpanCache):
     all codes, so the system's page cache should have room for them. Other arguments as in SpanCache."""
 
     def __init__(
-        self, model: nn.Module, *, context: int = 0, slack: int = 0, bits: Literal[0, 8] = 0,
+        self, model: nn.Module, *, context: int = 0, slack: int = 0, bits: Bits = 0,
         folder: str | Path | None = None, codes: Literal["ram", "file"] = "ram",
     ) -> None:  # fmt: skip
         super().__init__(model, context=context, slack=slack, bits=bits)
@@ -58,7 +59,7 @@ class RetrievalCache(SpanCache):
 
 class RetrievalLayer(SpanLayer):
     def __init__(
-        self, spans: HeadSpans, retriever: Retriever, context: int, slack: int, bits: Literal[0, 8],
+        self, spans: HeadSpans, retriever: Retriever, context: int, slack: int, bits: Bits,
         make: Callable[[], Store],
     ) -> None:  # fmt: skip
         super().__init__(spans, context, slack, bits)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from spanformer.attention.adaptive_span import AdaptiveSpan, read_spans
 from spanformer.hf.far import FarMap, far_of
 from spanformer.ops import Rule
+from spanformer.ops.decode.codes import RECENT, Bits, vector_bytes
 from spanformer.ops.rule import UNLIMITED
 
 NO_SINK = -1e4
@@ -149,6 +150,11 @@ class HeadSpans(AdaptiveSpan):
         each = len(seen) // self.groups
         return [min(most, max(seen[g * each : (g + 1) * each])) for g, most in enumerate(self._longest())]
 
+    def token_bytes(self, bits: int) -> int:
+        """Bytes of one token's key and value, of equal sizes, in one KV head's cache of this many bits a number."""
+        value = self.head_size // 2
+        return vector_bytes(self.head_size - value, bits) + vector_bytes(value, bits)
+
     def change(self) -> tuple[int, ...]:
         """Another value after each change of the ratios and growths, or of which heads have a state."""
         return (*self._change(), id(self.growth), self.growth._version, *(() if self.far is None else self.far.kv_on()))
@@ -212,18 +218,30 @@ def clamp_spans(model: nn.Module) -> None:
         layer.after_step()
 
 
-def cache_bytes(model: nn.Module, context: int, *, batch: int = 1, dtype: torch.dtype | None = None) -> tuple[int, int]:
+def cache_bytes(
+    model: nn.Module, context: int, *, batch: int = 1, dtype: torch.dtype | None = None, bits: Bits = 0
+) -> tuple[int, int]:
     """(bytes that the heads keep of a context of this many tokens, bytes of all of it), keys and values together. The
     linear states are among the first, in float32 whatever the dtype.
 
-    dtype: of the KV cache; default: the model's.
+    dtype: of the KV cache; default: the model's. bits: 8 or 4 of each number that the heads keep, as `SpanCache` has.
     """
     dtype = dtype or next(p.dtype for p in model.parameters() if p.is_floating_point())
-    size = dtype.itemsize
     layers = head_spans(model).values()
-    kept = sum(min(context, n + s.sink_tokens) * s.head_size for s in layers for n in s.keeps(context))
+    kept = sum(
+        min(context, n + s.sink_tokens) * s.token_bytes(bits or 8 * dtype.itemsize)
+        for s in layers
+        for n in s.keeps(context)
+    )
+    if bits == 4:
+        kept += recent_bytes(list(layers))
     full = sum(context * s.groups * s.head_size for s in layers)
-    return kept * batch * size + state_bytes(model, batch=batch, dtype=dtype), full * batch * size
+    return kept * batch + state_bytes(model, batch=batch, dtype=dtype), full * batch * dtype.itemsize
+
+
+def recent_bytes(layers: Sequence[HeadSpans]) -> int:
+    """Bytes of the newest tokens that a KV cache in 4 bits holds in 8."""
+    return sum(s.groups * RECENT * s.token_bytes(8) for s in layers)
 
 
 def state_bytes(model: nn.Module, *, batch: int = 1, dtype: torch.dtype = torch.float32) -> int:

@@ -10,7 +10,7 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +25,7 @@ from spanformer.memory.digest import Maker, digest, digest_tensors
 from spanformer.memory.head_cache import HeadCache
 from spanformer.memory.lost import LOST
 from spanformer.memory.source import Source
+from spanformer.ops.decode.codes import Bits
 
 KIND, FORMAT = "spanformer cache", 4
 CacheLayer = HeadCache | OwnMemory | ByHead
@@ -38,7 +39,7 @@ class CacheSettings(NamedTuple):
     """tokens of zeros before every text, as in the paper's code"""
     slack: int = 0
     """how many tokens `Cache.crop` can always remove"""
-    bits: Literal[0, 8] = 0
+    bits: Bits = 0
     """bits of each number in a ring; 0: the model's dtype"""
     token_bytes: int = 0
     """bytes that full attention keeps per token, in all layers"""
@@ -47,7 +48,7 @@ class CacheSettings(NamedTuple):
 class CachedModel(Maker, Protocol):
     """A model that makes empty KV caches."""
 
-    def cache(self, batch: int, *, slack: int = 0, bits: Literal[0, 8] = 0) -> Cache: ...
+    def cache(self, batch: int, *, slack: int = 0, bits: Bits = 0) -> Cache: ...
 
 
 class Cache:
@@ -79,7 +80,7 @@ class Cache:
         return next((ring.slack for ring in self.rings()), self.settings.slack)  # rings may have been resized
 
     @property
-    def bits(self) -> Literal[0, 8]:
+    def bits(self) -> Bits:
         return self.settings.bits
 
     def parts(self) -> list[HeadCache | OwnMemory]:
@@ -175,7 +176,8 @@ class Cache:
         about = {"kind": KIND, "format": FORMAT, "maker": digest(self.maker), "slack": self.slack, "bits": self.bits}
         about["sha256"] = digest_tensors("", tensors)
         # these tensors share memory, which safetensors refuses
-        _write(Path(path), {name: t.clone() for name, t in tensors.items()}, {"spanformer": json.dumps(about)})
+        apart = {name: t.clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
+        _write(Path(path), apart, {"spanformer": json.dumps(about)})
 
     @staticmethod
     def load(path: str | Path, model: CachedModel) -> Cache:
@@ -269,8 +271,8 @@ def _check_ring(ring: HeadCache, prefix: str, tensors: dict[str, Tensor], rows: 
 
 
 def _check_shapes(part: HeadCache | OwnMemory, prefix: str, tensors: dict[str, Tensor], rows: int) -> None:
-    held = part.store if isinstance(part, HeadCache) else part
-    for name, none in held.tensors().items():
+    held = part.stored() if isinstance(part, HeadCache) else part.tensors()
+    for name, none in held.items():
         _check_shape(f"{prefix}{name}", tensors[f"{prefix}{name}"], [rows, *none.shape[1:]], none.dtype)
 
 

@@ -115,7 +115,8 @@ class Deferred:
             return
         position, device = self.at[row, slot], self.states.device
         k, v = self.project(layer, self.states[row.to(device), slot.to(device)], position.to(device))
-        write_at(ring.store, row, position, self.place, k, v)
+        for store in ring.stores():
+            write_at(store, row, position, self.place, k, v)
         pending[row, slot] = False
         self.waiting[layer] = bool(pending.any())
         self._count(flushed=len(row))

@@ -10,7 +10,6 @@ Shapes: B batch, H query heads, Hkv key/value heads, T new tokens, D and Dv head
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,8 +17,10 @@ from torch import Tensor
 from spanformer.memory.checks import check_call, check_in_sight, check_lengths, check_lengths_back, check_reach
 from spanformer.memory.lost import LOST, Lost, add_lost
 from spanformer.memory.many_tokens import RuleFor, attend_many, attend_many_placed
+from spanformer.memory.recent import RecentTokens
 from spanformer.memory.slots import Store, move, write_slots
 from spanformer.ops import AnyRule, Attended, Rings, Rule, attend_rings
+from spanformer.ops.decode.codes import Bits, check_bits
 from spanformer.ops.decode.rings import Decoder
 
 
@@ -38,7 +39,7 @@ class HeadCache:
         *,
         sink_tokens: int = 0,
         slack: int = 0,
-        bits: Literal[0, 8] = 0,
+        bits: Bits = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         zeros: int = 0,
@@ -47,19 +48,18 @@ class HeadCache:
     ) -> None:
         """reach [Hkv]: how many positions each key/value head sees, the newest included; for grouped heads the longest
         of the group. value_dim: Dv; 0: head_dim. sink_tokens: each head keeps this many first tokens beside its ring.
-        slack: how many tokens `crop` can remove after a ring has wrapped. bits: 8 stores keys and values in 8 bits, 0
-        in dtype. zeros: this many tokens of zero keys and values come before the first token and are visible. place
-        [B]: shared by several layers, which then advance together. notes: query heads per key/value head if rules
-        depend on the keys (`read_placed`), else 0."""
-        if bits not in (0, 8):
-            raise ValueError(f"bits is {bits}; expected 0, for the model's dtype, or 8")
+        slack: how many tokens `crop` can remove after a ring has wrapped. bits: 8 or 4 of each stored number
+        (ops/decode/codes.py); 0 stores dtype. zeros: this many tokens of zero keys and values come before the first
+        token and are visible. place [B]: shared by several layers, which then advance together. notes: query heads per
+        key/value head if rules depend on the keys (`read_placed`), else 0."""
+        check_bits(bits)
         for name, number in (("batch", batch), ("slack", slack), ("sink_tokens", sink_tokens), ("zeros", zeros)):
             if number < 0:
                 raise ValueError(f"{name} is {number}; expected at least 0")
         if not dtype.is_floating_point:
             raise ValueError(f"dtype is {dtype}; expected a floating-point dtype")
         self.sink_tokens, self.slack, self.zeros, self.notes = sink_tokens, slack, zeros, notes
-        self.bits: Literal[0, 8] = bits
+        self.bits: Bits = bits
         self.dtype, self.device = dtype, torch.device(device)
         self.dims = (head_dim, value_dim or head_dim)
         self.reach = check_reach(reach)
@@ -71,6 +71,7 @@ class HeadCache:
         self.lost: Lost | None = None
         """positions that the rings had overwritten when they were resized"""
         self.store = self._allocate(batch)
+        self.recent = RecentTokens.empty(self.store, slack) if bits == 4 else None
         self._decoder: tuple[Rule, tuple, Decoder] | None = None
         """prepared for this rule and calls of this form"""
 
@@ -85,7 +86,15 @@ class HeadCache:
 
     def bytes(self) -> int:
         """The exact number of bytes allocated for keys and values."""
-        return self.store.memory.numel()
+        return sum(store.memory.numel() for store in self.stores())
+
+    def stores(self) -> list[Store]:
+        """Where each token is stored."""
+        return [self.store] if self.recent is None else [self.store, self.recent.store]
+
+    def stored(self) -> dict[str, Tensor]:
+        """The tensors of keys and values by name, with a row for each of the batch."""
+        return self.store.tensors() | ({} if self.recent is None else self.recent.tensors())
 
     def attend(
         self,
@@ -162,7 +171,8 @@ class HeadCache:
 
     def rings(self) -> Rings:
         """The stored keys and values as `Rings` whose newest position is `place`, that of the next token."""
-        return self.store.rings(self.place, self.sink_tokens, self.oldest())
+        recent = None if self.recent is None else self.recent.rings(self.place)
+        return self.store.rings(self.place, self.sink_tokens, self.oldest(), recent)
 
     def _decode(self, q: Tensor, k: Tensor, v: Tensor, rule: Rule, backend: str, scale: float | None) -> Attended:
         if torch.compiler.is_compiling():
@@ -180,6 +190,8 @@ class HeadCache:
 
     def _write(self, k: Tensor, v: Tensor, lengths: Tensor | None, notes: Tensor | None = None) -> None:
         write_slots(self.store, self.place, k.detach(), v.detach(), lengths, notes)
+        if self.recent is not None:
+            write_slots(self.recent.store, self.place, k.detach(), v.detach(), lengths)
 
     # ---- changing it
 
@@ -201,8 +213,13 @@ class HeadCache:
         old, capacity = self.store, self.store.capacities
         lost = torch.maximum(self.written, self.place)[:, None] - torch.tensor(capacity)
         lost = torch.minimum(lost, self.place[:, None])  # tokens that a cropped row will read again are not lost
-        self.reach, self.slack, self.written = new, slack, self.place.clone()
+        changed, self.slack = slack != self.slack, slack
+        self.reach, self.written = new, self.place.clone()
         self.store = self._allocate(self.batch)
+        if self.recent is not None and changed:
+            self.recent = self.recent.resized(self.store, slack, self.place)
+        if self.recent is not None and self.zeros:  # lost positions are zeros there too
+            self.recent.since = torch.maximum(self.recent.since, lost.amax(1))
         move(old, self.store, self.place, lost)
         self.lost = add_lost(self.lost, lost, self.place, self.zeros)
         self._decoder = None
@@ -231,6 +248,8 @@ class HeadCache:
         """Remember how far rows have been written, before they are cropped to lengths [B]. Tokens that they read after
         that are not lost, though a ring had dropped them: with sink tokens a row can be cropped to before its rings."""
         torch.maximum(self.written, self.place, out=self.written)
+        if self.recent is not None:
+            self.recent.note_crop(self.written)
         if self.lost is not None:
             before, self.lost = self.lost, self.lost.crop(lengths + self.zeros)
             if not before.oldest.equal(self.lost.oldest):
@@ -246,18 +265,19 @@ class HeadCache:
         other.written = torch.maximum(self.written, self.place)[index]
         other.lost = None if self.lost is None else self.lost.rows(index)
         other.store = self.store.rows(index)
+        other.recent = None if self.recent is None else self.recent.rows(index)
         other._decoder = None
         return other
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors needed to continue, except `place`, which layers share."""
         lost = {} if self.lost is None else dict(zip(LOST, self.lost, strict=True))
-        return self.store.tensors() | {"reach": torch.tensor(self.reach), "written": self.written} | lost
+        return self.stored() | {"reach": torch.tensor(self.reach), "written": self.written} | lost
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         """Copy the result of `tensors` from a cache with the same number of rows."""
         self.resize(tensors["reach"].tolist())
-        for name, held in self.store.tensors().items():
+        for name, held in self.stored().items():
             held.copy_(tensors[name])
         self.written.copy_(tensors["written"])
         lost = [tensors[name] for name in LOST if name in tensors]

@@ -59,6 +59,8 @@ def _attend_group(
         rule = with_notes(rule, torch.cat([*held, notes], 2), torch.promote_types(q.dtype, torch.float32))
     if past:
         old = read_slots(cache.store, cache.place, kv_heads, past, cache.dtype)
+        if cache.recent is not None:
+            old = cache.recent.over(old, cache.place, kv_heads, cache.dtype)
         k, v = (torch.cat([held.to(new.dtype), new], 2) for held, new in zip(old, (k, v), strict=True))
     hidden = _hidden(cache, kv_heads, past, t)
     if cache.sink_tokens:

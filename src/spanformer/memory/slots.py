@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from spanformer.ops import Rings
-from spanformer.ops.decode.banded import quantise
+from spanformer.ops.decode.codes import CODES, SCALES, Bits, code_bytes, decode, encode, scales_shape, slot_first
+from spanformer.ops.decode.held import Recent
 
 
 class Store:
-    """Views of `memory`: keys [B, N, D], values [B, N, Dv], their scales [B, N] if they have 8 bits, and the notes
-    of each key, [B, N, notes] in float64 (a note may be a sum over the whole text; see notes.py)."""
+    """Views of `memory`: keys [B, N, D], values [B, N, Dv], in 8 or 4 bits as codes with scales (ops/decode/codes.py),
+    and the notes of each key, [B, N, notes] in float64 (a note may be a sum over the whole text; see notes.py)."""
 
     def __init__(
         self,
@@ -26,23 +27,25 @@ class Store:
         capacity: Sequence[int],
         sink_tokens: int,
         dims: tuple[int, int],
-        bits: int,
+        bits: Bits,
         dtype: torch.dtype,
         device: torch.device,
         notes: int = 0,
     ) -> None:
-        self.batch, self.sink_tokens, self.bits, self.dtype = batch, sink_tokens, bits, dtype
+        self.batch, self.sink_tokens, self.dtype = batch, sink_tokens, dtype
+        self.bits: Bits = bits
         self.capacities = list(capacity)
         self.first = [sum(self.capacities[:g]) + sink_tokens * (g + 1) for g in range(len(self.capacities))]
         self.dims = dims
         with torch.inference_mode(False):
             self.rings_at = torch.tensor(self.first), torch.tensor(self.capacities)
         slots = sum(self.capacities) + sink_tokens * len(self.capacities)
-        kind = torch.int8 if bits else dtype
-        shapes = [((batch, slots, dims[0]), kind), ((batch, slots, dims[1]), kind)]
-        # the wider dtype first, for alignment
-        shapes = [((batch, slots), torch.float32)] * 2 + shapes if bits else shapes
-        shapes = [((batch, slots, notes), torch.float64), *shapes]
+        shapes: list[tuple[tuple[int, ...], torch.dtype]] = [((batch, slots, notes), torch.float64)]
+        if bits:  # the wider dtype first, for alignment
+            shapes += [(scales_shape(batch, slots, size, bits), SCALES[bits]) for size in dims]
+            shapes += [((batch, slots, code_bytes(size, bits)), CODES[bits]) for size in dims]
+        else:
+            shapes += [((batch, slots, size), dtype) for size in dims]
         sizes = [torch.Size(shape).numel() * each.itemsize for shape, each in shapes]
         with torch.inference_mode(False):  # so that both modes can write to it
             self.memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
@@ -52,8 +55,9 @@ class Store:
             )
         self.scales = (scales[0], scales[1]) if bits else None
 
-    def rings(self, newest: Tensor, sink_tokens: int, oldest: Tensor | None) -> Rings:
-        return Rings(self.keys, self.values, self.capacities, newest, sink_tokens, oldest, self.scales)
+    def rings(self, newest: Tensor, sink_tokens: int, oldest: Tensor | None, recent: Recent | None = None) -> Rings:
+        where = self.capacities, newest, sink_tokens, oldest
+        return Rings(self.keys, self.values, *where, self.scales, self.dims, recent)
 
     def rows(self, index: Tensor) -> Store:
         notes = self.notes.shape[2]
@@ -69,7 +73,9 @@ class Store:
         """Its tensors by name; each has a row for each slot."""
         named: dict[str, Tensor] = {"keys": self.keys, "values": self.values}
         named |= {"notes": self.notes} if self.notes.shape[2] else {}
-        return named | ({"key_scales": self.scales[0], "value_scales": self.scales[1]} if self.scales else {})
+        return named | {
+            name: slot_first(t) for name, t in zip(("key_scales", "value_scales"), self.scales or (), strict=False)
+        }
 
 
 def read_slots(
@@ -80,9 +86,8 @@ def read_slots(
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
     for g in kv_heads:
         pieces = _pieces(store, g, place, count)
-        for kind, rows in enumerate((store.keys, store.values)):
-            scale = store.scales[kind] if store.scales else None
-            found[kind].append(_pick(rows, scale, pieces, dtype))
+        for kind in (0, 1):
+            found[kind].append(_restored(store, kind, pieces, dtype))
     return torch.stack(found[0], 1), torch.stack(found[1], 1)
 
 
@@ -90,16 +95,13 @@ def read_positions(store: Store, kv_heads: list[int], positions: Tensor, dtype: 
     """Keys [B, heads, n, D] and values at positions [B, heads, n]; what a ring does not hold is arbitrary."""
     first, capacity = (torch.tensor([each[g] for g in kv_heads])[:, None] for each in (store.first, store.capacities))
     at = (first + positions % capacity).flatten(1)
-    found = []
-    for kind, rows in enumerate((store.keys, store.values)):
-        scale = store.scales[kind] if store.scales else None
-        found.append(_pick(rows, scale, at, dtype).unflatten(1, (len(kv_heads), -1)))
-    return found[0], found[1]
+    keys, values = (_restored(store, kind, at, dtype).unflatten(1, (len(kv_heads), -1)) for kind in (0, 1))
+    return keys, values
 
 
 def read_notes(store: Store, place: Tensor | None, kv_heads: list[int], count: int) -> Tensor:
     """[B, query heads, count] the notes of the same keys, for each query head of these key/value heads."""
-    found = [_pick(store.notes, None, _pieces(store, g, place, count), torch.float64) for g in kv_heads]
+    found = [_pick(store.notes, _pieces(store, g, place, count)) for g in kv_heads]
     return torch.cat([each.transpose(1, 2) for each in found], 1)
 
 
@@ -120,17 +122,20 @@ def _stretches(store: Store, g: int, start: Tensor, count: int) -> list[tuple[in
     return first + (start[:, None] + torch.arange(count)) % capacity
 
 
-def _pick(
-    rows: Tensor, scale: Tensor | None, pieces: list[tuple[int, int]] | Tensor, dtype: torch.dtype
-) -> Tensor:  # fmt: skip
-    if isinstance(pieces, Tensor):
-        at = pieces.to(rows.device)
-        found = rows.gather(1, at[..., None].expand(-1, -1, rows.shape[2]))
-        scale = None if scale is None else scale.gather(1, at)
-    else:
-        found = torch.cat([rows[:, a : a + n] for a, n in pieces], 1)
-        scale = None if scale is None else torch.cat([scale[:, a : a + n] for a, n in pieces], 1)
-    return found.to(dtype) if scale is None else (found.float() * scale[..., None]).to(dtype)
+def _restored(store: Store, kind: int, pieces: list[tuple[int, int]] | Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, n, D or Dv] the keys (kind 0) or values (1) in these slots."""
+    rows = _pick((store.keys, store.values)[kind], pieces)
+    if store.scales is None:
+        return rows.to(dtype)
+    return decode(rows, _pick(slot_first(store.scales[kind]), pieces), store.dims[kind], kind).to(dtype)
+
+
+def _pick(rows: Tensor, pieces: list[tuple[int, int]] | Tensor) -> Tensor:
+    """[B, n, …] of rows [B, N, …]"""
+    if not isinstance(pieces, Tensor):
+        return torch.cat([rows[:, a : a + n] for a, n in pieces], 1)
+    at = pieces.to(rows.device)
+    return rows.gather(1, at if rows.ndim == 2 else at[..., None].expand(-1, -1, rows.shape[2]))
 
 
 def write_slots(
@@ -193,7 +198,7 @@ def _coded(store: Store, k: Tensor, v: Tensor) -> dict[str, Tensor]:
     """Keys and values as the store holds them, by the names of `Store.tensors`."""
     if not store.bits:
         return {"keys": k, "values": v}
-    (keys, key_scales), (values, value_scales) = quantise(k), quantise(v)
+    (keys, key_scales), (values, value_scales) = (encode(x, store.bits, kind) for kind, x in enumerate((k, v)))
     return {"keys": keys, "values": values, "key_scales": key_scales, "value_scales": value_scales}
 
 

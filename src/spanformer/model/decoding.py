@@ -22,6 +22,7 @@ from spanformer.memory.checks import check_lengths
 from spanformer.memory.deferred import Deferred
 from spanformer.model.decoding_rules import DecodingRules, reaches
 from spanformer.ops import Attended
+from spanformer.ops.decode.codes import Bits
 from spanformer.position import Encode, Position
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ Logits = Literal["all", "last", "none"]
 
 
 def make_cache(
-    lm: Decoder, batch: int, slack: int, bits: Literal[0, 8], sources: Sequence[Source] = ()
+    lm: Decoder, batch: int, slack: int, bits: Bits, sources: Sequence[Source] = ()
 ) -> Cache:  # fmt: skip
     for name, value in (("batch", batch), ("slack", slack)):
         if type(value) is not int or value < 0:

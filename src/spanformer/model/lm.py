@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from spanformer.model.decoder import Decoder
 from spanformer.model.decoding import make_cache
 from spanformer.model.neighbours import Finder, NeighbourGate
 from spanformer.model.segments import SegmentStack
+from spanformer.ops.decode.codes import Bits
 
 
 class LMOutput(NamedTuple):
@@ -84,11 +85,11 @@ class LM(SegmentStack, Decoder):
         """[B, T] of an exit's states [B, T, dim]."""
         return self.head.nll(self.dropout(self.norm(states)), targets)
 
-    def cache(self, batch: int, *, slack: int = 0, bits: Literal[0, 8] = 0) -> Cache:
+    def cache(self, batch: int, *, slack: int = 0, bits: Bits = 0) -> Cache:
         """An empty KV cache for `batch` texts that `decode` continues: each key/value head stores as many keys and
         values as it reaches, however long the texts are. slack: how many tokens `Cache.crop` can always remove.
-        bits: 8 stores them in 8 bits, with an error of at most 1/254 of the largest number of a vector; 0: in the
-        model's dtype."""
+        bits: 8 stores them in 8 bits, with an error of at most 1/254 of the largest number of a vector; 4: in 4 bits,
+        see docs/cache.md; 0: in the model's dtype."""
         cache = make_cache(self, batch, slack, bits)
         cache.beside = None if self.gate is None else self.find().cache(batch, slack)
         return cache

@@ -10,8 +10,6 @@ Shapes: B batch, S tokens of the source, T tokens of the answer, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -23,6 +21,7 @@ from spanformer.model.decoder import Decoder
 from spanformer.model.decoding import make_cache
 from spanformer.model.encoder import Encoder, check_ids, check_padding
 from spanformer.model.stack import Output
+from spanformer.ops.decode.codes import Bits
 
 
 class Seq2Seq(Decoder):
@@ -88,9 +87,7 @@ class Seq2Seq(Decoder):
         found = self.encoder.encode(self.embedding(source), source_padding)
         return found.states, found.penalty
 
-    def start(
-        self, source: Tensor, source_padding: Tensor | None = None, *, slack: int = 0, bits: Literal[0, 8] = 0
-    ) -> Cache:
+    def start(self, source: Tensor, source_padding: Tensor | None = None, *, slack: int = 0, bits: Bits = 0) -> Cache:
         """Encode source [B, S], without gradients and dropout, into a KV cache with each layer's keys and values, for
         texts that `decode` continues, starting with `begin`. slack, bits: see `LM.cache`."""
         training, blocks = self.training, self.ordered_blocks()

@@ -106,14 +106,16 @@ DECODE = Table(
     "float scale ramp",
     "rows k v",
     "address k_scale v_scale",
-    "int scale_batch",
+    "int slots",
     "address first capacity newest oldest reach",
     "int dynamic",
     "address distance_bias",
     "int bias_length",
     "address distance_vec",
     "int vec_length vec_head",
-    "address sink_logits",
+    "address sink_logits recent",
+    "int recent_tokens",
+    "address recent_since",
 )
 """one query per row over rings; the fields up to `span` change from token to token"""
 

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch import Tensor
 from spanformer.ops import c_layout
 from spanformer.ops.library import Library, find, load
 from spanformer.ops.rule import Rule
+
+if TYPE_CHECKING:
+    from spanformer.ops.decode.held import Rings
 
 log = logging.getLogger("spanformer")
 
@@ -255,32 +258,27 @@ def run_span_edge_gradient(
 
 
 def pack_decode(
-    dtype: torch.dtype,
-    heads: int,
-    keys: Tensor,
-    values: Tensor,
-    scales: tuple[Tensor, Tensor] | None,
-    where: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    sink_tokens: int,
-    rule: Rule,
-    terms: Terms,
-    scale: float,
-) -> ctypes.Array[ctypes.c_char]:
-    """A packed `Decode` for queries of this dtype, keys [B, N, D] and values [B, N, Dv], each with scales [B, N] if of
-    8 bits; where: first slots, capacities, newest and oldest positions. `run_decode` fills in the rest."""
+    dtype: torch.dtype, rings: Rings, where: tuple[Tensor, Tensor, Tensor, Tensor | None], rule: Rule, terms: Terms,
+    scale: float, recent: tuple[ctypes.Array[ctypes.c_char], int, Tensor] | None,
+) -> ctypes.Array[ctypes.c_char]:  # fmt: skip
+    """A packed `Decode` for queries of this dtype. where: first slots, capacities, newest and oldest positions; recent:
+    the packed call of `rings.recent`, its tokens and since. `run_decode` fills in the rest."""
     first, capacity, newest, oldest = where
     reach, span, bias, vec = rule.reach, terms.span, terms.distance_bias, terms.distance_vec
     assert reach is None or isinstance(reach, Tensor)
-    (b, _, d), dv = keys.shape, values.shape[2]
+    keys, values, scales, (b, slots, _) = rings.keys, rings.values, rings.scales, rings.keys.shape
+    near, tokens, since = recent or (None, 0, None)
     packed = ctypes.create_string_buffer(DECODE.size)
     DECODE.pack_into(
         packed, 0, *(0,) * 19,
-        DTYPES[dtype], 8 if scales else 0, b, heads, capacity.numel(), d, dv, rule.paper_compat, sink_tokens, scale,
-        rule.ramp, keys.data_ptr(), keys.stride(0), 0, keys.stride(1), values.data_ptr(), values.stride(0), 0,
-        values.stride(1), *((scales[0].data_ptr(), scales[1].data_ptr(), scales[0].stride(0)) if scales else (0, 0, 0)),
+        DTYPES[dtype], rings.bits, b, rule.heads, capacity.numel(), *rings.sizes, rule.paper_compat,
+        rings.sink_tokens, scale, rule.ramp, keys.data_ptr(), keys.stride(0), 0, keys.stride(1),
+        values.data_ptr(), values.stride(0), 0, values.stride(1),
+        *((scales[0].data_ptr(), scales[1].data_ptr()) if scales else (0, 0)), slots,
         first.data_ptr(), capacity.data_ptr(), newest.data_ptr(), _ptr(oldest),
         _ptr(reach), span is not None and span.ndim == 3,
         _ptr(bias), bias.shape[1] if bias is not None else 0, *_vectors(vec), _ptr(terms.sink_logits),
+        0 if near is None else ctypes.addressof(near), tokens, _ptr(since),
     )  # fmt: skip
     return packed
 

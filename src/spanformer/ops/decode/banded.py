@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from spanformer.ops.attended import Attended
+from spanformer.ops.decode.codes import decode, encode, slot_first
 from spanformer.ops.rule import Rule
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ class BandedDecode:
     def attend(self, q: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Attended:
         if new is not None:
             write_newest(self.rings, *new)
+            if self.rings.recent is not None:
+                write_newest(self.rings.recent.rings, *new)
         found = [self._head(q[:, head, 0], head) for head in range(q.shape[1])]
         outs, lses = zip(*found, strict=True)
         return Attended(torch.stack(outs, 1)[:, :, None], torch.stack(lses, 1)[:, :, None])
@@ -60,6 +63,8 @@ class BandedDecode:
         visible = torch.cat([visible, early <= newest - shift], 1)
         soft = torch.cat([soft, soft.new_zeros(early.shape)], 1)
         keys, values = (rows_at(rings, kind, slot, exact) for kind in (0, 1))
+        if rings.recent is not None and d.numel():
+            keys, values = (self._recent(kind, t, position, g) for kind, t in enumerate((keys, values)))
         score = self._by_distance((keys @ q.to(exact)[..., None])[..., 0] * self.scale, q.to(exact), head, len(d))
         score = torch.where(visible, score + soft, -math.inf)
         if rule.sink_logits is not None:
@@ -73,6 +78,14 @@ class BandedDecode:
             table = rule.distance_value[head % rule.distance_value.shape[0]].to(exact)
             out = out + weight[:, : len(d)] @ table[d.clamp(max=len(table) - 1)]
         return out.to(q.dtype), lse
+
+    def _recent(self, kind: int, rows: Tensor, position: Tensor, g: int) -> Tensor:
+        """rows [B, seen + sinks, ·], the newest of them in 8 bits."""
+        assert self.rings.recent is not None
+        held, first = self.rings.recent.rings, self.rings.recent.first(self.rings.newest).to(rows.device)
+        near = rows_at(held, kind, int(held.first[g]) + position % held.capacities[g], rows.dtype)
+        near = torch.where((position >= first[:, None])[..., None], near, rows[:, : position.shape[1]])
+        return torch.cat([near, rows[:, position.shape[1] :]], 1)
 
     def _by_distance(self, products: Tensor, q: Tensor, head: int, seen: int) -> Tensor:
         """The products [B, seen + sinks] plus q·r[d], with distance_scale applied."""
@@ -89,8 +102,12 @@ class BandedDecode:
 def rows_at(rings: Rings, kind: int, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """The keys (kind 0) or values (1) in slots [B, n], dequantised: [B, n, D or Dv]."""
     stored = (rings.keys, rings.values)[kind]
-    rows = stored.gather(1, slots[..., None].expand(-1, -1, stored.shape[2])).to(dtype)
-    return rows if rings.scales is None else rows * rings.scales[kind].gather(1, slots)[..., None].to(dtype)
+    rows = stored.gather(1, slots[..., None].expand(-1, -1, stored.shape[2]))
+    if rings.scales is None:
+        return rows.to(dtype)
+    held = slot_first(rings.scales[kind])
+    at = slots if held.ndim == 2 else slots[..., None].expand(-1, -1, held.shape[2])
+    return decode(rows, held.gather(1, at), rings.sizes[kind], kind, dtype)
 
 
 def write_newest(rings: Rings, k: Tensor, v: Tensor) -> None:
@@ -105,16 +122,7 @@ def write_newest(rings: Rings, k: Tensor, v: Tensor) -> None:
     row, slot = row.to(k.device), slot.to(k.device)
     for kind, (held, new) in enumerate(((rings.keys, k), (rings.values, v))):
         new = new[row, :, 0]
-        if rings.scales is not None:
-            new, rings.scales[kind][row[:, None], slot] = quantise(new)
+        if rings.scales is not None and rings.bits:
+            new, scales = encode(new, rings.bits, kind)
+            slot_first(rings.scales[kind])[row[:, None], slot] = scales
         held[row[:, None], slot] = new
-
-
-def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise x [..., D] to 8 bits: codes [..., D] int8 and one float32 scale [...] per row, the nearest multiples of
-    max |x| / 127; the error is at most max |x| / 254 (and float32's rounding)."""
-    wide = x.float()
-    scale = wide.abs().amax(-1) / 127
-    coded = scale >= torch.finfo(torch.float32).tiny  # False for NaN
-    codes = torch.where(coded[..., None] & (scale < math.inf)[..., None], (wide / scale[..., None]).round(), 0)
-    return codes.to(torch.int8), torch.where(scale.isfinite(), scale, math.nan)

@@ -7,8 +7,6 @@ and sink slots.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -17,91 +15,9 @@ from spanformer.ops import kernel
 from spanformer.ops.attended import Attended
 from spanformer.ops.backends.base import unserved_terms, unserved_transforms
 from spanformer.ops.decode.banded import BandedDecode
+from spanformer.ops.decode.held import Rings
 from spanformer.ops.rule import UNLIMITED, Rule
 from spanformer.ops.tables import ENDING, TABLES
-
-
-@dataclass(frozen=True, eq=False)
-class Rings:
-    """Keys and values of all heads in one allocation. Head g's key at position p lies in slot
-    first[g] + p mod capacity[g]; older positions have been overwritten. The first `sink_tokens` positions are in the
-    `sink_tokens` slots before first[g] instead, and are never overwritten."""
-
-    keys: Tensor
-    """[B, N, D], in int8 with `scales`"""
-    values: Tensor
-    """[B, N, Dv]"""
-    capacity: Tensor | Sequence[int]
-    """[Hkv] slots of each key/value head, one head after the other. Stored as int64 on the CPU; inside torch.compile
-    and torch.export, give numbers."""
-    newest: Tensor
-    """[B] int64 on the CPU: the position written last, which is the query's; −1 for an empty row"""
-    sink_tokens: int = 0
-    """how many first positions each head keeps beside its ring"""
-    oldest: Tensor | None = None
-    """[B, Hkv] int64 on the CPU: positions below it are missing, though the ring has room for them; None: none are"""
-    scales: tuple[Tensor, Tensor] | None = None
-    """[B, N] float32 each: the factors of 8-bit keys and values"""
-    first: Tensor = field(init=False)
-    """[Hkv] int64 on the CPU: the first slot of each head's ring"""
-    capacities: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        if self.keys.ndim != 3 or self.values.ndim != 3 or self.values.shape[:2] != self.keys.shape[:2]:
-            raise ValueError(
-                f"keys and values have shapes {list(self.keys.shape)} and {list(self.values.shape)}; "
-                "expected [B, N, D] and [B, N, Dv]"
-            )
-        if self.values.dtype != self.keys.dtype or self.values.device != self.keys.device:
-            raise ValueError(
-                f"values has dtype {self.values.dtype} on {self.values.device}; "
-                f"expected {self.keys.dtype} on {self.keys.device}, as keys has"
-            )
-        b, n, _ = self.keys.shape
-        self._check_scales(b, n)
-        given, more = self.capacity, f" with {self.sink_tokens} sink tokens beside each" if self.sink_tokens else ""
-        capacity = given if isinstance(given, Tensor) else torch.tensor(given)
-        for name, t, shape in (
-            ("capacity", capacity, (None,)),
-            ("newest", self.newest, (b,)),
-            ("oldest", self.oldest, (b, len(capacity))),
-        ):
-            _check_whole(name, t, shape)
-        capacities = given.tolist() if isinstance(given, Tensor) else list(given)
-        if (
-            not capacities
-            or min(capacities) < 1
-            or self.sink_tokens < 0
-            or sum(capacities) + self.sink_tokens * len(capacities) != n
-        ):
-            raise ValueError(
-                f"capacity is {capacities}{more}; expected at least 1 slot per head and {n} in all, as keys has"
-            )
-        contiguous = capacity.contiguous()
-        object.__setattr__(self, "capacity", contiguous)
-        object.__setattr__(self, "first", (contiguous + self.sink_tokens).cumsum(0) - contiguous)
-        object.__setattr__(self, "capacities", capacities)
-
-    def _check_scales(self, b: int, n: int) -> None:
-        if (self.scales is not None) != (self.keys.dtype == torch.int8):
-            raise ValueError(
-                f"keys has dtype {self.keys.dtype}; expected torch.int8 if scales are given, and another dtype if not"
-            )
-        for t in self.scales or ():
-            if t.shape != (b, n) or t.dtype != torch.float32 or t.device != self.keys.device or not t.is_contiguous():
-                raise ValueError(
-                    f"scales has shape {list(t.shape)} and dtype {t.dtype} on {t.device}; "
-                    f"expected contiguous float32 [{b}, {n}] on {self.keys.device}, for keys and for values"
-                )
-
-
-def _check_whole(name: str, t: Tensor | None, shape: tuple[int | None, ...]) -> None:
-    if t is None:
-        return
-    fits = t.ndim == len(shape) and all(want in (None, got) for got, want in zip(t.shape, shape, strict=True))
-    if t.dtype != torch.int64 or t.device.type != "cpu" or not fits:
-        expected = f"int64 [{', '.join(str(n or 'Hkv') if n is None else str(n) for n in shape)}] on the CPU"
-        raise ValueError(f"{name} has shape {list(t.shape)} and dtype {t.dtype} on {t.device}; expected {expected}")
 
 
 def attend_rings(
@@ -156,16 +72,17 @@ def _check_query(q: Tensor, rings: Rings) -> None:
     b, _, _, d = q.shape
     if rings.keys.device != q.device:
         raise ValueError(f"keys is on {rings.keys.device}; expected {q.device}, where q is")
-    dtypes = (torch.int8 if rings.scales else q.dtype), q.dtype
-    if rings.keys.shape[0] != b or rings.keys.shape[2] != d or rings.keys.dtype not in dtypes:
+    fits = rings.bits or rings.keys.dtype == q.dtype
+    if rings.keys.shape[0] != b or rings.sizes[0] != d or not fits:
         raise ValueError(
             f"keys has shape {list(rings.keys.shape)} and dtype {rings.keys.dtype}; expected [{b}, N, {d}] of {q.dtype}"
         )
 
 
 def _check_new(q: Tensor, rings: Rings, new: tuple[Tensor, Tensor] | None) -> None:
-    for name, held, t in zip(("keys", "values"), (rings.keys, rings.values), new or (), strict=False):
-        expected = [q.shape[0], len(rings.capacities), 1, held.shape[2]]
+    stored = (("keys", rings.keys), ("values", rings.values))
+    for (name, held), size, t in zip(stored, rings.sizes, new or (), strict=False):
+        expected = [q.shape[0], len(rings.capacities), 1, size]
         if list(t.shape) != expected or t.dtype != q.dtype or t.device != q.device:
             raise ValueError(
                 f"new {name} have shape {list(t.shape)} and dtype {t.dtype} on {t.device}; "
@@ -200,7 +117,7 @@ def _check_terms(q: Tensor, rings: Rings, rule: Rule) -> None:
         t = getattr(rule, name)
         if t is not None and t.device != q.device:
             raise ValueError(f"{name} is on {t.device}; expected {q.device}, where q is")
-    for name, size in (("distance_vec", d), ("distance_value", rings.values.shape[2])):
+    for name, size in (("distance_vec", d), ("distance_value", rings.sizes[1])):
         if (t := getattr(rule, name)) is not None and t.shape[2] != size:
             raise ValueError(f"{name} has shape {list(t.shape)}; expected head size {size} as its last axis")
     if rule.dynamic and rule.span is not None and rule.span.shape != (b, h, 1):
@@ -242,7 +159,7 @@ def _native_refuses(q: Tensor, rings: Rings, rule: Rule) -> list[str]:
         reasons.append(f"q is on {q.device}; the native kernel runs on the CPU")
     if q.dtype not in kernel.DTYPES:
         reasons.append(f"q has dtype {q.dtype}; the native kernel takes float32 and bfloat16")
-    size = max(q.shape[3], rings.values.shape[2])
+    size = max(q.shape[3], rings.sizes[1])
     if size > kernel.MAX_HEAD_SIZE:
         reasons.append(f"the head size is {size}; the native kernel takes up to {kernel.MAX_HEAD_SIZE}")
     return reasons
@@ -262,15 +179,15 @@ class _Native:
     def __init__(self, q: Tensor, rings: Rings, rule: Rule, scale: float) -> None:
         learned = (rule.span, rule.distance_bias, rule.distance_vec, None, rule.sink_logits)
         terms = kernel.Terms(*(None if t is None else kernel.as_float(t.detach()) for t in learned))
-        keys, values = rings.keys, rings.values
         assert isinstance(rings.capacity, Tensor)  # __post_init__ converted it
         oldest = None if rings.oldest is None else rings.oldest.contiguous()
         where = (rings.first, rings.capacity, rings.newest.contiguous(), oldest)
-        self._span, self._dv = terms.span, values.shape[2]
-        self._packed = kernel.pack_decode(
-            q.dtype, rule.heads, keys, values, rings.scales, where, rings.sink_tokens, rule, terms, scale
-        )
-        self._alive = (rule, terms, keys, values, where, rings)  # keeps alive what the packed addresses point to
+        self._span, self._dv = terms.span, rings.sizes[1]
+        near = rings.recent
+        self._near = None if near is None else _Native(q, near.rings, rule, scale)
+        beside = None if near is None or self._near is None else (self._near._packed, near.tokens, near.since)
+        self._packed = kernel.pack_decode(q.dtype, rings, where, rule, terms, scale, beside)
+        self._alive = (rule, terms, where, rings, beside)  # keeps alive what the packed addresses point to
 
     def attend(self, q: Tensor, new: tuple[Tensor, Tensor] | None = None) -> Attended:
         q, *fresh = (t if t.stride(3) == 1 and not t.is_neg() else kernel.as_laid(t) for t in (q, *(new or ())))
