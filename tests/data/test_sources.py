@@ -255,9 +255,7 @@ def test_bad_sources_are_refused(tmp_path: Path) -> None:
     wrong = {
         "enwiki8": "source 'enwiki8' does not exist; did you mean 'enwik8'?",
         "WikiText-103": "did you mean 'wikitext-103'?",
-        str(
-            tmp_path / "gone"
-        ): "does not exist; expected a path, or one of stdlib, numbers, facts, digits, recall",
+        str(tmp_path / "gone"): "does not exist; expected a path, or one of stdlib, numbers, facts, digits, recall",
         str(tmp_path / "*.csv"): r"\*.csv' matches no file",
         str(tmp_path / "empty.txt"): "empty.txt' is empty; expected some text",
         str(tmp_path / "void"): "void' is empty; expected some text",

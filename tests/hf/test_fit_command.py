@@ -29,19 +29,8 @@ from spanformer.hf.probe import make_task, probe, table
 from spanformer.hf.saved import load_fitted, save_fitted
 from spanformer.hf.spans import cache_bytes
 from spanformer.hf.text import check_logits, chunk_bits, load_model, make_chunks
-from support.byte_llama import save_byte_llama
+from support.byte_llama import PROSE
 from support.products import Bfloat16Products
-
-PROSE = "The river stood behind the market, and nobody had ever seen it so quiet. Über alles ein Wort — 1234.\n"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of bytes, as Hugging Face saves it."""
-    path = tmp_path_factory.mktemp("model")
-    save_byte_llama(path, 256)
-    (path / "prose.txt").write_text(PROSE * 40)
-    return path
 
 
 def test_fit_spans_from_text_to_report_and_back(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -406,3 +395,18 @@ def test_bytes_and_lengths_that_make_no_plan(options: dict, said: str) -> None:
 def test_bytes_that_no_fit_takes(folder: Path, size: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         FitRun(str(folder), str(folder / "prose.txt"), "", FitPlan(bytes=size, context=64), torch.float32)
+
+
+def test_tokenizer_of_another_model(folder: Path, tmp_path: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.vocab_size = 200
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    said = r"the tokenizer in .* has 256 tokens, and its model 200; they do not belong together"
+    with pytest.raises(ValueError, match=said):
+        load_model(str(tmp_path))
+    model = attach(transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
+    save_fitted(model, transformers.AutoTokenizer.from_pretrained(tmp_path), tmp_path / "fit", {})
+    with pytest.raises(ValueError, match=said):
+        load_fitted(str(tmp_path / "fit"))

@@ -13,36 +13,8 @@ from spanformer import hf
 from spanformer.cli.main import main
 from spanformer.hf.gguf_export import export_gguf
 from spanformer.hf.gguf_file import read_gguf, write_gguf
-from support.gguf_models import gguf, save_gguf, unpacked
+from support.gguf_models import gguf, model_of, save_gguf, spread, unpacked
 from support.hf_models import tiny, transformers
-
-SIZES = {
-    "hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 97, "max_position_embeddings": 128,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "bos_token_id": 1,
-    "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
-
-
-def model_of(kind: str, seed: int = 0):
-    torch.manual_seed(seed)
-    config = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}[kind](**SIZES)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.normal_(1 if "norm" in name else 0, 0.15)
-    return model
-
-
-def spread(model, sink_logits: bool = True):
-    hf.attach(model, max_span=60, ramp=1, sink_tokens=0 if sink_logits else 4, sink_logits=sink_logits)
-    ratios, growth = ([0.2, 0.3], [0.9, 0.1], [0.25, 0.25]), (0, 1, 0)
-    with torch.no_grad():
-        for spans, row, b in zip(hf.head_spans(model).values(), ratios, growth, strict=True):
-            spans.ratio.copy_(torch.tensor(row))
-            spans.growth.fill_(b)
-            if spans.sink_logits is not None:
-                spans.sink_logits.copy_(torch.linspace(-2, 1, 4) - b)
-    return model
 
 
 @pytest.fixture
@@ -182,6 +154,25 @@ def test_command_says_what_it_wrote(llama, capsys: pytest.CaptureFixture) -> Non
     shown = capsys.readouterr().out
     assert "2 of 3 layers have a window of 19 tokens, the others see all" in shown
     assert "8,192 tokens: a KV cache of 1.1 MB of 3.1 MB, in 16 bits" in shown and "llama-server -m" in shown
+    assert "not in the file: windows of heads that differ in a layer. fit-spans --per layer" in shown
+
+
+def test_what_the_file_cannot_hold_is_named(tmp_path: Path) -> None:
+    model = model_of("llama")
+    save_gguf(model, tmp_path / "model.gguf")
+    spread(model, sink_logits=False)
+    with torch.no_grad():
+        for spans in hf.head_spans(model).values():
+            spans.ratio.fill_(0.2)
+            spans.growth.fill_(0.5)
+    hf.save_spans(model, tmp_path / "spans")
+    found = export_gguf(tmp_path / "model.gguf", tmp_path / "spans", tmp_path / "out.gguf")
+    assert found.lost == ("4 sink tokens, without sink logits in their place", "windows that grow with the text")
+    far = hf.attach(hf.detach(model), max_span=60, far_features=2)
+    hf.save_spans(far, tmp_path / "far")
+    with pytest.raises(ValueError, match=r"far.* has linear states, which no other engine computes; fit without them"):
+        export_gguf(tmp_path / "model.gguf", tmp_path / "far", tmp_path / "no.gguf")
+    assert not (tmp_path / "no.gguf").exists()
 
 
 def test_what_cannot_be_exported(llama, tmp_path: Path) -> None:

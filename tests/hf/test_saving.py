@@ -114,6 +114,7 @@ def test_windows_are_a_model_any_engine_reads(name: str, changes: dict, tmp_path
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert loaded.config.sliding_window == 17 and loaded.config.layer_types == windows.layer_types
     assert "spanformer" not in json.loads((tmp_path / "config.json").read_text())
+    assert getattr(loaded.config, "max_window_layers", 0) == 0  # vLLM's Qwen would show all layers everything
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, other(ids).logits)
     losses = hf.compare_losses(model, ids)

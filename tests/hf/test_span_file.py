@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from spanformer import hf
-from spanformer.hf.span_file import FILE
+from spanformer.hf.presets import FOLDER
+from spanformer.hf.span_file import FILE, read_layers
 from support.hf_models import tiny, tokens, transformers
 
 
@@ -135,3 +138,21 @@ def test_transformers_alone_says_that_it_has_not_the_spans(tmp_path) -> None:
         assert torch.equal(plain(ids).logits, model(ids).logits)
     model.save_pretrained(tmp_path / "detached")
     assert "spanformer" not in (tmp_path / "detached" / "config.json").read_text()
+
+
+def test_presets_are_the_published_windows() -> None:
+    """SmolLM2's, and they fit no other model."""
+    results = Path(__file__).parents[2] / "docs" / "results" / "fit-spans.json"
+    parts = json.loads(results.read_text())["parts"]
+    for name in hf.presets():
+        model, found = re.fullmatch(r"(SmolLM2-135M-Instruct)-1of(\d)", name).groups()  # type: ignore[union-attr]
+        layers, fingerprint = read_layers(f"preset:{name}", 9, 3)
+        assert [spans.keeps() for spans in layers] == parts[f"fit:prose:{found}"]["found"]["windows"]
+        whole = [[n >= 2044 for n in spans.keeps()] for spans in layers]
+        assert whole == [[b == 1 for b in spans.growths()] for spans in layers]
+        assert fingerprint.isfinite().all() and model in (FOLDER / name / "README.md").read_text()
+    assert len(hf.presets()) == 4
+    with pytest.raises(ValueError, match=r"were learned for another model|spans of a model of type"):
+        hf.load_spans(tiny("llama"), f"preset:{name}")
+    with pytest.raises(ValueError, match=r"there is no preset 'none'; expected one of SmolLM2-135M-Instruct-1of2, "):
+        hf.load_spans(tiny("llama"), "preset:none")

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+PROSE = "The river stood behind the market, and nobody had ever seen it so quiet. Über alles ein Wort — 1234.\n"
+
 
 def save_byte_llama(folder: Path, longest: int) -> None:
     """longest: tokens that it was made for."""

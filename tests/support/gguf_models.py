@@ -10,6 +10,38 @@ import torch
 from torch import Tensor
 
 gguf = pytest.importorskip("gguf", reason="needs gguf: pip install gguf")
+transformers = pytest.importorskip("transformers")
+hf = pytest.importorskip("spanformer.hf")
+
+SIZES = {
+    "hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 97, "max_position_embeddings": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "bos_token_id": 1,
+    "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def model_of(kind: str, seed: int = 0, **more: int):
+    """more: other sizes."""
+    torch.manual_seed(seed)
+    config = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}[kind](**SIZES | more)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.normal_(1 if "norm" in name else 0, 0.15)
+    return model
+
+
+def spread(model, sink_logits: bool = True):
+    """Windows of 13 to 19 tokens in the first and the last layer, and sink logits."""
+    hf.attach(model, max_span=60, ramp=1, sink_tokens=0 if sink_logits else 4, sink_logits=sink_logits)
+    ratios, growth = ([0.2, 0.3], [0.9, 0.1], [0.25, 0.25]), (0, 1, 0)
+    with torch.no_grad():
+        for spans, row, b in zip(hf.head_spans(model).values(), ratios, growth, strict=True):
+            spans.ratio.copy_(torch.tensor(row))
+            spans.growth.fill_(b)
+            if spans.sink_logits is not None:
+                spans.sink_logits.copy_(torch.linspace(-2, 1, 4) - b)
+    return model
 
 
 def permuted(weight: Tensor, heads: int) -> Tensor:
@@ -32,6 +64,7 @@ def save_gguf(model, path: Path, quantisation: str = "Q4_1", **more: int) -> Non
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list([f"t{n}" for n in range(config.vocab_size)])
     writer.add_token_types([1] * config.vocab_size)
+    writer.add_token_merges(["t 1"])  # llama.cpp asks for some
     for name, value in more.items():
         writer.add_uint32(f"{arch}.{name}", value)
     names = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output",

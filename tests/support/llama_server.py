@@ -8,12 +8,17 @@ import sys
 
 import xllamacpp
 
-if __name__ == "__main__":
+
+def serve(model: str, context: int, ubatch: int, threads: int = 1) -> xllamacpp.Server:
     params = xllamacpp.CommonParams()
-    params.model.path = sys.argv[1]
-    params.n_ctx, params.n_ubatch, params.n_batch = int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[3])
-    params.n_parallel, params.cpuparams.n_threads, params.cpuparams_batch.n_threads = 1, 1, 1
+    params.model.path = model
+    params.n_ctx, params.n_ubatch, params.n_batch = context, ubatch, ubatch
+    params.n_parallel, params.cpuparams.n_threads, params.cpuparams_batch.n_threads = 1, threads, threads
     params.warmup, params.fit_params, params.verbosity = False, False, 4
-    server = xllamacpp.Server(params)
+    return xllamacpp.Server(params)
+
+
+if __name__ == "__main__":
+    server = serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
     print(server.listening_address, flush=True)
     sys.stdin.read()

@@ -9,6 +9,7 @@ from typing import Literal
 import tyro
 
 from spanformer.cli.command import Command
+from spanformer.cli.progress import Progress
 from spanformer.core.memory import shown_bytes
 from spanformer.core.text import printable
 
@@ -17,8 +18,8 @@ from spanformer.core.text import printable
 class GgufOptions:
     model: tyro.conf.Positional[Path]
     """a .gguf file of a Llama or Qwen2, in any quantisation"""
-    fit: tyro.conf.Positional[Path]
-    """the folder that fit-spans wrote for this model, or its folder `spans`"""
+    fit: tyro.conf.Positional[str]
+    """the folder that fit-spans wrote for this model, its folder `spans`, or preset:NAME"""
     out: tyro.conf.Positional[Path]
     """the .gguf file to write"""
     how: Literal["longest", "mean", "shortest"] = "longest"
@@ -37,13 +38,18 @@ def run(options: GgufOptions) -> None:
         raise ValueError(
             f"context is {options.context} and ubatch {options.ubatch}; expected context ≥ 0 and ubatch ≥ 1"
         )
-    found = export_gguf(options.model, options.fit, options.out, how=options.how, context=options.context)
+    with Progress() as report:
+        found = export_gguf(
+            options.model, options.fit, options.out, how=options.how, context=options.context, on_progress=report
+        )
     windows = found.windows
     local = windows.layer_types.count("sliding_attention")
     print(
         f"{local} of {len(windows.layer_types)} layers have a window of {windows.sliding_window} tokens, "
         "the others see all"
     )
+    if found.lost:
+        print(f"not in the file: {'; '.join(found.lost)}. fit-spans --per layer learns what the file holds")
     for context in sorted({windows.context, 8192, 32_768}):
         kept, full = found.kv_bytes(context, options.ubatch)
         print(f"  {context:>7,} tokens: a KV cache of {shown_bytes(kept)} of {shown_bytes(full)}, in 16 bits")

@@ -23,6 +23,9 @@ class ExportOptions:
     """text to measure on: a file, a folder or a glob"""
     out: str = "out/windows"
     """folder for the model with plain windows (layer_types and one sliding_window), which runs without spanformer"""
+    form: Literal["windows", "granite"] = "windows"
+    """windows: the model's own kind with layer_types (Llama and Mistral: a Ministral). granite: a GraniteSWA, which
+    also holds learned sink logits (fit-spans --per layer)"""
     how: Literal["longest", "mean", "shortest"] = "longest"
     """which of a layer's head spans becomes the layer's window"""
     context: int = 0
@@ -36,6 +39,7 @@ def run(options: ExportOptions) -> None:
     from spanformer.core.text import read_text
     from spanformer.hf.attach import CONFIG
     from spanformer.hf.export import to_windows
+    from spanformer.hf.granite import to_granite
     from spanformer.hf.saved import load_fitted
     from spanformer.hf.spans import cache_bytes
     from spanformer.hf.text import bits_per_byte, check_logits, make_chunks
@@ -56,7 +60,9 @@ def run(options: ExportOptions) -> None:
         context = options.context or getattr(model.config, CONFIG)["max_span"]
         check_logits(model)
         texts = make_chunks(text, tokenizer, context=context, start=max(1, context // 2), limit=options.texts)
-        other, windows = to_windows(model, how=options.how, context=context)
+        other, windows = {"windows": to_windows, "granite": to_granite}[options.form](
+            model, how=options.how, context=context
+        )
         kept, full = cache_bytes(model, context)
         shares = {"spans": kept / full, "windows": windows.tokens / (len(windows.wanted) * context)}
         bits = {

@@ -17,6 +17,7 @@ from spanformer.hf.cache import SpanCache
 from spanformer.hf.export import compare_losses, to_windows
 from spanformer.hf.granite import to_granite
 from spanformer.hf.modeling import SpanformerConfig, SpanformerForCausalLM
+from spanformer.hf.presets import presets
 from spanformer.hf.retrieval_cache import RetrievalCache
 from spanformer.hf.retrieval_heads import retrieve, stop_retrieving
 from spanformer.hf.saved import fitted_retrieval
@@ -43,6 +44,7 @@ __all__ = [
     "from_pretrained",
     "head_spans",
     "load_spans",
+    "presets",
     "retrieve",
     "save_spans",
     "span_penalty",

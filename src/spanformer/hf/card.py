@@ -20,8 +20,9 @@ tags:
 
 # Learned spans for {name}
 
-One attention span for each KV head of {name}, learned by `spanformer fit-spans`. The weights of the model are not here
-and stay as they are: a head's KV cache keeps only the tokens within its span.
+{what}
+learned by `spanformer fit-spans`. The weights of the model are not here and stay as they are: a head's KV cache keeps
+only the tokens within its span.
 
 ```py
 import transformers
@@ -44,7 +45,11 @@ def write_card(model: PreTrainedModel, layers: dict[str, HeadSpans], figures: di
     where = model.config._name_or_path
     name = Path(where).name or type(model).__name__
     on_hub = where.count("/") == 1 and not Path(where).exists()
-    head = _HEAD.format(name=where if on_hub else name, base=f"base_model: {where}\n" if on_hub else "")
+    shown = where if on_hub else name
+    what = f"One attention span for each KV head of {shown},"
+    if any(spans.sink_logits is not None for spans in layers.values()):
+        what = f"One window or full attention for each layer of {shown}, and a sink logit for each head,"
+    head = _HEAD.format(name=shown, base=f"base_model: {where}\n" if on_hub else "", what=what)
     return head + _memory(model, layers) + _windows(layers) + _retrieval(figures) + _measured(figures)
 
 

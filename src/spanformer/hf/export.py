@@ -103,6 +103,8 @@ def to_windows(
             )
         if "use_sliding_window" in values:
             values["use_sliding_window"] = True
+        if "max_window_layers" in values:  # layer_types overrules it; vLLM's Qwen 2 asserts that it is the number of
+            values["max_window_layers"] = 0  # layers, and then shows all layers everything
         # Gemma 3 has rotary parameters by kind of layer
         if "full_attention" in (rotary := values.get("rope_parameters") or {}):
             rotary["sliding_attention"] = rotary["full_attention"]

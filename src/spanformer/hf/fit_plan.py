@@ -37,6 +37,12 @@ class FitPlan:
     """stop training after this many minutes; 0: no limit"""
     lr: float = 0.08
     """learning rate of the logarithm of a window"""
+    sink_lr: float = 0.2
+    """learning rate of the sink logits, with --per layer"""
+    per: Literal["head", "layer"] = "head"
+    """head: one window for each KV head. layer: the form that other engines hold; each layer sees everything or has the
+    one window of all others, and each query head has a learned sink logit in place of sink tokens. What that costs
+    against windows by head is measured, too"""
     far: Literal["none", "linear"] = "none"
     """linear: heads also keep a linear state of what lies beyond their span, where it pays; its bytes are part of the
     budget"""
@@ -88,14 +94,8 @@ class FitPlan:
                 raise ValueError(
                     f"bytes is {self.bytes} beside a tolerance of {self.tolerance:g}; leave one of them out"
                 )
-        fixed = [name for name in ("lora", "tolerance", "retrieve") if getattr(self, name)]
-        fixed += ["far"] if self.far == "linear" else []
-        if self.grows and fixed:
-            raise ValueError(
-                f"{fixed[0]} is {getattr(self, fixed[0])}, and the context of {self.context:,} is longer than the "
-                f"texts of {self.length:,}, so that windows grow; leave out {fixed[0]}, or give --text {self.context}"
-            )
-        for name in ("lr", "lora_lr"):
+        self._check_growth()
+        for name in ("lr", "sink_lr", "lora_lr"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name):g}; expected a positive number")
         if not self.minutes >= 0:
@@ -116,8 +116,39 @@ class FitPlan:
             raise ValueError(f"retrieve_codes is {self.retrieve_codes!r}; expected 'ram' or 'file'")
         if not 0 <= self.tolerance < 1:
             raise ValueError(f"tolerance is {self.tolerance:g}; expected a share of the loss, such as 0.01")
+        if self.per not in ("head", "layer"):
+            raise ValueError(f"per is {self.per!r}; expected 'head' or 'layer'")
+        if self.per == "layer":
+            self._check_layers()
         if not self.bytes:
-            Budget(self.budget, self.length, self.sink_tokens)
+            Budget(self.budget, self.length, self.kept_first)
+
+    def _check_growth(self) -> None:
+        fixed = [name for name in ("lora", "tolerance", "retrieve") if getattr(self, name)]
+        fixed += ["far"] if self.far == "linear" else []
+        if self.grows and fixed:
+            raise ValueError(
+                f"{fixed[0]} is {getattr(self, fixed[0])}, and the context of {self.context:,} is longer than the "
+                f"texts of {self.length:,}, so that windows grow; leave out {fixed[0]}, or give --text {self.context}"
+            )
+
+    def _check_layers(self) -> None:
+        given = [name for name in ("lora", "tolerance", "retrieve") if getattr(self, name)]
+        given += ["far"] if self.far != "none" else []
+        if given:
+            raise ValueError(
+                f"{given[0]} is {getattr(self, given[0])} beside per 'layer'; other engines hold only windows and sink "
+                f"logits: leave {given[0]} out"
+            )
+        if self.grows:
+            raise ValueError(
+                f"context is {self.context:,} beside per 'layer' and texts of {self.length:,} tokens; other engines "
+                f"hold no windows that grow with the text: give --text {self.context}, or leave --context out"
+            )
+        if not self.bytes and self.budget >= 1:
+            raise ValueError(
+                f"budget is {self.budget:g} beside per 'layer'; expected less than 1, so that layers have windows"
+            )
 
     @property
     def length(self) -> int:
@@ -128,6 +159,11 @@ class FitPlan:
     def cache_bits(self) -> int:
         """of a number in the KV cache that the budget is a share of"""
         return 8 if self.retrieve else self.kv_bits
+
+    @property
+    def kept_first(self) -> int:
+        """sink tokens that the fitted model keeps; windows by layer have sink logits instead"""
+        return self.sink_tokens if self.per == "head" else 0
 
     @property
     def grows(self) -> bool:

@@ -28,19 +28,26 @@ def share_of_bytes(model: nn.Module, plan: FitPlan) -> float:
             f"bytes is {plan.bytes}, and the whole KV cache of {plan.context:,} tokens takes {shown_bytes(full)}: "
             "nothing needs to be fitted; ask for less memory or a longer context"
         )
-    least = (plan.sink_tokens + 1) / plan.length
+    least = (plan.kept_first + 1) / plan.length
     if share < least:
         raise ValueError(
-            f"bytes is {plan.bytes}, and {plan.sink_tokens} sink tokens and the token itself, in proportion at "
+            f"bytes is {plan.bytes}, and {plan.kept_first} sink tokens and the token itself, in proportion at "
             f"{plan.context:,} tokens, take {shown_bytes(least * full)}; ask for more memory, a shorter context or "
             "fewer sink tokens"
         )
     return share
 
 
-def check_growth(model: nn.Module) -> None:
-    """Refuse a model whose windows cannot all grow with the text."""
-    if any(spans.window is not None for spans in head_spans(model).values()):
+def check_windows(model: nn.Module, plan: FitPlan) -> None:
+    """Refuse a model whose own windows contradict the plan: those cannot all grow with the text, and a layer cannot
+    have a second one."""
+    windowed = any(spans.window is not None for spans in head_spans(model).values())
+    if windowed and plan.per == "layer":
+        raise ValueError(
+            f"{type(model).__name__} has layers with a sliding window of their own, and per is 'layer': other engines "
+            "hold one window for all; fit it with --per head"
+        )
+    if windowed and plan.grows:
         raise ValueError(
             f"{type(model).__name__} has layers with a sliding window of their own, which do not grow with the text; "
             "give --text as long as --context"

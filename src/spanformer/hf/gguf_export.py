@@ -8,12 +8,14 @@ exact in every quantisation, because blocks lie within a row.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from spanformer.core.progress import OnProgress, silent
 from spanformer.hf.export import How, Windows, choose_windows
 from spanformer.hf.gguf_file import (
     FLOAT32,
@@ -43,6 +45,8 @@ class Exported:
     windows: Windows
     full_token: int
     """bytes of a token in the KV cache of a layer, keys and values in 16 bits"""
+    lost: tuple[str, ...] = ()
+    """what the file cannot hold of the spans, in words"""
 
     def kv_bytes(self, context: int, ubatch: int = 512) -> tuple[int, int]:
         """(bytes of llama.cpp's KV cache for one sequence, those of the model without windows). A layer with a window
@@ -54,9 +58,12 @@ class Exported:
         return (local * cells + (layers - local) * whole) * self.full_token, layers * whole * self.full_token
 
 
-def export_gguf(source: Path, fit: Path, out: Path, *, how: How = "longest", context: int = 0) -> Exported:
-    """Write `out`: the model of `source` with the spans of the folder `fit`. how, context: as in `to_windows`; 0: the
-    length that the spans were learned at."""
+def export_gguf(
+    source: Path, fit: str | Path, out: Path, *, how: How = "longest", context: int = 0,
+    on_progress: OnProgress = silent,
+) -> Exported:  # fmt: skip
+    """Write `out`: the model of `source` with the spans of the folder or preset `fit`. how, context: as in
+    `to_windows`; 0: the length that the spans were learned at."""
     if out.exists():
         raise ValueError(f"{out} already exists; choose another file")
     file = read_gguf(source)
@@ -75,8 +82,17 @@ def export_gguf(source: Path, fit: Path, out: Path, *, how: How = "longest", con
     size = _head_size(file, arch, heads)
     tensors = file.tensors if arch == "llama" else [_reordered(t, size) for t in file.tensors]
     sinks = [new_tensor(f"blk.{n}.attn_sinks.weight", sinks_of(spans).tolist()) for n, spans in enumerate(layers)]
-    write_gguf(out, Gguf(source, _header(file, arch, windows), [*tensors, *sinks]))
-    return Exported(windows, 2 * 2 * kv_heads * size)
+    write_gguf(out, Gguf(source, _header(file, arch, windows), [*tensors, *sinks]), on_progress)
+    return Exported(windows, 2 * 2 * kv_heads * size, tuple(_lost(layers, windows)))
+
+
+def _lost(layers: list[HeadSpans], windows: Windows) -> Iterator[str]:
+    if any(spans.sink_tokens for spans in layers):
+        yield f"{layers[0].sink_tokens} sink tokens, without sink logits in their place"
+    if any(len(set(spans.keeps(windows.context))) > 1 for spans in layers):
+        yield "windows of heads that differ in a layer"
+    if any(0 < b < 1 for spans in layers for b in spans.growths()):
+        yield "windows that grow with the text"
 
 
 def _heads(file: Gguf, arch: str) -> tuple[int, int]:
@@ -94,17 +110,15 @@ def _head_size(file: Gguf, arch: str, heads: int) -> int:
     return file.get(f"{arch}.attention.key_length", file.get(f"{arch}.embedding_length", 0) // heads)
 
 
-def _check_fits(file: Gguf, arch: str, layers: list[HeadSpans], fit: Path) -> None:
+def _check_fits(file: Gguf, arch: str, layers: list[HeadSpans], fit: str | Path) -> None:
     count = file.get(f"{arch}.block_count")
     if count != len(layers):
         raise ValueError(
             f"{fit} holds spans of {len(layers)} layers, and {file.path} has {count}; export the model that was fitted"
         )
-    if any(spans.window is not None or spans.far is not None for spans in layers):
-        raise ValueError(f"{fit} has linear states, which no other engine computes; fit without them (--far none)")
 
 
-def _check_weights(file: Gguf, held: torch.Tensor, layers: int, fit: Path) -> None:
+def _check_weights(file: Gguf, held: torch.Tensor, layers: int, fit: str | Path) -> None:
     """Compare value and output matrices with the fingerprint; a GGUF file has the rows of queries and keys in another
     order."""
     from gguf.constants import GGMLQuantizationType

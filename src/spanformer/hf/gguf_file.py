@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from spanformer.core.files import replace_file
+from spanformer.core.progress import OnProgress, silent
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 BOOL, STRING, ARRAY, UINT32, FLOAT32 = 7, 8, 9, 4, 6
@@ -96,7 +97,7 @@ def read_gguf(path: Path) -> Gguf:
         raise ValueError(f"{path} cannot be read as a GGUF file ({error}); it is damaged") from error
 
 
-def write_gguf(path: Path, file: Gguf) -> None:
+def write_gguf(path: Path, file: Gguf, on_progress: OnProgress = silent) -> None:
     """Write a file with these values and tensors, complete or not at all. Tensors without `data` come from
     file.path."""
     align = file.get("general.alignment", 32)
@@ -110,7 +111,9 @@ def write_gguf(path: Path, file: Gguf) -> None:
     head = b"".join(parts)
     with replace_file(path) as new, open(new, "wb") as out, open(file.path, "rb") as source:
         out.write(head.ljust(_padded(len(head), align), b"\0"))
+        total = len(head) + sum(_padded(t.size, align) for t in file.tensors)
         for t in file.tensors:
+            on_progress(f"writing {path.name}", out.tell(), total)
             _copy(t, source, out)
             out.write(bytes(_padded(t.size, align) - t.size))
 

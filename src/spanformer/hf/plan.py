@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from spanformer.core.events import NoteEvent, ProgressEvent
-from spanformer.core.memory import shown_bytes
 from spanformer.core.shape import Shape
 from spanformer.core.text import read_text
 from spanformer.hf.attach import attach
@@ -20,60 +20,23 @@ from spanformer.hf.far_learner import start_states, states_in_tokens, states_off
 from spanformer.hf.fit import FitConfig, budget_of, check_layers, growth_table, learn, set_windows
 from spanformer.hf.fit_events import Measured, OnFitEvent, ignore
 from spanformer.hf.fit_plan import FitPlan
-from spanformer.hf.fits import check_growth, share_of_bytes, token_bytes
+from spanformer.hf.fits import check_windows, share_of_bytes, token_bytes
+from spanformer.hf.layer_run import fit_layers
 from spanformer.hf.lora import check_peft, learn_lora
+from spanformer.hf.outcome import Outcome
 from spanformer.hf.retrieval_fit import CODE, Allocation, allocate_retrieval, beside_retrieval, ram_tokens, rings_within
 from spanformer.hf.retrieval_heads import retrieve, stop_retrieving
 from spanformer.hf.saved import SPANS, save_fitted
 from spanformer.hf.span_file import save_spans
 from spanformer.hf.spans import head_spans
 from spanformer.hf.survey import Survey, survey
-from spanformer.hf.text import TextChunks, bits_per_byte, check_logits, load_model, make_chunks
+from spanformer.hf.text import TextChunks, beginning, bits_per_byte, check_logits, load_model, make_chunks
 from spanformer.hf.transfer import TransferConfig
 from spanformer.model.budget import Budget, allocate
 
 TRIALS = 2
 """validation texts: part of the training data, used to choose the best windows. Held-out text is only
 used for the final figures."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    windows: Tensor
-    """[L, Hkv] tokens a head keeps beside the sinks"""
-    share: float
-    """share of the full key/value memory"""
-    bits: dict[str, float]
-    """bits per byte of held-out text: full, fitted, uniform, by mass"""
-    seconds: float
-    adapted: bool
-    """whether LoRA changed the weights"""
-    states: int = 0
-    """heads with a linear state"""
-    state_bytes: int = 0
-    """their bytes, which `share` includes"""
-    retrieving: dict[str, float] = field(default_factory=dict)
-    """share of the KV heads that retrieve, how many they are, ring, k, share of an 8-bit KV cache in RAM, its bytes,
-    and those of the keys and values that are stored beside it; empty: none"""
-    growth: Tensor | None = None
-    """[L, Hkv] tokens that a window gains with each token beyond the texts' length; 1: unlimited"""
-
-    def text(self) -> str:
-        full = self.bits["full"]
-        lines = [f"{self.share:.3f} of the key/value memory, fitted in {self.seconds / 60:.1f} minutes; held-out text:"]
-        if self.state_bytes:
-            lines.insert(0, f"{self.states} KV heads have a linear state, {self.state_bytes:,} bytes in all, part of")
-        if self.retrieving:
-            found, heads = self.retrieving, self.windows.numel()
-            lines[0] = (
-                f"{found['heads']:g} of {heads} KV heads retrieve (ring {found['ring']:g}, k {found['k']:g}): "
-                f"{found['ram']:.4f} of an 8-bit KV cache, {shown_bytes(found['ram_bytes'])}, in RAM, and "
-                f"{shown_bytes(found['stored_bytes'])} of keys and values in RAM or files; "
-                f"fitted in {self.seconds / 60:.1f} minutes; held-out text:"
-            )
-        for name, bits in self.bits.items():
-            lines.append(f"  {name:<24}{bits:.4f} bits per byte  {100 * (bits / full - 1):+.2f} %")
-        return "\n".join(lines)
 
 
 class FitRun:
@@ -91,14 +54,13 @@ class FitRun:
         if longest is not None and plan.context > longest:
             raise ValueError(f"context is {plan.context}, and the model was made for {longest}; ask for fewer tokens")
         check_logits(self.model)
-        attach(self.model, max_span=plan.length, sink_tokens=plan.sink_tokens, far_features=plan.features)
+        self._attach(self.model)
         self.model.requires_grad_(False)
         self.layers = list(head_spans(self.model).values())
         check_layers(self.layers)
         whole = states_in_tokens(self.layers, self.model.dtype)
         self.share = share_of_bytes(self.model, plan) if plan.bytes else plan.budget
-        if plan.grows:
-            check_growth(self.model)
+        check_windows(self.model, plan)
         replace(self.budget(self.share), states=whole)  # fail now, not after the survey
         made = {"context": plan.length, "start": plan.first}
         need = max(plan.survey, plan.steps) + TRIALS
@@ -109,12 +71,20 @@ class FitRun:
                 "validation; give more text or a shorter context"
             )
         order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(plan.seed))
-        texts = TextChunks(texts.ids[order], texts.bytes[order], plan.first)
+        # a sink logit counts where no window hides anything, too
+        counted = plan.first if plan.per == "head" else max(1, len(beginning(self.tokenizer)))
+        texts = TextChunks(texts.ids[order], texts.bytes[order], counted)
         self.trials, self.train = texts[:TRIALS], texts[TRIALS:]
         self.held_out = make_chunks(other, self.tokenizer, limit=plan.measure, **made)
 
+    def _attach(self, model: PreTrainedModel) -> PreTrainedModel:
+        return attach(
+            model, max_span=self.plan.length, sink_tokens=self.plan.kept_first, far_features=self.plan.features,
+            sink_logits=self.plan.per == "layer",
+        )  # fmt: skip
+
     def budget(self, share: float) -> Budget:
-        return budget_of(self.layers, share, self.plan.length, self.plan.sink_tokens)
+        return budget_of(self.layers, share, self.plan.length, self.plan.kept_first)
 
     @property
     def spans(self) -> int:
@@ -139,21 +109,20 @@ class FitRun:
         return survey(
             self.model, self.train[: self.plan.survey], sink_tokens=self.plan.sink_tokens, seed=self.plan.seed,
             rings=rings_within(self.plan.length, self.plan.sink_tokens) if self.plan.retrieve else None,
-            k=self.plan.retrieve_k,
+            k=self.plan.retrieve_k, layers=self.plan.per == "layer",
             on_progress=lambda done, total: _progress(on_event, "surveying the heads", done, total),
         )  # fmt: skip
 
     def fit(self, on_event: OnFitEvent = ignore, found: Survey | None = None) -> Outcome:
         """found: an earlier survey, to share between budgets."""
         plan, begun = self.plan, time.monotonic()
+        if plan.per == "layer":
+            return fit_layers(self, on_event, found)
         bits = {"full": self.measure(None, "full", on_event)}
         found = found or self.survey(on_event)
         share = self._tolerated(found, on_event) if plan.tolerance else self.share
         budget = self.budget(share)
-        config = FitConfig(steps=plan.steps, minutes=plan.minutes, lr=plan.lr,
-                           ramp=max(1.0, min(96.0, plan.length / 16)),
-                           last_ramp=max(1.0, min(32.0, plan.length / 32)))  # fmt: skip
-        costs = found
+        config, costs = self.config(), found
         if plan.features:
             budget, costs = start_states(
                 self.model, self.train[: plan.survey], self.trials, budget, found, TransferConfig(), self.model.dtype,
@@ -190,6 +159,12 @@ class FitRun:
             sum(len(far.kv_on()) for far in maps), sum(far.state_bytes(self.model.dtype) for far in maps),
             {} if made is None else self._retrieving(windows, made, budget), growth,
         )  # fmt: skip
+
+    def config(self) -> FitConfig:
+        plan = self.plan
+        return FitConfig(steps=plan.steps, minutes=plan.minutes, lr=plan.lr,
+                         ramp=max(1.0, min(96.0, plan.length / 16)),
+                         last_ramp=max(1.0, min(32.0, plan.length / 32)))  # fmt: skip
 
     def measure(
         self, windows: Tensor | None, title: str, on_event: OnFitEvent = ignore, growth: Tensor | None = None,
@@ -259,21 +234,22 @@ class FitRun:
         not rounded by fitting, unless LoRA changed them."""
         model = self.model
         if not outcome.adapted:
-            model = attach(
-                load_model(self.name, "auto")[0], max_span=self.plan.length, sink_tokens=self.plan.sink_tokens,
-                far_features=self.plan.features,
-            )  # fmt: skip
+            model = self._attach(load_model(self.name, "auto")[0])
             for fitted, saved in zip(self.layers, head_spans(model).values(), strict=True):
                 if fitted.far is not None and saved.far is not None:
                     saved.far.load_state_dict(fitted.far.state_dict())
+                if fitted.sink_logits is not None and saved.sink_logits is not None:
+                    saved.sink_logits.data.copy_(fitted.sink_logits)
         set_windows(model, outcome.windows, growth=outcome.growth)
         figures = {
-            "context": self.plan.length, "sink_tokens": self.plan.sink_tokens, "share": outcome.share,
+            "context": self.plan.length, "sink_tokens": self.plan.kept_first, "share": outcome.share,
             "bits_per_byte": outcome.bits, "minutes": round(outcome.seconds / 60, 2),
             "windows": outcome.windows.tolist(), "served": self.plan.context,
         }  # fmt: skip
         if outcome.growth is not None:
             figures["growth"] = outcome.growth.tolist()
+        if outcome.form:
+            figures |= {"form": outcome.form, "bits_per_byte_of_beginnings": outcome.early}
         if self.plan.features:
             figures |= {"state_bytes": outcome.state_bytes, "states": [
                 [] if layer.far is None else layer.far.kv_on() for layer in self.layers

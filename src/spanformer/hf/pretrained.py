@@ -59,6 +59,16 @@ def _of_unpacked(record: logging.LogRecord) -> bool:
     return "weights packed" not in record.getMessage()
 
 
+def check_tokenizer(tokenizer: Any, model: PreTrainedModel, where: str | Path) -> None:
+    """Refuse a tokenizer whose vocabulary is larger than the model's. (Tokens added to it may be unused.)"""
+    tokens, rows = tokenizer.vocab_size, model.get_input_embeddings().num_embeddings  # pyright: ignore
+    if tokens > rows:
+        raise ValueError(
+            f"the tokenizer in {where} has {tokens:,} tokens, and its model {rows:,}; they do not belong "
+            "together: copy the model's own tokenizer into the folder"
+        )
+
+
 def make_causal_lm(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """A model with random weights. Its configuration is untrusted, too."""
     return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)

@@ -13,7 +13,7 @@ from transformers.utils import CONFIG_NAME
 
 from spanformer.core.files import hidden_folder, put_file, write_text
 from spanformer.hf.attach import CONFIG
-from spanformer.hf.pretrained import load_tokenizer
+from spanformer.hf.pretrained import check_tokenizer, load_tokenizer
 from spanformer.hf.saving import from_pretrained
 from spanformer.hf.text import load_model
 
@@ -44,7 +44,9 @@ def load_fitted(name: str, dtype: torch.dtype | str = "auto") -> tuple[PreTraine
     """(model, tokenizer, whether it has spans) of anything that `load_model` takes, or of a folder with spans."""
     if not _has_spans(Path(name) / "config.json"):
         return *load_model(name, dtype), False
-    return from_pretrained(name, dtype=dtype).requires_grad_(False).eval(), load_tokenizer(name), True
+    model, tokenizer = from_pretrained(name, dtype=dtype).requires_grad_(False).eval(), load_tokenizer(name)
+    check_tokenizer(tokenizer, model, name)
+    return model, tokenizer, True
 
 
 def fitted_retrieval(name: str | Path) -> dict[str, Any]:

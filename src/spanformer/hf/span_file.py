@@ -2,6 +2,7 @@
 
     hf.save_spans(model, "spans")               spans.safetensors and README.md, a model card
     hf.load_spans(model, "spans")               attach them to the same model, loaded anew
+    hf.load_spans(model, "preset:NAME")         spans that come with this package (presets.py)
 
 The file holds a fingerprint of the model: `PER_MATRIX` weights of each matrix of its attention layers, in units of the
 matrix's own size. Spans of another model are refused; quantised or fine-tuned weights of the same model still fit.
@@ -23,6 +24,7 @@ from transformers import PreTrainedModel
 from spanformer.core.files import replace_file, write_text
 from spanformer.hf.attach import CONFIG, base_of, probe
 from spanformer.hf.card import CARD, write_card
+from spanformer.hf.presets import span_folder
 from spanformer.hf.saving import OURS, attach_saved, check_settings, fill_layer, read_file
 from spanformer.hf.spans import NAME, HeadSpans, head_spans
 
@@ -50,8 +52,9 @@ def save_spans(model: nn.Module, path: str | Path, figures: dict[str, Any] | Non
 
 
 def load_spans(model: nn.Module, path: str | Path) -> PreTrainedModel:
-    """Attach the spans that `save_spans` or `fit-spans` wrote in a folder to this model, and return it."""
-    base, folder = base_of(model), Path(path)
+    """Attach the spans that `save_spans` or `fit-spans` wrote in a folder, or a preset's, to this model, and return
+    it."""
+    base, folder = base_of(model), span_folder(path)
     file = folder / FILE if folder.is_dir() else folder
     if not file.is_file():
         raise ValueError(f"{path} has no {FILE}; expected a folder that save_spans or fit-spans wrote")
@@ -85,15 +88,18 @@ def sampled(weight: Tensor) -> Tensor:
     return some / some.square().mean().sqrt().clamp(min=1e-12)
 
 
-def read_layers(path: Path, heads: int, kv_heads: int) -> tuple[list[HeadSpans], Tensor]:
-    """The spans of each layer, without their model, and its fingerprint. path: a folder of fit-spans or save_spans;
-    heads, kv_heads: of a layer."""
+def read_layers(path: str | Path, heads: int, kv_heads: int) -> tuple[list[HeadSpans], Tensor]:
+    """The spans of each layer, without their model, and its fingerprint. path: a folder of fit-spans or save_spans, or
+    a preset; heads, kv_heads: of a layer."""
+    path = span_folder(path)
     places = [path / "spans" / FILE, path / FILE, path]
     file = next((each for each in places if each.is_file()), None)
     if file is None:
         raise ValueError(f"{path} has no {FILE}; expected a folder that fit-spans or save_spans wrote")
     tensors, metadata = read_file(file)
     settings = _about(metadata, file)["settings"]
+    if settings.get("far_features"):
+        raise ValueError(f"{file} has linear states, which no other engine computes; fit without them (--far none)")
     names = sorted(
         {name.rpartition(f".{NAME}.")[0] for name in tensors if name.endswith(".ratio")},
         key=lambda name: [int(part) for part in re.findall(r"\d+", name)],
@@ -110,7 +116,7 @@ def read_layers(path: Path, heads: int, kv_heads: int) -> tuple[list[HeadSpans],
     return layers, _held_fingerprint(file)
 
 
-def check_likeness(held: Tensor, own: Tensor, file: Path) -> None:
+def check_likeness(held: Tensor, own: Tensor, file: str | Path) -> None:
     alike = 0.0
     if held.shape == own.shape:
         alike = float(nn.functional.cosine_similarity(held, own, dim=0))

@@ -11,7 +11,8 @@ is ½ E[(g · δ)²]. The mean of g is zero, so products of different queries ca
 effects on the predictions do not overlap; they are summed within blocks of queries and squared block by block.
 
 The same passes measure the share of attention outside each window, which needs no gradients, and price retrieving heads
-(retrieval_heads.py) alike: a ring, and the k best keys of everything before it.
+(retrieval_heads.py) alike: a ring, and the k best keys of everything before it; and whole layers whose heads have a
+sink logit in place of sink tokens (layer_survey.py).
 
 Shapes: L layers, H query heads, Hkv key/value heads, G windows and R rings tried, T tokens, D head size, Y drawings.
 """
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spanformer.core.progress import OnCount
+from spanformer.hf.layer_survey import LayerCosts, LayerPrices, block_squares
 from spanformer.hf.retrieval_heads import read_older
 from spanformer.hf.spans import NAME, HeadSpans, unwrap
 from spanformer.hf.text import TextChunks, hidden_states, logits_of
@@ -33,8 +35,6 @@ from spanformer.hf.watch import attention_replaced
 from spanformer.ops import Attended, Rule, attend
 
 IMPLEMENTATION = "spanformer_survey"
-BLOCK = 64
-"""queries whose products with the gradient are summed before they are squared"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +51,8 @@ class Survey:
     retrieved: Tensor | None = None
     """[L, Hkv, R] KL likewise for a head that keeps rings[r] tokens and the sink_tokens and retrieves; ∞ in a layer
     with its own sliding window. None: not surveyed"""
+    layered: LayerCosts | None = None
+    """of whole layers with the same windows, without sink tokens. None: not surveyed"""
 
 
 def default_grid(longest: int) -> list[int]:
@@ -70,15 +72,18 @@ def survey(
     grid: list[int] | None = None,
     rings: list[int] | None = None,
     k: int = 64,
+    layers: bool = False,
     drawings: int = 4,
     seed: int = 0,
     on_progress: OnCount | None = None,
 ) -> Survey:
     """Survey a model with spans attached (their values are not used), one text at a time. rings: of retrieving heads,
-    whose queries find k keys; None: none are surveyed. on_progress: counts layers of texts."""
+    whose queries find k keys; None: none are surveyed. layers: also survey whole layers with sink logits. on_progress:
+    counts layers of texts."""
     rings, grid = rings or [], grid or default_grid(texts.context - sink_tokens)
     generator = torch.Generator().manual_seed(seed)
     totals: list[Tensor] = []
+    layered = LayerPrices(grid) if layers else None
     seen: list[tuple[Tensor, Tensor, Tensor, float | None, Tensor, Tensor, int | None]] = []
 
     def watch(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, _mask, scaling: float | None = None, **others):
@@ -107,13 +112,18 @@ def survey(
                 slopes = [g[n] for g in grads]
                 priced = _price(layer, slopes, grid, sink_tokens, texts.start)
                 tables.append((*priced, _price_rings(layer, slopes, rings, sink_tokens, k)))
+                if layered is not None:
+                    layered.add(n, *layer[:4], layer[4].detach(), layer[5], slopes)
                 if on_progress:
                     on_progress(number * len(seen) + n + 1, len(texts) * len(seen))
             found = [torch.stack(each) for each in zip(*tables, strict=True)]
             totals = [a + b for a, b in zip(totals, found, strict=True)] if totals else found
     costs, lost, retrieved = totals
     each = len(texts) * texts.targets
-    return Survey(grid, costs / each, lost / len(texts), rings, retrieved / each if rings else None)
+    return Survey(
+        grid, costs / each, lost / len(texts), rings, retrieved / each if rings else None,
+        None if layered is None else layered.costs(each),
+    )  # fmt: skip
 
 
 def _drawn_gradients(model, row: Tensor, start: int, drawings: int, generator, seen: list) -> list[tuple[Tensor, ...]]:
@@ -171,6 +181,5 @@ def _divergence(change: Tensor, grads: list[Tensor], groups: int) -> Tensor:
     found = torch.zeros(groups)
     for g in grads:
         moved = (change.float() * g).sum(-1)[0].view(groups, heads // groups, length).sum(1)  # [Hkv, T]
-        blocks = nn.functional.pad(moved, (0, -length % BLOCK)).view(groups, -1, BLOCK).sum(2)
-        found += blocks.square().sum(1) / (2 * len(grads))
+        found += block_squares(moved) / (2 * len(grads))
     return found

@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from spanformer.core.progress import OnCount
-from spanformer.hf.pretrained import load_causal_lm, load_tokenizer
+from spanformer.hf.pretrained import check_tokenizer, load_causal_lm, load_tokenizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +67,7 @@ def load_model(name: str, dtype: torch.dtype | str = torch.float32) -> tuple[Pre
     model = load_causal_lm(where, dtype=dtype, gguf=gguf)
     if gguf:
         _forget_packing(model, name)
+    check_tokenizer(tokenizer, model, name)
     model.eval()
     return model.requires_grad_(False), tokenizer
 
@@ -107,6 +108,11 @@ def make_chunks(text: str, tokenizer: Any, *, context: int, start: int, limit: i
     if limit and limit < count:
         windows = windows[torch.linspace(0, count - 1, limit).round().long()]
     windows = torch.cat([torch.tensor(first, dtype=torch.long).expand(len(windows), -1), windows], 1)
+    return spelt_chunks(windows, tokenizer, start)
+
+
+def spelt_chunks(windows: Tensor, tokenizer: Any, start: int) -> TextChunks:
+    """Windows of tokens [N, T] with the bytes of their targets."""
     spelt = [tokenizer.decode(row, clean_up_tokenization_spaces=False) for row in windows[:, start:].tolist()]
     return TextChunks(windows, torch.tensor([len(each.encode()) for each in spelt]), start)
 
