@@ -12,7 +12,7 @@ import torch
 
 from spanformer.bench import decode, positions
 from spanformer.bench.contenders import unusable_backend
-from spanformer.bench.depth import spearman
+from spanformer.bench.depth import DepthBench, spearman
 from spanformer.bench.depth_price import at_equal_bits, cheapest
 from spanformer.bench.per_token import relative_per_token
 from spanformer.bench.results import PartsFile
@@ -410,6 +410,9 @@ def test_depth(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat; " * 2000)
     found = bench(tmp_path, "depth", "--source", str(text))
+    assert all(part.endswith(", seed 1") for part in found)
+    found = {part.removesuffix(", seed 1"): each for part, each in found.items()}
+    assert found["chase"]["ratio"] == found["chase"]["layers"]["6"] / found["chase"]["layers"]["1"]
     assert list(found["chase"]["right"]) == list(found["chase"]["layers"]) == list("123456")
     assert all(1 <= layers <= 8 for layers in found["chase"]["layers"].values())
     sizes = [row["parameters"] for row in found["words"].values()]
@@ -434,6 +437,19 @@ def test_depth(tmp_path):
             assert set(rows) == {"0.25", "0.1"} and all(0 <= row["resplits"] <= 100 for row in rows.values())
     with pytest.raises(SystemExit):
         bench(tmp_path / "other", "depth", "--parts", "calm", "--source", str(text))
+
+
+def test_depth_keeps_seeds_beside_each_other(tmp_path):
+    small = ["--parts", "chase", "--steps", "1"]
+    first = bench(tmp_path, "depth", *small)
+    both = bench(tmp_path, "depth", *small, "--seed", "2")
+    assert set(both) == {"chase, seed 1", "chase, seed 2"} and both["chase, seed 1"] == first["chase, seed 1"]
+    assert both["chase, seed 2"] != both["chase, seed 1"]
+
+
+def test_depth_refuses_an_odd_width():
+    with pytest.raises(ValueError, match="width is 100; expected a multiple of 8"):
+        DepthBench(width=100)
 
 
 def test_operations_at_equal_bits():

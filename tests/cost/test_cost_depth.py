@@ -62,14 +62,15 @@ def test_token_cost_equals_counted_products(fixed: int, kv_heads: int, lazy: boo
     assert cost.skipped == (LAYERS - fixed) * 2 * 2 * 32 * 8 * kv_heads
 
 
+@pytest.mark.parametrize("maps", [False, True])
 @pytest.mark.parametrize("check", ["softmax", "classifier"])
-def test_checks_equal_counted_products(check: Literal["softmax", "classifier"]) -> None:
-    lm = make(DepthConfig(kind="exits", classifier="geometric"))
+def test_checks_equal_counted_products(check: Literal["softmax", "classifier"], maps: bool) -> None:
+    lm = make(DepthConfig(kind="exits", classifier="geometric", maps=maps))
     assert isinstance(lm.depth, Exits)
     lm.depth.lazy = False
     for threshold, depth in ((0.0, 1), (1.0, LAYERS)):
         lm.depth.confidence = Confidence(check, threshold)
-        assert counted(lm) == token_cost(model_shape(lm, 1, 1), lm.distances(), 20, depth, check).total
+        assert counted(lm) == token_cost(model_shape(lm, 1, 1), lm.distances(), 20, depth, check, maps).total
 
 
 @pytest.mark.parametrize("bias", [20.0, -20.0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +13,7 @@ from spanformer.model.config import AttentionConfig, DepthConfig, EncoderConfig,
 from spanformer.model.encoder import Encoder
 from spanformer.model.lm import LM
 from spanformer.model.seq2seq import Seq2Seq
+from spanformer.position.absolute import sinusoids
 
 STEPS, DIM = 5, 6
 
@@ -135,6 +138,24 @@ def small(**more) -> LM:
         if isinstance(lm.depth, ACT):
             lm.depth.score.weight.normal_(std=0.3)
     return lm
+
+
+@pytest.mark.parametrize("kind", ["rotary", "shaw", "transformer_xl", "sinusoidal", "sinusoidal_per_layer"])
+def test_every_step_is_told_its_number(kind: str) -> None:
+    lm = small(position=PositionConfig(kind=kind), depth=DepthConfig(kind="fixed"))
+    block = lm.ordered_blocks()[0]
+    seen: list[Tensor] = []
+    block.register_forward_hook(lambda _, given, out: seen.append(given[0]))
+    with torch.no_grad():  # the block changes nothing
+        for each in (block.attention.out, block.feedforward):
+            for part in each.parameters():  # type: ignore[union-attr]
+                part.zero_()
+    lm(ids(1, 5))
+    for n, (before, x) in enumerate(itertools.pairwise(seen), 2):
+        step = sinusoids(torch.full((), n), 32).double()
+        if kind == "sinusoidal_per_layer":
+            step = step + sinusoids(torch.arange(5), 32)
+        torch.testing.assert_close(x - before, step.double().expand_as(x), atol=1e-6, rtol=0)
 
 
 def ids(*shape: int) -> Tensor:

@@ -165,6 +165,18 @@ def test_crop_forgets_what_waits(leave: list[Tensor]) -> None:
         torch.testing.assert_close(*found, atol=1e-9, rtol=1e-9)
 
 
+def test_slot_that_was_stored_waits_with_its_new_token(leave: list[Tensor]) -> None:
+    x, found = ids(2, 3), []
+    for lazy in (True, False):
+        lm = make(lazy=lazy)
+        cache = lm.cache(1, slack=2)
+        for text in x[:, None]:  # each time the last token, which runs all layers, stores the two before it
+            cache.crop(torch.zeros(1, dtype=torch.int64))
+            latest = decode(lm, text, torch.tensor([[1, 1, LAYERS]]), cache, leave)
+        found.append(latest)
+    torch.testing.assert_close(*found, atol=1e-9, rtol=1e-9)
+
+
 def test_copied_rows_wait_on_their_own(leave: list[Tensor]) -> None:
     lazily, at_once = pair(leave)
     forks = [cache.fork(2) for cache in (lazily, at_once)]

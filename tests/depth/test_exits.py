@@ -25,7 +25,11 @@ def make(**depth: object) -> LM:
         vocab=23, dim=32, layers=LAYERS, heads=4, attention=AttentionConfig(max_span=24, ramp=4, init=0.5),
         depth=DepthConfig(kind="exits", **depth),  # type: ignore[arg-type]
     )  # fmt: skip
-    return LM(config).double()
+    lm = LM(config).double()
+    with torch.no_grad():
+        for each in exits_of(lm).maps or ():
+            each.weight += torch.randn_like(each.weight) / 6  # pyright: ignore
+    return lm
 
 
 def exits_of(lm: LM) -> Exits:
@@ -47,17 +51,23 @@ def layer_outputs(lm: LM, x: Tensor) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("rising", [False, True])
-def test_aligned_loss_is_the_weighted_mean_of_all_layers(rising: bool) -> None:
-    lm, x, y = make(rising=rising), ids(2, 19), ids(2, 19, seed=2)
-    states = layer_outputs(lm.eval(), x)
+def mapped(lm: LM, states: list[Tensor]) -> list[Tensor]:
+    """A_n x of the states x after each layer but the last."""
+    matrices = [each.weight for each in exits_of(lm).maps or ()]
+    return [*(s @ a.T for s, a in zip(states, matrices, strict=False)), *states[len(matrices) :]]  # pyright: ignore
+
+
+@pytest.mark.parametrize(("rising", "maps"), [(False, False), (True, False), (True, True)])
+def test_aligned_loss_is_the_weighted_mean_of_all_layers(rising: bool, maps: bool) -> None:
+    lm, x, y = make(rising=rising, maps=maps), ids(2, 19), ids(2, 19, seed=2)
+    states = mapped(lm, layer_outputs(lm.eval(), x))
     each = [F.cross_entropy(lm.predict(s.flatten(0, 1)), y.flatten()) for s in states]
     omega = torch.tensor([1.0, 2, 3, 4] if rising else [1.0] * 4, dtype=torch.float64)
     want = (torch.stack(each) * omega).sum() / omega.sum()
     out = lm.train()(x, targets=y)
     mechanisms = lm.eval()(x, targets=y).penalty  # of the spans
     torch.testing.assert_close(out.nll.mean() + out.penalty - mechanisms, want, atol=1e-10, rtol=1e-10)
-    wrt = list(lm.blocks.parameters())
+    wrt = [*lm.blocks.parameters(), *exits_of(lm).parameters()]
     mine = torch.autograd.grad(out.nll.mean() + out.penalty - mechanisms, wrt, allow_unused=True)
     dense = torch.autograd.grad(want, wrt, allow_unused=True)
     for a, b in zip(mine, dense, strict=True):
@@ -121,9 +131,10 @@ def test_calm_classifier_gives_the_layers_no_gradient() -> None:
     assert isinstance(classifier, Geometric) and classifier.score.weight.grad.abs().sum() > 0  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("maps", [False, True])
 @pytest.mark.parametrize("fixed", [1, 2, 4])
-def test_fixed_exit_by_cache_equals_by_segments(fixed: int) -> None:
-    lm, x = make().eval(), ids(2, 30)
+def test_fixed_exit_by_cache_equals_by_segments(fixed: int, maps: bool) -> None:
+    lm, x = make(maps=maps).eval(), ids(2, 30)
     exits_of(lm).fixed = fixed
     with torch.no_grad():
         whole = lm(x).logits
@@ -135,12 +146,13 @@ def test_fixed_exit_by_cache_equals_by_segments(fixed: int) -> None:
     torch.testing.assert_close(segments, whole, atol=1e-9, rtol=1e-9)
     torch.testing.assert_close(decoded, whole, atol=1e-9, rtol=1e-9)
     if fixed == 1:  # the first layer's true states, read by the output layer
-        torch.testing.assert_close(whole, lm.head.logits(lm.norm(layer_outputs(lm, x)[0])))
+        torch.testing.assert_close(whole, lm.head.logits(lm.norm(mapped(lm, layer_outputs(lm, x))[0])))
 
 
+@pytest.mark.parametrize("maps", [False, True])
 @pytest.mark.parametrize("measure", ["softmax", "saturation", "classifier"])
-def test_confident_exits_by_cache_equal_by_segments(measure: str) -> None:
-    lm, x = make(classifier="geometric").eval(), ids(2, 30)
+def test_confident_exits_by_cache_equal_by_segments(measure: str, maps: bool) -> None:
+    lm, x = make(classifier="geometric", maps=maps).eval(), ids(2, 30)
     exits = exits_of(lm)
     with torch.no_grad():
         exits.confidence = Confidence(measure, 0.0)  # type: ignore[arg-type]
@@ -153,6 +165,42 @@ def test_confident_exits_by_cache_equal_by_segments(measure: str) -> None:
         cache = lm.cache(2)
         decoded = torch.cat([lm.decode(piece, cache) for piece in (x[:, :5], *x[:, 5:].split(1, 1))], 1)  # type: ignore[arg-type]
     torch.testing.assert_close(decoded, whole, atol=1e-9, rtol=1e-9)
+
+
+def test_each_token_is_read_through_the_map_of_its_exit() -> None:
+    lm, x = make(maps=True).eval(), ids(2, 30)
+    exits = exits_of(lm)
+    exits.confidence = Confidence("softmax", 0.03)
+    every = torch.empty(0)
+
+    def keep(_: object, given: tuple[Tensor]) -> None:
+        nonlocal every
+        every = given[0]
+
+    handle = lm.norm.register_forward_pre_hook(keep)
+    with torch.no_grad():
+        states, _, _ = lm.run_segment(lm.embedding(x), lm.start(2), None, None)
+        taken = exits.latest
+        lm(x)
+    handle.remove()
+    assert taken is not None and len(taken.unique()) == LAYERS
+    for n in range(LAYERS):
+        rows = states[taken == n + 1]
+        torch.testing.assert_close(every[taken == n + 1], mapped(lm, [rows] * LAYERS)[n])
+
+
+def test_maps_begin_as_no_maps() -> None:
+    torch.manual_seed(0)
+    exits = Exits(8, LAYERS, maps=True)
+    x = torch.randn(5, 8)
+    assert len(exits.maps or ()) == LAYERS - 1 and all(exits.read(n, x).equal(x) for n in range(LAYERS))
+
+
+def test_mixed_training_trains_maps() -> None:
+    lm, x, y = make(training="mixed", maps=True), ids(3, 14), ids(3, 14, seed=2)
+    out = lm.train()(x, targets=y)
+    out.nll.mean().backward()
+    assert all(each.weight.grad.abs().sum() > 0 for each in exits_of(lm).maps or ())  # pyright: ignore
 
 
 def test_no_confidence_runs_every_layer_bit_identically() -> None:

@@ -25,6 +25,13 @@ def test_rms_equals_torchs(shape):
     torch.testing.assert_close(got, want)
 
 
+def test_rms_without_gradients_is_bitwise_the_same():
+    norm, x = make_norm("rms", 63), torch.randn(5, 63, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        found = norm(x)
+    assert found.equal(norm(x))
+
+
 def test_rms_of_zeros_is_zero_with_finite_gradients():
     norm, x = make_norm("rms", 4), torch.zeros(2, 4, requires_grad=True)
     y = norm(x)

@@ -43,8 +43,8 @@ class DepthBench(BenchOptions):
     asked for 80. ponder: the time of a pass when tokens halt sooner. span_depth: dynamic spans, exits, both and neither
     under one price, with their bits and operations per token. exits: an 8-layer language model of enwik8 with exits and
     one without, the same steps. calm: exits of that model, calibrated to δ 0.25 and 0.1, and their tokens per second.
-    pairs: three classifiers by two oracles, on the states of that model. All are trained once, with --seed; exits and
-    single continue where they stopped.
+    pairs: three classifiers by two oracles, on the states of that model. All are trained once, with --seed, and the
+    result file holds each seed beside the others; exits and single continue where they stopped.
     """
 
     parts: tuple[str, ...] = ()
@@ -55,17 +55,21 @@ class DepthBench(BenchOptions):
     """Random seed of the weights and of the order of the texts."""
     positions: tuple[Literal["sinusoids", "from_zero", "shaw"], ...] = ("sinusoids", "shaw")
     """Positions of words: sinusoids that begin at random places in training (the paper's), sinusoids from 0 on, or
-    distances that end at 8 (shaw)."""
+    distances that end at 2 (shaw)."""
     data: str = ""
     """Copy of enwik8 on disk; by default it is downloaded."""
     source: str = "enwik8"
     """Training text of exits: a named corpus, a file, a folder or a glob."""
+    width: int = 256
+    """Width of the model of exits, calm and pairs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_parts(self.parts, PARTS)
         if self.steps < 0:
             raise ValueError(f"steps is {self.steps}; expected 0 or more")
+        if self.width < 8 or self.width % 8:
+            raise ValueError(f"width is {self.width}; expected a multiple of 8, for 4 heads of an even size")
 
     def taken(self, whole: int) -> int:
         """Training steps of a part that needs `whole`."""
@@ -75,7 +79,7 @@ class DepthBench(BenchOptions):
 def run(bench: Bench[DepthBench]) -> None:
     for name in bench.options.parts or PARTS:
         found = PARTS[name](bench)
-        bench.keep(name, found)
+        bench.keep(f"{name}, seed {bench.options.seed}", found)
         bench.say(f"{name}:")
         for row, values in found.items():
             bench.say(f"  {row}: {values}")
@@ -96,25 +100,31 @@ def chase(bench: Bench[DepthBench]) -> dict:
         latest = lm.depth.latest
         assert latest is not None
         layers[str(hops)] = float(latest[:, some.counted].double().mean())
-    return {"right": right, "layers": layers, "spearman": spearman(list(layers.values())), "most": model.layers,
-            "steps": o.taken(4000)}  # fmt: skip
+    ratio = layers[str(task.hops)] / layers["1"]
+    return {"right": right, "layers": layers, "spearman": spearman(list(layers.values())), "ratio": ratio,
+            "most": model.layers, "steps": o.taken(4000)}  # fmt: skip
 
 
 def words(bench: Bench[DepthBench]) -> dict:
-    """Right answers at the longest trained length and at twice that, of a universal and a plain model."""
+    """Right answers at the longest trained length, half as much again and twice that, of a universal and a plain
+    model."""
     o, found = bench.options, {}
     for name in ("repeat", "reverse"):
         length = o.size(40, 4)
         task = parse_task(f"{name}(symbols={length}, fewest=1)")
         assert task is not None
-        models = {"universal": replace(small(128, 4, task), stack="universal"), "plain": small(64, 4, task)}
+        models = {
+            "universal": replace(small(64, 4, task, heads=2), stack="universal"), "plain": small(32, 4, task, heads=2)
+        }  # fmt: skip
         for (kind, model), (place, position) in itertools.product(models.items(), places(length, o.positions).items()):
             title = f"{name} {kind} {place}"
             model = replace(model, position=position)
-            lm = trained(bench, recipe(bench, model, task, o.taken(600)), folder(bench, title.replace(" ", "-")), title)
+            steps = o.taken(2400)
+            lm = trained(bench, recipe(bench, model, task, steps), folder(bench, title.replace(" ", "-")), title)
             parameters = sum(p.numel() for p in lm.blocks.parameters())
-            right = {str(n): share(lm, replace(task, symbols=n, fewest=0), o) for n in (length, 2 * length)}  # type: ignore[call-arg]
-            found[title] = {"right": right, "parameters": parameters, "steps": o.taken(600)}
+            asked = (length, 3 * length // 2, 2 * length)
+            right = {str(n): share(lm, replace(task, symbols=n, fewest=0), o) for n in asked}  # type: ignore[call-arg]
+            found[title] = {"right": right, "parameters": parameters, "steps": steps}
     return found
 
 
@@ -123,7 +133,7 @@ def places(length: int, names: tuple[str, ...]) -> dict[str, PositionConfig]:
     known = {
         "sinusoids": PositionConfig(kind="sinusoidal_per_layer", random_start=5 * length),
         "from_zero": PositionConfig(kind="sinusoidal_per_layer"),
-        "shaw": PositionConfig(kind="shaw", clip=8),
+        "shaw": PositionConfig(kind="shaw", clip=2),
     }
     return {name: known[name] for name in names}
 
@@ -140,10 +150,10 @@ def spearman(values: list[float]) -> float:
     return round(float(np.corrcoef(ranks, np.arange(len(values)))[0, 1]), 3)
 
 
-def small(dim: int, layers: int, task: Task) -> ModelConfig:
+def small(dim: int, layers: int, task: Task, heads: int = 4) -> ModelConfig:
     """A model for tasks; positions are added before every layer."""
     return ModelConfig(
-        dim=dim, layers=layers, heads=4, attention=AttentionConfig(kind="full", max_span=4 * task.length),
+        dim=dim, layers=layers, heads=heads, attention=AttentionConfig(kind="full", max_span=4 * task.length),
         position=PositionConfig(kind="sinusoidal_per_layer"), feedforward=FeedForwardConfig(kind="relu", dim=4 * dim),
         embedding=EmbeddingConfig(tied=True),
     )  # fmt: skip
@@ -161,7 +171,7 @@ def recipe(bench: Bench[DepthBench], model: ModelConfig, task: Task, steps: int)
 
 
 def folder(bench: Bench[DepthBench], name: str) -> Path:
-    return bench.file.path.with_suffix("") / name
+    return bench.file.path.with_suffix("") / f"{name}-{bench.options.seed}"
 
 
 def exits(bench: Bench[DepthBench]) -> dict:

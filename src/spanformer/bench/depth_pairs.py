@@ -23,10 +23,11 @@ from spanformer.depth.oracle import oracle_exits
 from spanformer.model.lm import LM
 
 CLASSIFIERS: tuple[Kind, ...] = ("sequence", "multinomial", "geometric")
-PRICES = {"likelihood": (0.01, 0.03), "correctness": (0.003, 0.01)}
+PRICES = {"likelihood": (0.01, 0.03, 0.06), "correctness": (0.001, 0.003, 0.01)}
 """of a layer, in nats or correct tokens, for weights of neighbours that sum to 1"""
 SMOOTHING = 4.0
-UPDATES, RATE = 100, 1e-2
+SEGMENTS, EACH, UPDATES, RATE = 128, 32, 400, 1e-2
+"""of training text, of an update"""
 ALLOWED = 1.02
 """of the bits of all layers"""
 
@@ -75,7 +76,7 @@ def measure_pairs(bench: Bench[DepthBench]) -> dict:
 def look(bench: Bench[DepthBench], lm: LM, data: Prepared) -> Seen:
     """States and scores of training text, all layers run."""
     o, exits = bench.options, lm.exits()
-    rows, block = o.size(32, 2), o.size(256, 16)
+    rows, block = o.size(SEGMENTS, 2), o.size(256, 16)
     ids = torch.from_numpy(data.splits["train"].ids[: rows * (block + 1)].astype("int64")).view(rows, -1)
     states: list[list[Tensor]] = [[] for _ in range(exits.layers)]
 
@@ -90,7 +91,7 @@ def look(bench: Bench[DepthBench], lm: LM, data: Prepared) -> Seen:
     for hook in hooks:
         hook.remove()
     every, targets = [torch.cat(each) for each in states], ids[:, 1:]
-    logits = [lm.head.logits(lm.norm(x)).log_softmax(-1) for x in every]
+    logits = [lm.head.logits(lm.norm(exits.read(n, x))).log_softmax(-1) for n, x in enumerate(every)]
     right = torch.stack([(each.argmax(-1) == targets).float() for each in logits])
     likely = torch.stack([each.gather(-1, targets[..., None])[..., 0] for each in logits])
     return Seen(every, {"likelihood": likely, "correctness": right})
@@ -105,8 +106,9 @@ def learn(seen: Seen, kind: Kind, oracle: str, price: float) -> Decided | Geomet
     total = sum(torch.exp(-(torch.arange(-20.0, 21.0) ** 2) / SMOOTHING)).item()  # type: ignore[union-attr]
     exits = oracle_exits(seen.scores[oracle] / total, price, SMOOTHING)
     optimizer = torch.optim.Adam(classifier.parameters(), lr=RATE)
-    for _ in range(UPDATES if len(exits) > 2 else 2):
-        loss = classifier.loss(seen.states, exits)
+    for n in range(UPDATES if len(exits) > 2 else 2):
+        some = torch.arange(n * EACH, (n + 1) * EACH) % len(exits) if len(exits) > EACH else torch.arange(len(exits))
+        loss = classifier.loss([states[some] for states in seen.states], exits[some])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

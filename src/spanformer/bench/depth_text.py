@@ -38,7 +38,7 @@ CONSISTENCIES = get_args(Consistency)
 def config(bench: Bench[DepthBench], depth: DepthConfig) -> RunConfig:
     o = bench.options
     model = ModelConfig(
-        dim=o.size(256, 32), layers=8, heads=4, attention=AttentionConfig(kind="full", max_span=o.size(256, 16)),
+        dim=o.size(o.width, 32), layers=8, heads=4, attention=AttentionConfig(kind="full", max_span=o.size(256, 16)),
         position=PositionConfig(kind="rotary"), feedforward=FeedForwardConfig(kind="swiglu"), depth=depth,
     )  # fmt: skip
     settings = TrainConfig(

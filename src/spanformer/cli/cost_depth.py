@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 def model_costs(path: str, length: int, check: Check) -> dict:
     """The cost of a token after `length` others, for each number of layers: of a run file's model before training, or
     of a trained one."""
+    from spanformer.depth import Exits
     from spanformer.train.run_events import model_shape
 
     model = _model(path)
     shape, reach = model_shape(model, block=1, batch=1), model.distances()
-    costs = [token_cost(shape, reach, length, depth, check) for depth in range(1, shape.layers + 1)]
+    maps = isinstance(model.depth, Exits) and model.depth.maps is not None
+    costs = [token_cost(shape, reach, length, depth, check, maps) for depth in range(1, shape.layers + 1)]
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "blocks": len(model.blocks),

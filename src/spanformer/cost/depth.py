@@ -10,7 +10,8 @@ head, a vocabulary of V, c keys that a head sees. A multiply and an add are two 
     check      softmax 2·E·V, classifier 2·E, saturation 6·E    after each layer but the last, where it may leave
     output     2·E·V
 
-An exit by softmax has already computed the output layer's logits there, and computes them again at the end. Weights are
+With `model.depth.maps`, 2·E² are added to a check by softmax, and to the output of a token that leaves early. An exit
+by softmax has already computed the output layer's logits there, and computes them again at the end. Weights are
 counted once each: a universal stack has those of one block however many steps it takes.
 """
 
@@ -44,10 +45,10 @@ class TokenCost:
 
 
 def token_cost(
-    shape: Shape, reach: Sequence[Sequence[int]], context: int, depth: int, check: Check = "none"
+    shape: Shape, reach: Sequence[Sequence[int]], context: int, depth: int, check: Check = "none", maps: bool = False
 ) -> TokenCost:
     """The cost of a token with `context` tokens before it that leaves after `depth` layers. reach: [layers][heads]
-    number of distances that a head sees, its own token included."""
+    number of distances that a head sees, its own token included. maps: exits are read through matrices."""
     if not 1 <= depth <= shape.layers:
         raise ValueError(f"depth is {depth}; expected 1 … {shape.layers}, the model's layers")
     if context < 0:
@@ -57,13 +58,13 @@ def token_cost(
     weights = shape.dim * shape.head_dim
     dense = 2 * (weights * 2 * (shape.heads + shape.kv_heads) + shape.feedforward)
     pairs = sum(min(r, context + 1) + shape.persistent for layer in reach[:depth] for r in layer)
-    output = 2 * shape.dim * shape.vocab
-    each = {"none": 0, "softmax": output, "classifier": 2 * shape.dim, "saturation": 6 * shape.dim}[check]
+    output, mapped = 2 * shape.dim * shape.vocab, 2 * shape.dim**2 * maps
+    each = {"none": 0, "softmax": output + mapped, "classifier": 2 * shape.dim, "saturation": 6 * shape.dim}[check]
     return TokenCost(
         layers=depth * dense + FORWARD * shape.head_dim * pairs,
         skipped=(shape.layers - depth) * 2 * weights * 2 * shape.kv_heads,
         checks=min(depth, shape.layers - 1) * each,
-        output=output,
+        output=output + mapped * (depth < shape.layers),
     )
 
 

@@ -6,8 +6,10 @@ Confident Adaptive Language Modeling (Schuster et al., 2022), https://arxiv.org/
     aligned training   loss = Σ_n ω_n NLL_n / Σ_n ω_n, every layer with true states, in one pass
     mixed training     each token leaves at a random layer, and its state is copied upwards, as in decoding
 
-All exits share the model's last norm and output layer. A token that left keeps its state; each later layer projects it
-to keys and values of its own, because copied keys and values of another layer ruin the text.
+All exits share the model's last norm and output layer. With `maps` each but the last reads its states through a matrix
+of its own first, A_n x, which gives it the output layer W A_n: any of its own, if the vocabulary is no larger than the
+width. A token that left keeps its state; each later layer projects it to keys and values of its own, because copied
+keys and values of another layer ruin the text.
 
 Shapes: L layers, B batch, T tokens, N tokens that still run, V vocabulary.
 """
@@ -18,7 +20,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spanformer.depth.base import Depth, all_tokens, replace_rows
 from spanformer.depth.classifiers import Decided, Geometric, Kind
@@ -45,10 +47,10 @@ class Exits(Depth):
     def __init__(
         self, dim: int, layers: int, *, training: Training = "aligned", rising: bool = False,
         classifier: Kind | None = None, oracle: Literal["likelihood", "correctness"] = "correctness",
-        price: float = 0.05, smoothing: float = 0.0, weight: float = 1.0,
+        price: float = 0.05, smoothing: float = 0.0, weight: float = 1.0, maps: bool = False,
     ) -> None:  # fmt: skip
         """rising: ω_n = n instead of 1. price: λ of a layer; smoothing: σ of the oracle. weight: α of the classifier's
-        loss."""
+        loss. maps: A_n, which starts as the identity."""
         super().__init__()
         if layers < 2:
             raise ValueError(f"layers is {layers}; expected at least 2, the last layer is no exit")
@@ -59,6 +61,9 @@ class Exits(Depth):
         if classifier is not None:
             decided = classifier in ("sequence", "multinomial")
             self.classifier = Decided(dim, layers, whole=classifier == "sequence") if decided else Geometric(dim)
+        self.maps = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(layers - 1)) if maps else None
+        for each in self.maps or ():
+            nn.init.eye_(each.weight)  # pyright: ignore[reportArgumentType]
         self.confidence: Confidence | None = None
         """when tokens leave in evaluation; None: as the classifier says, if it is not `calm`"""
         self._fixed: int | None = None
@@ -83,12 +88,27 @@ class Exits(Depth):
         """A pass of the tokens x [B, T, dim]. predict: the model's logits of states, for `softmax`."""
         return ExitRun(self, x, padding, predict)
 
+    def read(self, layer: int, states: Tensor) -> Tensor:
+        """What the last norm gets of states [..., dim] after a layer, counted from 0."""
+        return states if self.maps is None or layer + 1 == self.layers else self.maps[layer](states)
+
+    def read_all(self, x: Tensor) -> Tensor:
+        """The same of the last pass's states x [B, T, dim], each after the layer that it left at."""
+        if self.maps is None:
+            return x
+        assert self.latest is not None
+        taken, rows = self.latest.flatten(), x.flatten(0, 1)
+        for n in range(self.layers - 1):
+            if len(at := (taken == n + 1).nonzero()[:, 0]):
+                x = replace_rows(x, at, self.read(n, rows.index_select(0, at)))
+        return x
+
     def loss(self, last: Tensor, targets: Targets) -> Tensor:
         """What to add to the mean of last [B, T], the last layer's NLL, for the states of the pass before."""
         states, self.states = self.states, []
         if not states:
             return last.new_zeros(())
-        every = [*(targets.nll(x) for x in states[:-1]), last]
+        every = [*(targets.nll(self.read(n, x)) for n, x in enumerate(states[:-1])), last]
         total = sum(self.omega)
         loss = sum(((w / total) * nll.mean() for w, nll in zip(self.omega, every, strict=True)), -last.mean())
         if self.classifier is None:
@@ -101,17 +121,20 @@ class Exits(Depth):
         scores = -nll
         if self.oracle == "correctness":
             with torch.no_grad():
-                best = torch.stack([_best(targets.predict, x) for x in states])
+                best = torch.stack([self._best(targets.predict, n, x) for n, x in enumerate(states)])
             scores = (best == targets.ids).to(nll.dtype)
         assert self.classifier is not None
         return self.classifier.loss(states, oracle_exits(scores, self.price, self.smoothing))
 
-    @staticmethod
     @torch.no_grad()
-    def _agrees(states: list[Tensor], predict: Predict) -> Tensor:
+    def _agrees(self, states: list[Tensor], predict: Predict) -> Tensor:
         """[L − 1, B, T] whether each layer predicts the last layer's token."""
-        last = _best(predict, states[-1])
-        return torch.stack([_best(predict, x) == last for x in states[:-1]])
+        best = [self._best(predict, n, x) for n, x in enumerate(states)]
+        return torch.stack([each == best[-1] for each in best[:-1]])
+
+    def _best(self, predict: Predict, layer: int, x: Tensor) -> Tensor:
+        """Of states [B, T, dim] after a layer, the likeliest token [B, T]."""
+        return predict(self.read(layer, x.detach().flatten(0, 1))).argmax(-1).view(x.shape[:2])
 
 
 class ExitRun:
@@ -175,7 +198,7 @@ class ExitRun:
             return saturation(rows, before.flatten(0, 1).index_select(0, self.index)) >= threshold
         if confidence.measure == "softmax":
             assert self.predict is not None
-            return softmax_response(self.predict(rows)) >= threshold
+            return softmax_response(self.predict(self.exits.read(layer, rows))) >= threshold
         if not isinstance(self.exits.classifier, Geometric):
             raise ValueError(
                 f"measure is 'classifier', and the model's exits have {self.exits.kind or 'no classifier'}; train one "
@@ -186,8 +209,3 @@ class ExitRun:
     def finish(self, x: Tensor) -> tuple[Tensor, None]:
         self.exits.note(self.taken.view(self.shape))
         return x, None
-
-
-def _best(predict: Predict, x: Tensor) -> Tensor:
-    """[B, T, dim] → the likeliest token [B, T]"""
-    return predict(x.detach().flatten(0, 1)).argmax(-1).view(x.shape[:2])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -181,17 +182,21 @@ def _write_one(store: Store, held: dict[str, Tensor], new: dict[str, Tensor], pl
         rows[row, slot] = new[name][:, :, 0].to(rows.dtype)
 
 
-def write_at(store: Store, row: Tensor, position: Tensor, place: Tensor, k: Tensor, v: Tensor) -> None:
+def write_at(
+    store: Store, row: np.ndarray, position: np.ndarray, place: np.ndarray, k: Tensor, v: Tensor
+) -> None:  # fmt: skip
     """Write keys k [m, Hkv, D] and values of single tokens of rows row [m] at positions [m] before place [B], except to
     rings that hold later tokens there."""
-    first, capacity = store.rings_at
-    early = (position < store.sink_tokens)[:, None]
-    slot = torch.where(early, first - store.sink_tokens + position[:, None], first + position[:, None] % capacity)
-    token, g = (early | (position[:, None] >= place[row][:, None] - capacity)).nonzero(as_tuple=True)
-    to = [i.to(store.memory.device) for i in (row[token], slot[token, g], token, g)]
+    first, capacity = (each.numpy() for each in store.rings_at)
+    early, position = (position < store.sink_tokens)[:, None], position[:, None]
+    slot = np.where(early, first - store.sink_tokens + position, first + position % capacity)  # [m, Hkv]
+    held, every = early | (position >= place[row][:, None] - capacity), slice(None)
+    token, g = (every, every) if held.all() else held.nonzero()
+    row = np.broadcast_to(row[:, None], slot.shape)[token, g]
+    to = [torch.from_numpy(np.ascontiguousarray(i)).to(store.memory.device) for i in (row, slot[token, g])]
     for name, new in _coded(store, k, v).items():
         rows = store.tensors()[name]
-        rows[to[0], to[1]] = new[to[2], to[3]].to(rows.dtype)
+        rows[to[0], to[1]] = new[token, g].to(rows.dtype)
 
 
 def _coded(store: Store, k: Tensor, v: Tensor) -> dict[str, Tensor]:

@@ -114,7 +114,7 @@ def make_depth(config: ModelConfig) -> ACT | Exits | None:
         return Exits(
             config.dim, config.layers, training=d.training, rising=d.rising,
             classifier=None if d.classifier == "none" else d.classifier, oracle=d.oracle, price=d.price,
-            smoothing=d.smoothing, weight=d.weight,
+            smoothing=d.smoothing, weight=d.weight, maps=d.maps,
         )  # fmt: skip
     return ACT(config.dim, config.layers, epsilon=d.epsilon, bias=d.bias, cost=d.cost, warmup=d.warmup, form=d.form)
 

@@ -99,6 +99,11 @@ class PositionConfig:
         """Whether each layer has its own encoding."""
         return POSITIONS[self.kind].per_layer
 
+    @property
+    def absolute(self) -> bool:
+        """Whether positions are counted from the beginning of the text, not distances."""
+        return POSITIONS[self.kind].absolute
+
 
 @dataclass(frozen=True)
 class FeedForwardConfig:
@@ -187,6 +192,8 @@ class DepthConfig:
     """for exits: aligned trains every layer's prediction in one pass; mixed lets each token leave at a random layer"""
     rising: bool = False
     """for exits: weigh layer n's loss by n instead of 1"""
+    maps: bool = False
+    """for exits: read each layer but the last through a matrix of its own, before the output layer that all share"""
     classifier: Literal["none", "sequence", "multinomial", "geometric", "calm"] = "none"
     """for exits: what learns when to leave: one exit per text, one decided after the first layer, a decision after each
     layer, or (calm) whether a layer agrees with the last, without a gradient into the layers"""

@@ -69,17 +69,30 @@ def defer_skipped(lm: Decoder, layers: Sequence[CacheLayer]) -> Deferred | None:
     plain = lm.config.stack == "residual" and not lm.config.position.per_layer and not lm.config.paper_compat
     if not isinstance(lm.depth, Exits) or not lm.depth.lazy or not plain or len(held) < len(layers):
         return None
-    blocks, positions = lm.ordered_blocks(), lm.positions()
+    return Deferred(held, lm.config.dim, Projection(lm))
 
-    def project(layer: int, states: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-        block, encode = blocks[layer], positions[layer].encode_at(lambda: at, states.dtype)
+
+class Projection:
+    """Keys and values of states [m, dim] at positions at [m] in a layer, [m, Hkv, D] each. Layers with one encoding
+    that are asked for the same tokens in turn share its angles."""
+
+    def __init__(self, lm: Decoder) -> None:
+        self.blocks, self.positions = lm.ordered_blocks(), lm.positions()
+        self._encode: tuple[Position, Tensor, Encode | None] | None = None
+
+    def __call__(self, layer: int, states: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+        block = self.blocks[layer]
         k, v = block.attention.project(block.norm1(states[None]))
-        if encode is not None:
+        if (encode := self._encoding(self.positions[layer], at, states.dtype)) is not None:
             queries = k.new_zeros(1, block.attention.heads, *k.shape[2:])
             k = encode(queries, k)[1]
         return k[0].transpose(0, 1), v[0].transpose(0, 1)
 
-    return Deferred(held, lm.config.dim, project)
+    def _encoding(self, position: Position, at: Tensor, dtype: torch.dtype) -> Encode | None:
+        held = self._encode
+        if held is None or held[0] is not position or held[1] is not at:
+            self._encode = held = position, at, position.encode_at(lambda: at, dtype)
+        return held[2]
 
 
 @torch.inference_mode()

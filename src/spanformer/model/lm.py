@@ -65,7 +65,7 @@ class LM(SegmentStack, Decoder):
         state = self.start(x.shape[0]) if state is None else state
         beside = state.beside
         h, state, penalty = self.run_segment(self.embedding(x), state, documents, padding)
-        h = self.norm(h)
+        h = self._normed(h)
         if self.gate is not None:
             if neighbours is None:
                 neighbours, beside = self.find().read(x, beside)
@@ -80,6 +80,10 @@ class LM(SegmentStack, Decoder):
         if isinstance(self.depth, Exits):
             penalty = penalty + self.depth.loss(nll, Targets(partial(self._nll, targets), self.predict, targets))
         return LMOutput(None, nll, state, penalty)
+
+    def _normed(self, h: Tensor) -> Tensor:
+        """The last norm of the stack's output h [B, T, dim], each token read by the exit it left at."""
+        return self.norm(self.depth.read_all(h) if isinstance(self.depth, Exits) else h)
 
     def _nll(self, targets: Tensor, states: Tensor) -> Tensor:
         """[B, T] of an exit's states [B, T, dim]."""
@@ -104,7 +108,7 @@ class LM(SegmentStack, Decoder):
         return self.finder
 
     def output_states(self, h: Tensor, x: Tensor, cache: Cache, lengths: Tensor | None) -> Tensor:
-        h = self.norm(h)
+        h = self._normed(h)
         if self.gate is None:
             return h
         assert cache.beside is not None

@@ -32,10 +32,20 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., dim], normalised in float32 or wider, returned in x's dtype."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        return _Normalise.apply(x.to(wide), self.weight.to(wide), self.eps).to(x.dtype)
+        # where nothing is differentiated, calling the function directly takes a third of the time of few rows
+        normalise = _Normalise.apply if torch.is_grad_enabled() else _normalise
+        return normalise(x.to(wide), self.weight.to(wide), self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)}, eps={self.eps:g}"
+
+
+def _normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * _scale(x, eps) * weight
+
+
+def _scale(x: Tensor, eps: float) -> Tensor:
+    return torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1] + eps)
 
 
 class _Normalise(torch.autograd.Function):
@@ -43,8 +53,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.shape[-1]
-        scale = torch.rsqrt(mean_square + eps)
+        scale = _scale(x, eps)
         normal = x * scale
         ctx.save_for_backward(normal, weight, scale)
         return normal * weight

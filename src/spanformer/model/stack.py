@@ -146,9 +146,10 @@ class TransformerStack(nn.Module):
 
     def _enter(self, n: int, x: Tensor | Streams, add_positions: Callable[[Tensor], Tensor]) -> Tensor | Streams:
         """The input of layer n, counted from 0: x with positions, or in a universal stack with the step's number."""
-        if not n or self.config.position.per_layer:
+        position = self.config.position
+        if not n or position.per_layer:
             x = _with_positions(x, add_positions)
-        elif self.config.stack == "universal":
+        if n and self.config.stack == "universal" and not (position.per_layer and position.absolute):
             at = sinusoids(torch.full((), n + 1), self.config.dim)
             x = _with_positions(x, lambda h: h + at.to(h))
         return x if n else self._start(x)

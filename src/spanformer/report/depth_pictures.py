@@ -8,6 +8,8 @@ from spanformer.report.drawing import CYCLE, Picture, frame, small_print, subplo
 from spanformer.report.dynamic_pictures import LINES, WIDE, write_below
 from spanformer.report.events import Run
 
+SHORT = 40  # characters: the title needs as much room
+
 
 def depth_picture(run: Run) -> Picture | None:
     """The layers that each character took."""
@@ -16,13 +18,13 @@ def depth_picture(run: Run) -> Picture | None:
         return None
     text, layers = row.text[: WIDE * LINES], np.array(row.layers[: WIDE * LINES])
     parts = range(0, len(text), WIDE)
-    width = 1.9 + 0.128 * max(30, min(WIDE, len(text)))
+    width = 1.9 + 0.128 * max(SHORT, min(WIDE, len(text)))
     figure, axes = subplots(len(parts), 1, width=width, height=1.3 + 1.8 * len(parts), sharey=True)
     for axis, first in zip(axes[:, 0], parts, strict=True):
         some = layers[first : first + WIDE]
         axis.bar(range(len(some)), some, width=0.8, color=CYCLE[0])
         axis.axhline(row.most, color="black", linewidth=0.8, linestyle=":")
-        write_below(axis, text[first : first + WIDE], min(WIDE, max(30, len(text))))
+        write_below(axis, text[first : first + WIDE], min(WIDE, max(SHORT, len(text))))
         axis.set_ylabel("layers")
         axis.set_ylim(0, row.most * 1.05)
     mean = float(layers.mean())

@@ -59,8 +59,12 @@ class DistanceTask(Task):
     def distances(self, draw: np.random.Generator, count: int) -> np.ndarray:
         """[count] the distance of each text."""
         nearest = self.nearest or self.distance
-        logs = draw.uniform(np.log(nearest), np.log(self.distance + 1), count)
-        return np.clip(np.exp(logs).astype(np.int64), nearest, self.distance)
+        return on_log_scale(draw, nearest, self.distance, count)
+
+
+def on_log_scale(draw: np.random.Generator, low: int, high: int, shape: int | tuple[int, ...]) -> np.ndarray:
+    """Numbers low … high of this shape, small ones more often: a model learns large ones once it knows small ones."""
+    return np.clip(np.exp(draw.uniform(np.log(low), np.log(high + 1), shape)).astype(np.int64), low, high)
 
 
 def without_repeats(draw: np.random.Generator, count: int, symbols: int, taken: int) -> np.ndarray:

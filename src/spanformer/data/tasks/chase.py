@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spanformer.data.tasks.base import Task, without_repeats
+from spanformer.data.tasks.base import Task, on_log_scale, without_repeats
 
 FIRST_NODE, MOST = 32, 96
 
@@ -52,9 +52,7 @@ class Chase(Task):
         after, listed = np.roll(cycle, -1, 1), np.empty_like(cycle)
         np.put_along_axis(listed, after if self.search else cycle, cycle if self.search else after, 1)
         shape = (count, self.questions)
-        # on a logarithmic scale: a model learns many hops once it knows a few
-        logs = draw.uniform(np.log(self.fewest), np.log(self.hops + 1), shape)
-        hops = np.clip(np.exp(logs).astype(np.int64), self.fewest, self.hops)
+        hops = on_log_scale(draw, self.fewest, self.hops, shape)
         place = draw.integers(self.nodes, size=shape)
         start = np.take_along_axis(cycle, place, 1)
         end = np.take_along_axis(cycle, (place + hops) % self.nodes, 1)

@@ -2,9 +2,9 @@
 
     0 0 0 w 0 [w 0 0]        0 0 0 w 0 [w backwards 0 0]
 
-w has up to `symbols` different symbols, at least `fewest`; with `fewest` 0 always `symbols`. Zeros fill the
-text; those after a word are answers too, so a model must also learn where it ends. Trained on short words, evaluated on
-longer ones.
+w has up to `symbols` different symbols, at least `fewest`, fewer more often; with `fewest` 0 always `symbols`. Zeros
+fill the text; those after a word are answers too, so a model must also learn where it ends. Trained on short words,
+evaluated on longer ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from spanformer.data.tasks.base import Task, without_repeats
+from spanformer.data.tasks.base import Task, on_log_scale, without_repeats
 
 KNOWN = 127
 """different symbols, 1 … 127"""
@@ -22,6 +22,7 @@ KNOWN = 127
 @dataclass(frozen=True)
 class Repeat(Task):
     name = "repeat"
+    version = 2
 
     symbols: int = 40
     fewest: int = 0
@@ -41,7 +42,7 @@ class Repeat(Task):
 
     def draw(self, draw: np.random.Generator, count: int) -> np.ndarray:
         words = 1 + without_repeats(draw, count, KNOWN, self.symbols)
-        sizes = draw.integers(self.fewest or self.symbols, self.symbols + 1, count)[:, None]
+        sizes = on_log_scale(draw, self.fewest or self.symbols, self.symbols, (count, 1))
         at = np.arange(self.symbols)
         given = np.where(at >= self.symbols - sizes, words, 0)
         asked = np.where(at < sizes, np.take_along_axis(words, self.place(at, sizes), 1), 0)
