@@ -12,7 +12,7 @@ import torch
 
 from spanformer.bench import decode, positions
 from spanformer.bench.contenders import unusable_backend
-from spanformer.bench.depth import DepthBench, spearman
+from spanformer.bench.depth import DepthBench
 from spanformer.bench.depth_price import at_equal_bits, cheapest
 from spanformer.bench.per_token import relative_per_token
 from spanformer.bench.results import PartsFile
@@ -464,11 +464,6 @@ def test_operations_at_equal_bits():
     assert found["ratio"] == {"neither": 1.0, "span": 0.75, "depth": pytest.approx(0.375), "both": 0.25}
     assert found["both_by_better_single"] == pytest.approx(2 / 3)
     assert found["both_by_product"] == pytest.approx(0.25 / (0.75 * 0.375))
-
-
-def test_rank_correlation_of_layers():
-    assert spearman([1.0, 2.0, 3.0]) == 1.0 and spearman([3.0, 2.0, 1.0]) == -1.0 and spearman([2.0, 2.0]) == 0.0
-    assert spearman([1.0, 1.0, 2.0]) == pytest.approx(0.866)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The LSTM over stretches equals a cell that runs step by step: values, gradients, and the state that it leaves."""
+"""The LSTM over a window equals a cell that runs step by step: values, gradients, and the state that it leaves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from spanformer.model.config import ModelConfig
-from spanformer.rl.lstm import LSTMCore, stretches
+from spanformer.rl.lstm import LSTMCore
 from spanformer.rl.memory import Carried
 
 ROWS, STEPS, DIM = 5, 40, 16
@@ -30,7 +30,7 @@ def by_cell(core: LSTMCore, h, episode, memory):
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
-def test_stretches_give_what_single_steps_give(share: float, dtype: torch.dtype, most: float) -> None:
+def test_window_gives_what_single_steps_give(share: float, dtype: torch.dtype, most: float) -> None:
     torch.manual_seed(0)
     core = LSTMCore(ModelConfig(dim=DIM)).to(dtype)
     h = torch.randn(ROWS, STEPS, DIM, dtype=dtype, requires_grad=True)
@@ -48,7 +48,14 @@ def test_stretches_give_what_single_steps_give(share: float, dtype: torch.dtype,
         assert (a - b).abs().max() < 100 * most
 
 
-def test_stretches_end_where_episodes_do() -> None:
-    begins = torch.tensor([[False, False, True, False], [True, True, False, False], [False] * 4])
-    row, start, end = stretches(begins)
-    assert row.tolist() == [0, 0, 1, 1, 2] and start.tolist() == [0, 2, 0, 1, 0] and end.tolist() == [2, 4, 1, 4, 4]
+def test_padding_after_the_last_episode_changes_nothing() -> None:
+    """A row with many episodes makes the others longer."""
+    torch.manual_seed(0)
+    core = LSTMCore(ModelConfig(dim=DIM))
+    h, episode = torch.randn(2, STEPS, DIM), torch.zeros(2, STEPS, dtype=torch.int64)
+    episode[1] = torch.arange(STEPS)
+    alone, left, _ = core(h[:1], episode[:1], core.start(1))
+    both, after, _ = core(h, episode, core.start(2))
+    assert (both[:1] - alone).abs().max() < 1e-6
+    for name in ("hidden", "cell"):
+        assert (after.carried[name][:1] - left.carried[name]).abs().max() < 1e-6

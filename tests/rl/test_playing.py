@@ -8,9 +8,14 @@ import pytest
 import torch
 
 from spanformer.model.config import AttentionConfig, DepthConfig, ModelConfig, PositionConfig
+from spanformer.rl.config import PPOConfig
+from spanformer.rl.envs.gym import make_batch
 from spanformer.rl.memory import Segments, compact
 from spanformer.rl.playing import RingPlayer, SegmentPlayer, make_player
 from spanformer.rl.policy import NO_ACTION, Policy, Seen
+from spanformer.rl.ppo import update
+from spanformer.rl.rollout import Actor
+from spanformer.train.optim import OptimConfig, make_optimizer
 
 PLAIN = ModelConfig(
     dim=16, layers=2, heads=2, attention=AttentionConfig(kind="window(9)"),
@@ -100,3 +105,19 @@ def test_peek_is_the_next_step_of_the_same_episode() -> None:
 def test_other_memories_act_as_they_train(name: str) -> None:
     policy = make(SEGMENTS[name])
     assert isinstance(make_player(policy, policy.start(ROWS), record=True), SegmentPlayer)
+
+
+@pytest.mark.parametrize("position", ["transformer_xl", "shaw", "distance_bias"])
+def test_acting_follows_each_update(position: str) -> None:
+    """Fused optimisers change tensors without a new version, by which tables of positions are kept."""
+    torch.manual_seed(0)
+    policy = make(replace(GATED, position=PositionConfig(kind=position, clip=4))).float()
+    actor = Actor(make_batch("t_maze", 4, 5), policy)
+    optimizer = make_optimizer(policy.named_parameters(), OptimConfig(lr=0.03), lambda name: False)
+    for _ in range(3):
+        window, _ = actor.collect(12)
+        with torch.no_grad():
+            found = policy(window.seen, window.memory)
+        log_prob = found.logits.log_softmax(-1).gather(-1, window.action[..., None])[..., 0]
+        assert (log_prob - window.log_prob).abs().max() < 1e-4 and (found.value - window.value).abs().max() < 1e-4
+        update(policy, optimizer, window, PPOConfig(minibatches=2), 1.0, lambda: None)

@@ -73,7 +73,7 @@ def test_run_file_takes_an_update(tmp_path: Path, name: str) -> None:
     for begin, package in {"popgym": "popgym", "LunarLander": "Box2D"}.items():
         if config.env.id.startswith(begin):
             pytest.importorskip(package)
-    ppo = replace(config.ppo, updates=1, window=12, eval_episodes=2, tensorboard="off", threads=1)
+    ppo = replace(config.ppo, updates=1, window=12, minibatches=2, eval_episodes=2, tensorboard="off", threads=1)
     env = replace(config.env, length=4, count=4)
     before = torch.get_num_threads()
     try:

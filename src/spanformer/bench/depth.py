@@ -12,6 +12,7 @@ import numpy as np
 
 from spanformer.bench.session import Bench, BenchOptions, check_parts
 from spanformer.bench.training import trained
+from spanformer.core.ranks import spearman
 from spanformer.data.config import DataConfig
 from spanformer.data.tasks import Task, parse_task
 from spanformer.data.tasks.chase import Chase
@@ -101,8 +102,9 @@ def chase(bench: Bench[DepthBench]) -> dict:
         assert latest is not None
         layers[str(hops)] = float(latest[:, some.counted].double().mean())
     ratio = layers[str(task.hops)] / layers["1"]
-    return {"right": right, "layers": layers, "spearman": spearman(list(layers.values())), "ratio": ratio,
-            "most": model.layers, "steps": o.taken(4000)}  # fmt: skip
+    rank = round(spearman(list(layers.values()), range(len(layers))), 3)
+    return {"right": right, "layers": layers, "spearman": rank, "ratio": ratio, "most": model.layers,
+            "steps": o.taken(4000)}  # fmt: skip
 
 
 def words(bench: Bench[DepthBench]) -> dict:
@@ -140,14 +142,6 @@ def places(length: int, names: tuple[str, ...]) -> dict[str, PositionConfig]:
 
 def share(lm: LM, task: Task, o: DepthBench) -> float | None:
     return evaluate_task(lm, task.draw(np.random.default_rng(SEED), o.size(TEXTS, 4)), task.counted).exact
-
-
-def spearman(values: list[float]) -> float:
-    """The rank correlation of values with their places; equal values share the mean of their ranks."""
-    if len(set(values)) < 2:
-        return 0.0
-    ranks = [sum(a < b for a in values) + (values.count(b) - 1) / 2 for b in values]
-    return round(float(np.corrcoef(ranks, np.arange(len(values)))[0, 1]), 3)
 
 
 def small(dim: int, layers: int, task: Task, heads: int = 4) -> ModelConfig:

@@ -62,7 +62,8 @@ class ReportPolicies:
 
     For example:  spanformer rl report out/seed-1 out/seed-2 out/lstm --out out/curves
 
-    Runs that differ only in their seed are one line, with its range. runs.json beside the page has the figures.
+    Runs that differ only in their seed are one line, with its range. runs.json beside the page has the figures. For
+    runs of `rl imitate`: losses, and returns asked for against returns got.
     """
 
     runs: tyro.conf.Positional[tuple[str, ...]]
@@ -71,6 +72,9 @@ class ReportPolicies:
     """output folder; by default `report` in the first run's folder"""
     episode: bool = True
     """play an episode with the first transformer's newest checkpoint, and draw what it attends to"""
+    scores: tuple[float, float] | None = None
+    """of runs of `rl imitate`: the mean returns of random actions and of an expert, which count as 0 and 100 normalised
+    points in runs.json"""
 
 
 def parse(program: str, arguments: list[str]) -> RLConfig:
@@ -146,9 +150,16 @@ def report(options: ReportPolicies) -> None:
     if not options.runs:
         raise ValueError("no run is given; expected the folder of at least one run of `spanformer rl train`")
     paths = [Path(each) for each in options.runs]
+    if options.scores is not None and not options.scores[0] < options.scores[1]:
+        raise ValueError(f"--scores is {options.scores}; expected two returns, the expert's above the random one")
     if is_imitation(paths[0]):
-        print(f"report: {printable(write_imitation_report(paths, Path(options.out or paths[0] / 'report')))}")
+        page = write_imitation_report(paths, Path(options.out or paths[0] / "report"), options.scores)
+        print(f"report: {printable(page)}")
         return
+    if options.scores is not None:
+        raise ValueError(
+            f"--scores is for runs of `rl imitate`, and {paths[0]} is a policy of `rl train`; leave it out"
+        )
     for path in paths:
         print(said(read_policy(path)))
     seen = watched(paths) if options.episode else []

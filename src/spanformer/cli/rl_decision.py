@@ -149,7 +149,7 @@ def run(config: ImitationConfig) -> None:
 
 def evaluate(o: EvalPolicy) -> None:
     """`spanformer rl eval` of a run of `rl imitate`."""
-    from spanformer.report.imitation import asked_picture
+    from spanformer.report.imitation import ImitationArm, ImitationRows, asked_picture
     from spanformer.rl.decision_run import EVAL_ROWS, ask, asked_event, targets_of
     from spanformer.rl.decision_saving import Loaded
     from spanformer.rl.envs.gym import make_batch
@@ -175,11 +175,15 @@ def evaluate(o: EvalPolicy) -> None:
             found.append(asked_event(0, env.name, outcome))
     show(found)
     low, _, high = loaded.returns
+    name = Path(o.run).name
+    arm = ImitationArm(name, [ImitationRows(name, env.name, 0, {}, (low, high), [], found)])
+    if not math.isnan(rank := arm.rank_correlation()):
+        print(f"rank correlation of asked and got: {rank:.3f}")
     outside = [event.target for event in found if not cloning and not low <= event.target <= high]
     if outside:
         print(f"note: the data has returns of {low:.3g} … {high:.3g}; asked for beyond them: {numbers(outside)}")
     if o.picture:
-        picture = asked_picture({Path(o.run).name: found}, env.name, (low, high))
+        picture = asked_picture([arm], env.name, (low, high))
         if picture is None:
             raise ValueError("--picture needs a return to ask for; give --target, of a run that is no clone")
         print(f"picture: {printable(picture.save(Path(o.picture)))}")

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from spanformer.attention import (
     AdaptiveSpan,
@@ -188,7 +189,9 @@ class TransformerStack(nn.Module):
         return {name: m for name, m in found if isinstance(m, DynamicSpan)}
 
     def after_step(self) -> None:
-        """Clamp spans to their range. Call it after every optimiser step."""
+        """Clamp spans to their range, and let decoding prepare its rules anew: torch's fused optimisers change tensors
+        without a new version. Call it after every optimiser step."""
+        increment_version([p for p in self.parameters() if p.requires_grad and not p.is_inference()])
         for mechanism in dict.fromkeys(self.mechanisms()):
             mechanism.after_step()
         for part in self.modules():

@@ -4,75 +4,24 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from spanformer.core.events import FILE, ResumeEvent
 from spanformer.core.files import write_text
-from spanformer.core.policy_events import AskedEvent, ImitateEvent, ImitationStartEvent
 from spanformer.report import html
 from spanformer.report.drawing import GREY, Picture, colours, frame, grid, label_ends, plain, subplots
-from spanformer.report.rows import Line
+from spanformer.report.imitation_rows import (
+    ImitationArm,
+    ImitationRows,
+    imitation_arms,
+    is_imitation,
+    read_imitation,
+)
 
-
-@dataclass(frozen=True)
-class ImitationRows:
-    """The rows of one run."""
-
-    name: str
-    env: str
-    parameters: int
-    config: dict
-    returns: tuple[float, float]
-    """smallest and largest of the data"""
-    steps: list[Line]
-    asked: list[AskedEvent]
-
-
-def is_imitation(path: Path) -> bool:
-    """Whether the first row of a run is that of learning from recorded episodes."""
-    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
-    if not file.is_file():
-        return False
-    with open(file, encoding="utf-8") as stream:
-        return f'"event": "{ImitationStartEvent.kind}"' in stream.readline()
-
-
-def read_imitation(path: Path) -> ImitationRows:
-    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
-    if not is_imitation(path):
-        raise ValueError(f"{file} does not begin a run of `rl imitate`; expected the folder of one")
-    lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
-    rows = [Line(json.loads(line), f"{file}, line {n}") for n, line in enumerate(lines, 1)]
-    kept: dict[tuple, Line] = {}
-    for row in rows[1:]:
-        kind, step = row.text("event"), row.whole("step")
-        if kind == ResumeEvent.kind:  # later rows are void: these steps are repeated
-            kept = {key: old for key, old in kept.items() if key[1] <= step}
-        key = (kind, step, row.record.get("target"))
-        kept.pop(key, None)
-        kept[key] = row
-    first = rows[0]
-    found = first.record.get("returns")
-    if not isinstance(found, list) or len(found) != 3:
-        raise first.refuse("returns", "three numbers")
-    return ImitationRows(
-        first.text("run"), first.text("env"), first.whole("parameters"), first.table("config"),
-        (float(found[0]), float(found[-1])),
-        [row for key, row in kept.items() if key[0] == ImitateEvent.kind],
-        [asked(row) for key, row in kept.items() if key[0] == AskedEvent.kind],
-    )  # fmt: skip
-
-
-def asked(row: Line) -> AskedEvent:
-    number = lambda key: row.number(key) if row.record.get(key) is not None else math.nan  # noqa: E731
-    return AskedEvent(
-        row.whole("step"), row.text("env"), number("target"), row.whole("episodes"), row.number("episode_return"),
-        row.number("deviation"), row.number("length"), number("success"),
-    )  # fmt: skip
+RESULTS = "runs.json"
+__all__ = ["ImitationArm", "ImitationRows", "asked_picture", "is_imitation", "read_imitation", "write_imitation_report"]
 
 
 def loss_picture(runs: Sequence[ImitationRows]) -> Picture | None:
@@ -102,36 +51,45 @@ def loss_picture(runs: Sequence[ImitationRows]) -> Picture | None:
     return Picture("losses", "Losses", "The loss of the recorded actions, by optimiser steps.", figure)
 
 
-def asked_picture(
-    runs: Mapping[str, Sequence[AskedEvent]], env: str, data: tuple[float, float]
-) -> Picture | None:  # fmt: skip
+def asked_picture(arms: Sequence[ImitationArm], env: str, data: tuple[float, float]) -> Picture | None:
     """Mean return got against return asked for; data: the smallest and largest return of the recorded episodes."""
-    told = {
-        name: sorted((e for e in some if not math.isnan(e.target)), key=lambda e: e.target)
-        for name, some in runs.items()
-    }
-    told = {name: some for name, some in told.items() if some}
-    if not told:
+    asked = [arm for arm in arms if any(not math.isnan(one.target) for one in arm.got())]
+    if not asked:
         return None
-    figure, ((axis,),) = subplots(1, 1, width=6.6, height=4.4)
-    ends = []
-    for (name, some), colour in zip(told.items(), colours(len(told)), strict=True):
-        x, y = np.array([e.target for e in some]), np.array([e.episode_return for e in some])
-        spread = np.array([e.deviation for e in some])
+    figure, ((axis,),) = subplots(1, 1, width=7.2, height=4.6)
+    ends, every = [], []
+    for arm, colour in zip(arms, colours(len(arms)), strict=True):
+        got = arm.got()
+        if arm not in asked:  # asked for nothing: a level
+            for one in got:
+                axis.axhline(one.mean, color=colour, linewidth=1.4, linestyle="-.")
+                ends.append((math.nan, one.mean, plain(arm.name, 24), colour))
+            continue
+        x, y, spread = (np.array(each) for each in zip(*((g.target, g.mean, g.deviation) for g in got), strict=True))
+        every += x.tolist()
         axis.errorbar(
             x, y, yerr=spread, color=colour, marker="o", markersize=4, linewidth=1.8, elinewidth=0.8, capsize=2
         )
-        ends.append((x[-1], y[-1], plain(name, 22), colour))
-    every = [e.target for some in told.values() for e in some]
+        if len(arm.runs) > 1:
+            axis.fill_between(x, [min(g.each) for g in got], [max(g.each) for g in got], color=colour, alpha=0.2,
+                              linewidth=0)  # fmt: skip
+        ends.append((x[-1], y[-1], plain(arm.name, 24), colour))
     line = [min(every), max(every)]
     axis.plot(line, line, color=GREY, linewidth=1.0, linestyle="--", zorder=1)
     axis.axvspan(*data, color=GREY, alpha=0.12, linewidth=0)
+    margin = 0.05 * (line[1] - line[0]) or 1.0
+    axis.set_xlim(line[0] - margin, line[1] + margin)
     axis.set_xlabel("return asked for")
     axis.set_ylabel("return got")
     grid(axis)
-    below = "Bars: standard deviation over episodes. Dashed: what was asked. Shaded: the returns of the data."
-    frame(figure, f"Return asked against return got: {plain(env)}", below, beside=1.4)
-    label_ends(axis, ends)
+    seeds = max(len(arm.runs) for arm in arms)
+    band = f" Lines: means of {seeds} runs with other seeds; band: lowest to highest." * (seeds > 1)
+    below = (
+        "Bars: standard deviation over episodes. Dashed: what was asked. Grey: the returns of the data."
+        f"{chr(10) * bool(band)}{band.strip()}"
+    )
+    frame(figure, f"Return asked against return got: {plain(env)}", below, beside=1.9)
+    label_ends(axis, [(line[1] if math.isnan(x) else x, *more) for x, *more in ends])
     return Picture("asked", "Return asked against return got", "Mean returns of episodes by the return asked for.",
                    figure)  # fmt: skip
 
@@ -146,23 +104,54 @@ def said(run: ImitationRows) -> str:
     return text
 
 
-def write_imitation_report(paths: Sequence[Path], out: Path) -> Path:
-    """Draw the pictures and write report.html into `out`; returns the page's path."""
+def said_of_arm(arm: ImitationArm) -> str:
+    """One sentence about the runs of an arm."""
+    rank = arm.rank_correlation()
+    text = f"{arm.name}, {len(arm.runs)} run{'s' * (len(arm.runs) > 1)}"
+    for one in arm.got():
+        what = "" if math.isnan(one.target) else f"asked {one.target:g}, "
+        text += f"; {what}got {one.mean:.3f}"
+    return text + ("" if math.isnan(rank) else f"; rank correlation of asked and got {rank:.3f}")
+
+
+def figures_of(arm: ImitationArm, scores: tuple[float, float] | None) -> dict:
+    """The figures of an arm. scores: the mean returns of random actions and an expert, 0 and 100 normalised points."""
+    asked = []
+    for one in arm.got():
+        row: dict[str, object] = {} if math.isnan(one.target) else {"target": one.target}
+        row |= {"got": one.mean, "each": one.each, "deviation": one.deviation}
+        if not any(math.isnan(share) for share in one.success):
+            row["success"] = one.success
+        if scores is not None:
+            row["points"] = [round(100 * (got - scores[0]) / (scores[1] - scores[0]), 2) for got in one.each]
+        asked.append(row)
+    spans = [run.steps[-1].record.get("span_average") for run in arm.runs if run.steps]
+    seeds = [run.config.get("imitate", {}).get("seed") for run in arm.runs]
+    found: dict[str, object] = {"arm": arm.name, "env": arm.runs[0].env, "parameters": arm.runs[0].parameters,
+                                "runs": [run.name for run in arm.runs], "seeds": seeds, "asked": asked}  # fmt: skip
+    if not math.isnan(arm.rank_correlation()):
+        found["rank_correlation"] = arm.rank_correlation()
+    return found | ({"span_average": spans} if any(each is not None for each in spans) else {})
+
+
+def write_imitation_report(paths: Sequence[Path], out: Path, scores: tuple[float, float] | None = None) -> Path:
+    """Draw the pictures, write report.html and the figures of all arms into `out`; returns the page's path. scores: see
+    `figures_of`."""
     runs = [read_imitation(path) for path in paths]
+    arms = imitation_arms(runs)
     out.mkdir(parents=True, exist_ok=True)
     body = [html.heading(1, "Learning from recorded episodes")]
     body += [html.paragraph(said(run)) for run in runs]
+    body += [html.paragraph(said_of_arm(arm)) for arm in arms]
     lowest, highest = min(run.returns[0] for run in runs), max(run.returns[1] for run in runs)
-    pictures = [
-        loss_picture(runs),
-        asked_picture({run.name: run.asked for run in runs}, runs[0].env, (lowest, highest)),
-    ]
-    for picture in pictures:
+    for picture in (loss_picture(runs), asked_picture(arms, runs[0].env, (lowest, highest))):
         if picture is not None:
             body.append(html.picture(picture.title, picture.sentence, picture.save(out / f"{picture.name}.png")))
     for run in runs:
         cells = [[section, json.dumps(values, ensure_ascii=False)] for section, values in run.config.items()]
         body.append(html.folded(f"Configuration of {run.name}", html.table(["section", "values"], cells, "long")))
+    rows = [figures_of(arm, scores) for arm in arms]
+    write_text(out / RESULTS, json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
     page = out / "report.html"
     write_text(page, html.page("Learning from recorded episodes", body).encode(errors="replace").decode())
     return page

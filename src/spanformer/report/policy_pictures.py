@@ -61,7 +61,8 @@ def curve_picture(arms: Sequence[Arm]) -> Picture | None:
     band = f"Lines are means of up to {seeds} runs with other seeds, shaded from the lowest to the highest. " * (
         seeds > 1
     )
-    below = f"{band}Running means over {SMOOTHED} updates; actions are drawn at random while training."
+    gap = "\n" if len(panels) == 1 else ""  # a narrow picture has two lines
+    below = f"{band}{gap}Running means over {SMOOTHED} updates; actions are drawn at random while training."
     frame(figure, f"Learning curves: {plain(task_of(arms))}", below)
     figure.subplots_adjust(right=1 - BESIDE / figure.get_size_inches()[0])
     names = [textwrap.fill(plain(arm.name, 90), 28) for arm in arms]

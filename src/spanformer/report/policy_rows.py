@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +11,14 @@ import numpy as np
 
 from spanformer.core.events import FILE, ResumeEvent
 from spanformer.core.policy_events import PlayEvent, PolicyStartEvent, UpdateEvent
+from spanformer.report.arms import group_runs
 from spanformer.report.rows import Line
 
 SMOOTHED = 5
 """updates of the running mean"""
-RUN_ONLY = {"out", "resume"}, {"seed", "threads", "tensorboard", "save_every", "keep", "eval_episodes"}
-"""settings that do not make another arm: of the file, of [ppo]"""
+RUN_ONLY = {"out", "resume", "ppo.seed", "ppo.threads", "ppo.tensorboard", "ppo.save_every", "ppo.keep",
+            "ppo.eval_episodes"}  # fmt: skip
+"""settings that do not make another arm"""
 
 
 @dataclass(frozen=True)
@@ -101,23 +102,12 @@ class Arm:
 
 def arms_of(runs: Sequence[PolicyRows]) -> list[Arm]:
     """Runs with equal settings together, each arm named by its policy and by what else differs from other arms."""
-    groups: dict[str, list[PolicyRows]] = {}
-    for run in runs:
-        groups.setdefault(json.dumps(_settings(run), sort_keys=True), []).append(run)
-    each = list(groups.values())
-    if len(each) == 1:
-        return [Arm(policy_name(runs[0].config), each[0])]
-    flat = [_flat(_settings(group[0])) for group in each]
-    differ = [key for key in flat[0] if len({str(one.get(key)) for one in flat}) > 1 and key not in NAMED]
-    if "model.attention.kind" in differ:  # it says more than the numbers that go with it
-        beside = ("model.attention.", "optim.span_lr")
-        differ = [key for key in differ if key == "model.attention.kind" or not key.startswith(beside)]
-    names = []
-    for one, group in zip(flat, each, strict=True):
-        blocks = one.get("ppo.policy") == "transformer"
-        more = [_said(key, one[key]) for key in differ if key in one and (blocks or not key.startswith("model."))]
-        names.append(", ".join([policy_name(group[0].config), *more]))
-    return [Arm(name, group) for name, group in zip(names, each, strict=True)]
+    arms = []
+    for group in group_runs([run.config for run in runs], RUN_ONLY, NAMED):
+        some = [runs[n] for n in group.runs]
+        blocks = group.settings.get("ppo.policy") == "transformer"
+        arms.append(Arm(", ".join([policy_name(some[0].config), *group.text(model=blocks)]), some))
+    return arms
 
 
 NAMED = {"ppo.policy", "model.block", "model.order", "model.gate"}
@@ -132,23 +122,3 @@ def policy_name(config: dict) -> str:
         gate = model.get("gate")
         return "Gated Transformer-XL" + ("" if gate in (None, "gru") else f", {gate} gate")
     return f"Transformer-XL, {model.get('order', 'pre')}-norm"
-
-
-def _said(key: str, value: object) -> str:
-    return str(value) if key in ("model.attention.kind", "env.id") else f"{key.rsplit('.', 1)[-1]} {value}"
-
-
-def _settings(run: PolicyRows) -> dict:
-    config = copy.deepcopy(run.config)
-    for name in RUN_ONLY[0]:
-        config.pop(name, None)
-    for name in RUN_ONLY[1]:
-        config.get("ppo", {}).pop(name, None)
-    return config
-
-
-def _flat(config: dict, before: str = "") -> dict[str, object]:
-    found: dict[str, object] = {}
-    for key, value in config.items():
-        found |= _flat(value, f"{before}{key}.") if isinstance(value, dict) else {before + key: value}
-    return found

@@ -1,14 +1,15 @@
-"""An LSTM over windows that hold several episodes, as one batch of stretches that do not cross an episode's end.
+"""An LSTM over windows that hold several episodes, in one call.
 
 Long Short-Term Memory (Hochreiter and Schmidhuber, 1997), with forget gates
 
     c_t = σ(f) c_{t−1} + σ(i) tanh(g)        h_t = σ(o) tanh(c_t)        i, f, g, o of x_t and h_{t−1}
 
-PyTorch runs a padded batch by one call of oneDNN and a packed one step by step, some ten times as slow. The end of a
-padded stretch is not its last step, so its last state would be lost: one more input, 1 in padding, holds the cell there
-(f → ∞, i → −∞), and h is taken from the last real step.
+PyTorch runs a whole batch by one call of oneDNN, which knows nothing of episodes; a packed batch runs step by step,
+some ten times as slow. So a step whose gates are all shut (i, f, o → −∞) is put in before each episode: it leaves h = 0
+and c = 0. Rows with fewer episodes end in padding that keeps the cell (f → ∞, i → −∞); h is taken from the last real
+step.
 
-Shapes: B rows, T steps, S stretches of at most L steps, D hidden size.
+Shapes: B rows, T steps, L steps with those put in, D hidden size.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class LSTMCore(nn.Module):
         super().__init__()
         d = config.dim
         self.lstm = nn.LSTM(d, d, batch_first=True)
-        self.register_buffer("holds", SURE * torch.tensor([-1.0, 1.0, 0.0, 0.0]).repeat_interleave(d)[:, None], False)
+        # of the gates i, f, g, o: an episode begins, and padding
+        gates = SURE * torch.tensor([[-1.0, -1.0, 0.0, -1.0], [-1.0, 1.0, 0.0, 0.0]])
+        self.register_buffer("shut", gates.repeat_interleave(d, 1).t().contiguous(), persistent=False)
 
     def start(self, rows: int) -> Carried:
         zeros = torch.zeros(rows, self.lstm.hidden_size)
@@ -47,16 +50,17 @@ class LSTMCore(nn.Module):
             hidden, cell = torch.lstm_cell(h[:, 0], (hidden * same, cell * same), *self._weights())
             after = {"hidden": hidden.detach(), "cell": cell.detach(), "episode": episode[:, -1]}
             return hidden[:, None], Carried(after), h.new_zeros(())
-        row, start, end = stretches(begins)
-        keep = ~begins[row, start][:, None]
-        token = start[:, None] + torch.arange(int((end - start).max()))
-        padding = (token >= end[:, None])[..., None].to(h.dtype)
-        x = torch.cat([h[row[:, None], token.clamp(max=steps - 1)], padding], 2)
-        found, cells = self._run(x, hidden[row] * keep, cell[row] * keep)
-        number = torch.zeros_like(episode).index_put((row, start), torch.ones_like(row)).flatten().cumsum(0) - 1
-        number = number.view_as(episode)
-        out = found[number, torch.arange(steps) - start[number]]
-        after = {"hidden": out[:, -1].detach(), "cell": cells[number[:, -1]].detach(), "episode": episode[:, -1]}
+        at = torch.arange(steps) + begins.cumsum(1)  # where each step stands among those put in
+        length = int(at[:, -1].max()) + 1
+        index = at[..., None].expand_as(h)
+        x = h.new_zeros(len(h), length, h.shape[2]).scatter(1, index, h)
+        gates = h.new_zeros(len(h), length, 2)
+        row, step = begins.nonzero(as_tuple=True)
+        gates[row, at[row, step] - 1, 0] = 1
+        gates[..., 1] = torch.arange(length) > at[:, -1:]
+        found, cell = self._run(torch.cat([x, gates], 2), hidden, cell)
+        out = found.gather(1, index)
+        after = {"hidden": out[:, -1].detach(), "cell": cell.detach(), "episode": episode[:, -1]}
         return out, Carried(after), h.new_zeros(())
 
     def _weights(self) -> list[Tensor]:
@@ -64,19 +68,10 @@ class LSTMCore(nn.Module):
         return [lstm.weight_ih_l0, lstm.weight_hh_l0, lstm.bias_ih_l0, lstm.bias_hh_l0]  # pyright: ignore
 
     def _run(self, x: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
-        """x [S, L, D + 1] → h of every step [S, L, D], the last cell [S, D]."""
+        """x [B, L, D + 2] → h of every step [B, L, D], the last cell [B, D]."""
         first, *others = self._weights()
-        weights = [torch.cat([first, self.get_buffer("holds")], 1), *others]
+        weights = [torch.cat([first, self.get_buffer("shut")], 1), *others]
         found, _, cells = torch.lstm(
             x, (hidden[None], cell[None]), weights, True, 1, 0.0, self.training, False, True
         )  # fmt: skip
         return found, cells[0]
-
-
-def stretches(begins: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[S] the row, first step and end of each stretch, in order; begins [B, T]: where an episode does."""
-    first = begins.clone()
-    first[:, 0] = True
-    row, start = first.nonzero(as_tuple=True)
-    follows = (row.roll(-1) == row) & (start.roll(-1) > start)
-    return row, start, torch.where(follows, start.roll(-1), begins.shape[1])

@@ -120,17 +120,17 @@ class Actor:
             # a cut episode goes on after its end, and so does the last step of the window
             asks = t == steps - 1 or result.truncated.any()
             after = self._value_of_next(action, result) if asks else torch.zeros(len(action))
-            log_prob = choice.logits.log_softmax(-1).gather(1, action[:, None])[:, 0]
             terminated, truncated = torch.from_numpy(result.terminated), torch.from_numpy(result.truncated)
             value, reward = choice.value, torch.from_numpy(result.reward)
             seen.append(before)
-            rows.append((action, log_prob, value, reward, terminated, terminated | truncated, after))
+            rows.append((action, choice.logits, value, reward, terminated, terminated | truncated, after))
             for all_of, some in zip(vars(ended_ones).values(), vars(over).values(), strict=True):
                 all_of += some
         self.memory = self.player.memory()
         together = Seen(*(torch.cat(each, 1) for each in zip(*seen, strict=True)))
         found = [torch.stack(each, 1) for each in zip(*rows, strict=True)]
-        action, log_prob, value, reward, terminated, ended, after = found
+        action, logits, value, reward, terminated, ended, after = found
+        log_prob = logits.log_softmax(-1).gather(2, action[..., None])[..., 0]
         follows = torch.cat([value[:, 1:], after[:, -1:]], 1)  # the next step's V, unless the episode ended here
         next_value = torch.where(ended, after, follows).masked_fill(terminated, 0.0)
         return Window(together, start, action, log_prob, value, reward, terminated, ended, next_value), ended_ones
