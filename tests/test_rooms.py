@@ -43,7 +43,9 @@ DOORS["bench"] = set(DOORS)
 DOORS[TOP] = set(DOORS)
 DOORS["cli"] = set(DOORS)
 DOORS["__main__"] = {"cli"}  # python -m spanformer
-BACKENDS = {"native", "flex", "banded", "reference"}
+BACKENDS = {"native", "triton", "flex", "banded", "reference"}
+KERNELS = "spanformer.ops.backends.triton"
+"""the only modules of ops that import anything but torch: triton"""
 
 
 def imported(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
@@ -93,6 +95,8 @@ def faults(source: str, module: str, is_package: bool = False) -> list[str]:
             mine, theirs = backend_of(module), backend_of(name)
             if mine and theirs and mine != theirs:
                 found.append(f"{where}the backend {mine!r} must not import the backend {theirs!r}")
+        elif parts[0] == "triton" and module.startswith(KERNELS):
+            continue
         elif room == "ops" and parts[0] != "torch" and parts[0] not in sys.stdlib_module_names:
             found.append(f"{where}ops stands on torch alone and must not import {name}")
     return found
@@ -127,6 +131,7 @@ REFUSED = {
     "an unknown room": ("spanformer.cli.main", "import spanformer.attic.box", "'attic'"),
     "a module in an unknown room": ("spanformer.attic.box", "", "no room 'attic'"),
     "not torch": ("spanformer.ops.rule", "import numpy as np", "torch alone"),
+    "triton elsewhere": ("spanformer.ops.backends.flex", "import triton", "torch alone"),
     "another backend": (
         "spanformer.ops.backends.flex",
         "from spanformer.ops.backends.reference import distances",

@@ -222,7 +222,7 @@ OTHERS = [
 def test_block_lists_and_mask_mod_are_the_dense_visibility(case: Case):
     _, call = a_call(case)
     seen = visible_pairs(call, distances(call))
-    made = flex.plan(call)
+    (made,) = flex.plan(call)
     dense = flex._flex().create_mask(
         made.mask.closed_mask(), case.b, case.h, *made.block_mask.seq_lengths, device="cpu"
     )
@@ -248,11 +248,11 @@ def test_block_lists_and_mask_mod_are_the_dense_visibility(case: Case):
 def test_full_blocks_of_patterns_and_documents_are_found():
     blocks = BlockIndex.from_dense(torch.ones(512, 512, dtype=torch.bool), 32)
     q = torch.randn(1, 1, 512, 16)
-    some, full = block_cover(flatten(make_call(q, q, q, Rule(1, blocks=blocks))))
+    some, full, _ = block_cover(flatten(make_call(q, q, q, Rule(1, blocks=blocks))))
     assert torch.equal(some[0, 0], torch.ones(4, 4).tril().bool())
     assert torch.equal(full[0, 0], torch.ones(4, 4).tril(-1).bool())
     documents = torch.tensor([0, 0, 1, 1]).repeat_interleave(128)
-    some, full = block_cover(flatten(make_call(q, q, q, Rule(1, documents=documents))))
+    some, full, _ = block_cover(flatten(make_call(q, q, q, Rule(1, documents=documents))))
     assert some.nonzero()[:, 2:].tolist() == [[0, 0], [1, 0], [1, 1], [2, 2], [3, 2], [3, 3]]
     assert full.nonzero()[:, 2:].tolist() == [[1, 0], [3, 2]]
 
@@ -278,7 +278,7 @@ def test_planning_never_waits_for_the_device(causal: bool, dynamic: bool):
     )
     q, k = rand(2, 2, 200, 16), rand(2, 2, 400, 16)
     where = {"q_positions": ids[:, 200:], "k_positions": ids} if causal else {}
-    made = flex.plan(flatten(Call(q, k, k, 0.25, rule=rule, q_documents=ids[:, 200:], k_documents=ids, **where)))
+    (made,) = flex.plan(flatten(Call(q, k, k, 0.25, rule=rule, q_documents=ids[:, 200:], k_documents=ids, **where)))
     assert made.block_mask.kv_indices.shape == (2, 2, 2, 4)
 
 
@@ -383,7 +383,7 @@ def test_new_lengths_reaches_and_spans_do_not_compile_again():
         case = Case(tq=20, tk=tk, seed=seed, reach=(30, 50 + tk), spans=(seed + 1.5, 9.0), terms=("span", "key_bias"))
         _, call = a_call(case)
         with torch.no_grad():
-            out, lse = flex.run_public(flex.plan(call), function)
+            out, lse = flex.run_public(*flex.plan(call), function)
         truth = attend_reference(call)
         torch.testing.assert_close(Attended(out[:, :, :20], lse[:, :, :20]), truth, atol=1e-5, rtol=1e-5)
     assert counter.frame_count == 1
@@ -395,7 +395,7 @@ def test_gradients_through_the_compiled_path(monkeypatch: pytest.MonkeyPatch):
     refusal of gradients on the CPU is lifted."""
     monkeypatch.setattr(flex._flex(), "_validate_device", lambda *_: None)
     leaves, call = a_call(Case(b=2, h=4, hkv=2, tq=100, tk=130, terms=BIG), F64, grad=True)
-    out, lse = flex.run_public(flex.plan(call), compiled("aot_eager"))
+    out, lse = flex.run_public(*flex.plan(call), compiled("aot_eager"))
     got = flex._with_sinks(out[:, :, :100], lse[:, :, :100], call.sink_logits)
     truth = attend_reference(call)
     g_out, g_lse = torch.randn_like(truth.out), torch.randn_like(truth.lse)
@@ -420,7 +420,7 @@ def test_compiled_forward_skips_blocks_and_stays_equal(case: Case):
     """Inductor's CPU kernel has no lse, but reads the block lists."""
     case = dataclasses.replace(case, tq=290, tk=600, d=32)
     _, call = a_call(case)
-    made = flex.plan(call)
+    (made,) = flex.plan(call)
     with torch.no_grad():
         out, _ = flex.run_public(made, compiled("inductor"), lse=False)
     torch.testing.assert_close(out[:, :, : case.tq], attend_reference(call).out, atol=1e-5, rtol=1e-5)

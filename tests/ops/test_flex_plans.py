@@ -108,7 +108,7 @@ def test_variants_beyond_torchs_limits_compile() -> None:
 
 @torch.no_grad()
 def assert_runs(call: Lowered, backend: object) -> None:
-    out, lse = flex.run_public(flex.plan(call), flex._compiled(flex.variant(call), backend))
+    out, lse = flex.run_public(*flex.plan(call), flex._compiled(flex.variant(call), backend))
     tq = call.q.shape[2]
     torch.testing.assert_close(Attended(out[:, :, :tq], lse[:, :, :tq]), attend_reference(call), atol=1e-5, rtol=1e-5)
 
@@ -121,7 +121,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[Lowered]:
     """The calls whose block lists are made."""
     calls, lists = [], flex.block_lists
     monkeypatch.setattr(flex, "_plans", Plans())
-    monkeypatch.setattr(flex, "block_lists", lambda call: calls.append(call) or lists(call))
+    monkeypatch.setattr(flex, "block_lists", lambda call, split: calls.append(call) or lists(call, split))
     return calls
 
 

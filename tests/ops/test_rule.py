@@ -273,7 +273,10 @@ class TestBadCalls:
             ({"dropout": 1.0}, ["dropout is 1.0", "expected 0 ≤ dropout < 1"]),
             ({"dropout": -0.1}, ["dropout is -0.1", "expected 0 ≤ dropout < 1"]),
             ({"dropout": math.nan}, ["dropout is nan", "expected 0 ≤ dropout < 1"]),
-            ({"backend": "dense"}, ["backend is 'dense'", "expected 'auto' or one of native, flex, banded, reference"]),
+            (
+                {"backend": "dense"},
+                ["backend is 'dense'", "expected 'auto' or one of native, triton, flex, banded, reference"],
+            ),
         ],
     )
     def test_each_argument_is_named(self, change, words):
@@ -561,7 +564,13 @@ class TestChoice:
 
     def test_backends_say_why_not(self, install):
         install(native=(["the kernel is not built"], []), flex=([], ["a reason about a call"]))
-        assert backends() == {"native": ["the kernel is not built"], "flex": [], "banded": [], "reference": []}
+        assert backends() == {
+            "native": ["the kernel is not built"],
+            "triton": [],
+            "flex": [],
+            "banded": [],
+            "reference": [],
+        }
 
     def test_auto_uses_the_first_backend_that_serves(self, install):
         install()

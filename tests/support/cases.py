@@ -198,15 +198,21 @@ def _union(case: Case, rule: Rule) -> Rule | Union:
 
 
 def check(
-    case: Case, backend: str, dtype: torch.dtype = torch.float32, factor: float = FACTOR, highest: float = FLOOR
-) -> None:
+    case: Case, backend: str, dtype: torch.dtype = torch.float32, factor: float = FACTOR, highest: float = FLOOR,
+    call: Callable = attend,
+) -> None:  # fmt: skip
     """Raise if the backend is further from the float64 oracle than `factor` times a dense run in its own dtype.
-    highest: the floors of gradients may be raised as far as this, where a dense run cancels exactly."""
+    highest: the floors of gradients may be raised as far as this, where a dense run cancels exactly. call: how the
+    backend is called."""
     made = make(case)
     if dtype != torch.float64:  # inputs as the backend will see them: rounding them is not its error
         made.inputs = {name: t.to(dtype).double() for name, t in made.inputs.items()}
         made.g_out, made.g_lse = made.g_out.to(dtype).double(), made.g_lse.to(dtype).double()
-    truth, dense, got = run(made, "reference", torch.float64), run(made, "reference", dtype), run(made, backend, dtype)
+    truth, dense, got = (
+        run(made, "reference", torch.float64),
+        run(made, "reference", dtype),
+        run(made, backend, dtype, call),
+    )
     floors = _floors(made, truth, highest, dtype) if highest > FLOOR else {}
     wrong = differences(truth, dense, got, dtype, factor, floors)
     assert not wrong, f"{backend} {dtype} on [{case.name}]: " + "; ".join(wrong)

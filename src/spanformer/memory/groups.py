@@ -12,8 +12,8 @@ def group_heads(context: list[int], past: int, device: torch.device) -> list[tup
     """Groups of heads, with the number of remembered tokens that each gets: [(heads, need)], the longest first.
 
     A head joins a group if it needs at least three quarters of the tokens of the group's longest head, or at most
-    SLACK fewer: a separate call would save less than it costs. On CUDA all heads are one group: a call's
-    block lists make short heads cheap, and each group's sizes would need a compilation.
+    SLACK fewer: a separate call would save less than it costs. On CUDA all heads are one group: kernels there
+    make short heads cheap, and each group would be launches of its own.
     """
     needs = [min(-(-n // GRAIN) * GRAIN, past) for n in context]
     if device.type == "cuda":

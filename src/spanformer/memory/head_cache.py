@@ -292,4 +292,4 @@ class HeadCache:
 
 def _of_rings(backend: str) -> str:
     """The decoding backend that goes with `backend`."""
-    return backend if backend in ("native", "banded") else "auto"
+    return backend if backend in ("native", "triton", "banded") else "auto"

@@ -30,7 +30,7 @@ class AttentionConfig(Section):
     bias: bool = False
     """biases of the queries, keys, values and output of self-attention"""
     backend: str = "auto"
-    """backend of attention: auto, native, flex, banded or reference"""
+    """backend of attention: auto, native, triton, flex, banded or reference"""
 
     def __post_init__(self) -> None:
         for name in ("max_span", "window"):
@@ -42,7 +42,7 @@ class AttentionConfig(Section):
         within("attention.penalty", self.penalty, 0 <= self.penalty < math.inf, "0 or more")
         within("attention.budget", self.budget, 0 <= self.budget <= 1, "a share of full attention's cost, 0 … 1")
         dropout("attention", self.dropout)
-        known = ("auto", "native", "flex", "banded", "reference")
+        known = ("auto", "native", "triton", "flex", "banded", "reference")
         within("attention.backend", repr(self.backend), self.backend in known, f"one of {', '.join(known)}")
 
 

@@ -16,10 +16,10 @@ from spanformer.ops.rule import Rule
 
 log = logging.getLogger("spanformer")
 
-NAMES = ("native", "flex", "banded", "reference")
+NAMES = ("native", "triton", "flex", "banded", "reference")
 AUTO = {
     "cpu": ("native", "banded"),
-    "cuda": ("flex", "banded"),
+    "cuda": ("triton", "flex", "banded"),
 }  # the first that can serve the call runs it; other devices use banded
 _loaded: dict[str, Backend] = {}
 _logged: set[str] = set()
@@ -124,7 +124,7 @@ def _pick(call: Lowered, name: str) -> Backend:
 
 
 def _backend(name: str) -> Backend:
-    if name not in _loaded:  # imported lazily: loading the kernel and FlexAttention takes time
+    if name not in _loaded:  # imported lazily: loading the kernel, triton and FlexAttention takes time
         _loaded[name] = _import(name)
     return _loaded[name]
 
@@ -133,6 +133,8 @@ def _import(name: str) -> Backend:
     """Import statements, because torch.compile can trace those but not importlib."""
     if name == "native":
         from spanformer.ops.backends.native import BACKEND
+    elif name == "triton":
+        from spanformer.ops.backends.triton import BACKEND
     elif name == "flex":
         from spanformer.ops.backends.flex import BACKEND
     elif name == "banded":

@@ -31,6 +31,8 @@ def merge(parts: Sequence[Attended]) -> Attended:
     total = weight.sum(0)
     nothing = total == 0
     safe = torch.where(nothing, 1, total)
-    share = (weight / safe)[..., None]
-    out = sum((s.to(p.out.dtype) * p.out for s, p in zip(share, parts, strict=True)), torch.zeros_like(parts[0].out))
+    share = (weight / safe)[..., None].to(parts[0].out.dtype)
+    out = share[0] * parts[0].out
+    for s, p in zip(share[1:], parts[1:], strict=True):
+        out = torch.addcmul(out, s, p.out)  # one pass over memory, where a product and a sum are two
     return Attended(out, torch.where(nothing, -math.inf, safe.log() + peak))

@@ -2,5 +2,6 @@
 operator only after Python has registered it."""
 
 import spanformer.ops.backends.native
+import spanformer.ops.backends.triton.operator
 import spanformer.ops.decode.operator
 import spanformer.ops.linear.matrix_native  # noqa: F401

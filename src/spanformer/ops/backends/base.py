@@ -79,3 +79,33 @@ def no_second_derivative(name: str) -> NoReturn:
     raise RuntimeError(
         f"backend {name!r} has no second derivative (create_graph=True); backend='reference' has one, at dense cost"
     )
+
+
+# ---- what hand-written operators share
+
+
+def fold_by_key(grad: Tensor, term: Tensor) -> Tensor:
+    """[B, H, Tk] summed over the axes that a term of keys, [1 or B, 1 or H or fewer, Tk], broadcasts."""
+    b, h, tk = grad.shape
+    if term.shape[1] < h:
+        grad = grad.view(b, term.shape[1], h // term.shape[1], tk).sum(2 if len(term) == b else (0, 2))
+    elif len(term) < b:
+        grad = grad.sum(0)
+    return grad.view(term.shape)
+
+
+def save_call(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor], count: int) -> None:
+    """The `setup_context` of an operator whose first `count` inputs have gradients. Other tensors are saved too, so
+    that autograd refuses a backward pass after an in-place change of them."""
+    ctx.save_for_backward(*inputs[:count], *output, *(t for t in inputs[count:] if isinstance(t, Tensor)))
+    ctx.fixed = [None if isinstance(t, Tensor) else t for t in inputs[count:]]
+    ctx.are_tensors = [isinstance(t, Tensor) for t in inputs[count:]]
+    ctx.set_materialize_grads(False)
+
+
+def saved_call(ctx: Any, count: int) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, Tensor], list]:
+    """(inputs with gradients, the operator's two results, its other inputs), as `save_call` was given them."""
+    saved = ctx.saved_tensors
+    tensors = iter(saved[count + 2 :])
+    fixed = [next(tensors) if is_tensor else t for t, is_tensor in zip(ctx.fixed, ctx.are_tensors, strict=True)]
+    return saved[:count], saved[count : count + 2], fixed

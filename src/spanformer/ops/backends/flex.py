@@ -4,6 +4,9 @@ BlockMask (flex_blocks).
 On CUDA the call goes through `torch.compile(flex_attention)`. On the CPU it runs FlexAttention's own eager definition,
 which is dense inside: for tests only.
 
+A score_mod runs on every pair, and its logarithm is computed in software: 57 instructions a pair instead of 12. So a
+long call with spans runs twice, without log m on blocks whose pairs all have m = 1, with it on the ramp; `merge` joins.
+
 Shapes: B batch, H query heads, Tq and Tk queries and keys, padded here to whole blocks of 128, in buckets.
 """
 
@@ -15,6 +18,7 @@ import logging
 import math
 import types
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,6 +28,7 @@ from spanformer.ops.attended import Attended
 from spanformer.ops.backends.base import COMMON, Backend, unserved_terms
 from spanformer.ops.backends.flex_blocks import (
     BLOCK,
+    Lists,
     block_lists,
     bucket,
     grid_shape,
@@ -43,6 +48,7 @@ from spanformer.ops.backends.flex_mods import (
 )
 from spanformer.ops.backends.flex_plans import Plans, Seen
 from spanformer.ops.lower import Lowered
+from spanformer.ops.merge import merge
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -51,6 +57,7 @@ log = logging.getLogger("spanformer")
 
 GRID_CELLS = 1 << 26  # the largest grid of a BlockIndex: 256 MiB
 RECOMPILES = 64  # limit for one variant: with and without gradients, and for other strides
+SPLIT_FROM = 2048  # visible keys from which the logarithm costs more than a second call and the merge, by arithmetic
 _plans = Plans()
 
 
@@ -67,30 +74,45 @@ class Plan(NamedTuple):
 
 
 def attend_flex(call: Lowered) -> Attended:
-    made = plan(call)
+    parts, made = parts_of(call), plan(call)
     if call.q.device.type == "cpu":
         _warn_dense()
-        out, lse = _run_eager(made)
+        done = [_run_eager(one) for one in made]
+    elif torch.compiler.is_compiling():
+        done = [run_public(one, _flex().flex_attention) for one in made]
     else:
-        tracing = torch.compiler.is_compiling()
-        out, lse = run_public(made, _flex().flex_attention if tracing else _compiled(variant(call)))
+        done = [run_public(one, _compiled(variant(part))) for part, one in zip(parts, made, strict=True)]
     tq = call.q.shape[2]
-    out, lse = out[:, :, :tq], lse[:, :, :tq]
+    each = [Attended(out[:, :, :tq], lse[:, :, :tq]) for out, lse in done]
+    out, lse = each[0] if len(each) == 1 else merge(each)
     return Attended(out, lse) if call.sink_logits is None else _with_sinks(out, lse, call.sink_logits)
 
 
-def plan(call: Lowered) -> Plan:
-    """Pad the call and translate its rule into FlexAttention's terms."""
+def parts_of(call: Lowered) -> tuple[Lowered, ...]:
+    """The call, or two with the same keys, of which each visits other blocks: those of the first need no span."""
+    if call.span is None or min(call.k.shape[2], max(call.reach_list())) < SPLIT_FROM:
+        return (call,)
+    return replace(call, span=None), call
+
+
+def plan(call: Lowered) -> list[Plan]:
+    """Pad the call and translate each part of it into FlexAttention's terms."""
     q, k, v = (pad(t, 2) for t in (call.q, call.k, call.v))
-    shared = shared_tensors(call)
-    score, seen = score_mod_of(call, q, shared), _plans.find(call)
+    parts, seen = parts_of(call), _plans.find(call)
+    shared = [shared_tensors(part) for part in parts]
+    scores = [score_mod_of(part, q, tensors) for part, tensors in zip(parts, shared, strict=True)]
     if seen is None:
-        mask = mask_mod_of(call, shared)
-        blocks = _flex().BlockMask.from_kv_blocks(
-            *block_lists(call), BLOCK_SIZE=BLOCK, mask_mod=mask.closed_mask(), seq_lengths=(q.shape[2], k.shape[2])
-        )
-        _plans.keep(call, seen := Seen(mask, blocks))
-    return Plan(q, k, v, score, *seen, call.scale)
+        lists = block_lists(call, len(parts) == 2)
+        size = q.shape[2], k.shape[2]
+        masks = [mask_mod_of(part, tensors, one.own) for part, tensors, one in zip(parts, shared, lists, strict=True)]
+        seen = tuple(Seen(mask, _block_mask(mask, one, size)) for mask, one in zip(masks, lists, strict=True))
+        _plans.keep(call, seen)
+    return [Plan(q, k, v, score, *one, call.scale) for score, one in zip(scores, seen, strict=True)]
+
+
+def _block_mask(mask: Mod, lists: Lists, lengths: tuple[int, int]) -> BlockMask:
+    make = _flex().BlockMask.from_kv_blocks
+    return make(*lists.some, *lists.full, BLOCK_SIZE=BLOCK, mask_mod=mask.closed_mask(), seq_lengths=lengths)
 
 
 def variant(call: Lowered) -> Hashable:

@@ -23,15 +23,32 @@ FAR = 1 << 40  # a position that no token has
 HIDDEN = FULL - 1  # the mask id of a pattern's block that is not stored
 
 
-def block_lists(call: Lowered) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The key blocks of each query block, in the form of `BlockMask.from_kv_blocks`: how many and which have some
-    visible pairs, [1 or B, 1 or H, nq] and [1 or B, 1 or H, nq, nk] int32, then how many and which have no others."""
-    some, full = block_cover(call)
-    return *_listed(some & ~full), *_listed(full)
+class Lists(NamedTuple):
+    """The key blocks of each query block, as `BlockMask.from_kv_blocks` takes them: how many, [1 or B, 1 or H, nq],
+    and which, [1 or B, 1 or H, nq, nk], int32."""
+
+    some: tuple[Tensor, Tensor]
+    """with visible pairs"""
+    full: tuple[Tensor, Tensor] | tuple[None, None]
+    """with visible pairs only, and not among the others; (None, None) if these are not told apart"""
+    own: Tensor | None = None
+    """[1 or B, 1 or H, nq, nk] bool: the blocks of this part of a call, for its mask; None: all"""
 
 
-def block_cover(call: Lowered) -> tuple[Tensor, Tensor]:
-    """[1 or B, 1 or H, nq, nk] each: blocks that may have a visible pair, and those with visible pairs only.
+def block_lists(call: Lowered, split: bool = False) -> list[Lists]:
+    """split: in two parts, blocks whose visible pairs all have m = 1, and those on the ramp of some query. The ramp is
+    about as wide as a block, so hardly any of its blocks is full: all of them get the mask."""
+    some, full, level = block_cover(call)
+    if not split:
+        return [Lists(_listed(some & ~full), _listed(full))]
+    whole = full & level
+    first = Lists(_listed(some & level & ~whole), _listed(whole), level)
+    return [first, Lists(_listed(some & ~level), (None, None), ~level)]
+
+
+def block_cover(call: Lowered) -> tuple[Tensor, Tensor, Tensor]:
+    """[1 or B, 1 or H, nq, nk] each: blocks that may have a visible pair, those with visible pairs only, and those
+    without a pair on the ramp.
     Exact for a band over consecutive positions; other terms, and positions with gaps, may list a block without visible
     pairs."""
     tk = call.k.shape[2]
@@ -48,12 +65,14 @@ def block_cover(call: Lowered) -> tuple[Tensor, Tensor]:
     some, full = some & (first_key < tk), full & (first_key + BLOCK <= tk)  # padded keys are not visible
     some = some & (first_query < call.q.shape[2])  # and blocks of padded queries see nothing, at no cost
 
+    level = torch.ones_like(some)
     if call.reach is not None:
         reach = reaches(call)[:, None, None]
         some, full = some & (near < reach), full & (far < reach)
     if call.span is not None:
         shortest, longest = _span_ranges(call)
-        some, full = some & (ramp_left(longest, near, call.ramp) > 0), full & (ramp_left(shortest, far, call.ramp) > 0)
+        left = ramp_left(shortest, far, call.ramp)
+        some, full, level = some & (ramp_left(longest, near, call.ramp) > 0), full & (left > 0), left >= call.ramp
     if call.key_bias is not None:
         hidden = is_hidden(call.key_bias.detach())
         hidden = hidden if hidden.shape[1] == 1 else hidden.repeat_interleave(call.heads // hidden.shape[1], 1)
@@ -67,7 +86,7 @@ def block_cover(call: Lowered) -> tuple[Tensor, Tensor]:
     if call.blocks is not None:
         listed, covered = _pattern_cover(call, at)
         some, full = some & listed, full & covered
-    return some, some & full
+    return some, some & full, level
 
 
 def _listed(mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -116,10 +116,12 @@ def score_mod_of(call: Lowered, q: Tensor, shared: dict[str, Tensor]) -> Mod | N
     return Mod(score_mod, tuple(tensors.values()))
 
 
-def mask_mod_of(call: Lowered, shared: dict[str, Tensor]) -> Mod:
-    """Which pairs are visible."""
+def mask_mod_of(call: Lowered, shared: dict[str, Tensor], own: Tensor | None = None) -> Mod:
+    """Which pairs are visible. own: the blocks of this part of a call (`Lists.own`)."""
     (b, h, _, _) = call.q.shape
     tensors = {name: t.detach() for name, t in shared.items()}
+    if own is not None:
+        tensors["own"] = own.expand(b, h, -1, -1)
     if call.reach is not None:
         tensors["reach"] = reaches(call)
     if call.key_bias is not None:
@@ -139,6 +141,8 @@ def mask_mod_of(call: Lowered, shared: dict[str, Tensor]) -> Mod:
         t = dict(zip(names, captured, strict=True))
         seen = t["shown"][b, h, j] if "shown" in t else j < t["keys"][h]
         d = geometry.distance(t, b, h, i, j)
+        if "own" in t:
+            seen = seen & t["own"][b, h, i // BLOCK, j // BLOCK]
         if causal:
             seen = seen & (d >= 0)
         if "reach" in t:

@@ -1,5 +1,5 @@
-"""Block masks shared by calls that see the same pairs: layers with equal windows, or with a common tensor of spans, are
-planned once per step.
+"""Block masks of each part of a call, shared by calls that see the same pairs: layers with equal windows, or with a
+common tensor of spans, are planned once per step.
 
 Comparing calls reads no device: numbers on the host (reaches, sizes) compare by value, tensors by memory and
 version. A write through `.data` is not noticed.
@@ -35,16 +35,16 @@ class Plans:
     """The last few plans."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Hashable, tuple[Seen, list[Tensor]]] = OrderedDict()
+        self._known: OrderedDict[Hashable, tuple[tuple[Seen, ...], list[Tensor]]] = OrderedDict()
 
-    def find(self, call: Lowered) -> Seen | None:
+    def find(self, call: Lowered) -> tuple[Seen, ...] | None:
         key = _key(call)
         if key not in self._known:
             return None
         self._known.move_to_end(key)
         return self._known[key][0]
 
-    def keep(self, call: Lowered, seen: Seen) -> None:
+    def keep(self, call: Lowered, seen: tuple[Seen, ...]) -> None:
         if (key := _key(call)) is None:
             return
         # The tensors in the key stay allocated, or others could get their addresses.

@@ -14,8 +14,11 @@ from spanformer.ops.attended import Attended
 from spanformer.ops.backends.base import (
     COMMON,
     Backend,
+    fold_by_key,
     no_second_derivative,
     refuse_second_derivative,
+    save_call,
+    saved_call,
     unserved_derivatives,
     unserved_terms,
 )
@@ -80,7 +83,7 @@ def _backward(g_out, g_lse, out, lse, inputs, fixed: Fixed, wanted) -> list[Tens
     grads = list(run_backward(_dense(q), _dense(k), _dense(v), out, lse, g_out, g_lse, terms, _laid(fixed), wanted[3:]))
     for n in (3, 5):  # key_bias and key_span
         if (grad := grads[3 + n]) is not None:
-            grads[3 + n] = _fold_by_key(grad, learned[n])
+            grads[3 + n] = fold_by_key(grad, learned[n])
     pairs = zip(grads, inputs, wanted, strict=True)
     return [g if g is None or not want or g.dtype == t.dtype else g.to(t.dtype) for g, t, want in pairs]
 
@@ -161,16 +164,12 @@ def _attend_backward_fake(g_out, g_lse, out, lse, *args):
     return [t.new_empty(t.shape) if t is not None and want else out.new_empty(0) for t, want in pairs]
 
 
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:COUNT], *output, *(t for t in inputs[COUNT:] if isinstance(t, Tensor)))
-    ctx.fixed = [None if isinstance(t, Tensor) else t for t in inputs[COUNT:]]
-    ctx.are_tensors = [isinstance(t, Tensor) for t in inputs[COUNT:]]
+def _saved(ctx, inputs, output):
+    save_call(ctx, inputs, output, COUNT)
 
 
 def _operator_backward(ctx, g_out, g_lse):
-    saved = ctx.saved_tensors
-    inputs, (out, lse), tensors = saved[:COUNT], saved[COUNT : COUNT + 2], iter(saved[COUNT + 2 :])
-    fixed = [next(tensors) if is_tensor else t for t, is_tensor in zip(ctx.fixed, ctx.are_tensors, strict=True)]
+    inputs, (out, lse), fixed = saved_call(ctx, COUNT)
     wanted = [bool(want) and t is not None for want, t in zip(ctx.needs_input_grad[:COUNT], inputs, strict=True)]
     g_out = torch.zeros_like(out) if g_out is None else g_out
     g_lse = torch.zeros_like(lse) if g_lse is None else g_lse
@@ -178,7 +177,7 @@ def _operator_backward(ctx, g_out, g_lse):
     return *(g if want else None for g, want in zip(grads, wanted, strict=True)), *([None] * len(fixed))
 
 
-torch.library.register_autograd("spanformer::attend", _operator_backward, setup_context=_setup_context)
+torch.library.register_autograd("spanformer::attend", _operator_backward, setup_context=_saved)
 torch.library.register_autograd("spanformer::attend_backward", lambda ctx, grads: no_second_derivative("native"))
 
 
@@ -198,13 +197,6 @@ def _laid(fixed: Fixed) -> Fixed:
         if t is not None:
             return fixed.with_ids([None if t is None else as_laid(t) for t in ids])
     return fixed
-
-
-def _fold_by_key(grad: Tensor, term: Tensor) -> Tensor:
-    """[B, H, Tk] summed over the axes that the term broadcasts."""
-    b, h, tk = grad.shape
-    grad = grad.view(b, term.shape[1], h // term.shape[1], tk).sum(2)
-    return grad.sum(0, keepdim=True) if term.shape[0] == 1 else grad
 
 
 _unserved = unserved_terms(Lowered, "the native kernel", (*COMMON, "key_span", "orders"))

@@ -7,6 +7,7 @@ and sink slots.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from spanformer.ops.decode.banded import BandedDecode
 from spanformer.ops.decode.held import Rings
 from spanformer.ops.rule import UNLIMITED, Rule
 from spanformer.ops.tables import ENDING, TABLES
+
+if TYPE_CHECKING:
+    from spanformer.ops.backends.triton.rings import TritonDecode
 
 
 def attend_rings(
@@ -165,14 +169,18 @@ def _native_refuses(q: Tensor, rings: Rings, rule: Rule) -> list[str]:
     return reasons
 
 
-def _prepare(q: Tensor, rings: Rings, rule: Rule, backend: str, scale: float) -> _Native | BandedDecode:
-    reasons = _native_refuses(q, rings, rule)
-    if backend == "native" and reasons:
-        raise ValueError(f"backend 'native' cannot serve this call: {'; '.join(reasons)}")
-    if backend not in ("auto", "native", "banded"):
-        raise ValueError(f"backend is {backend!r}; expected 'auto', 'native' or 'banded'")
-    prepared = BandedDecode if backend == "banded" or reasons else _Native
-    return prepared(q, rings, rule, scale)
+def _prepare(q: Tensor, rings: Rings, rule: Rule, backend: str, scale: float) -> _Native | BandedDecode | TritonDecode:
+    if backend not in ("auto", "native", "triton", "banded"):
+        raise ValueError(f"backend is {backend!r}; expected 'auto', 'native', 'triton' or 'banded'")
+    if backend == "triton" or (backend == "auto" and q.device.type == "cuda"):
+        from spanformer.ops.backends.triton.rings import TritonDecode, refuses_rings
+
+        kind, reasons = TritonDecode, refuses_rings(q, rings, rule)
+    else:
+        kind, reasons = _Native, _native_refuses(q, rings, rule)
+    if backend not in ("auto", "banded") and reasons:
+        raise ValueError(f"backend {backend!r} cannot serve this call: {'; '.join(reasons)}")
+    return (BandedDecode if backend == "banded" or reasons else kind)(q, rings, rule, scale)
 
 
 class _Native:
