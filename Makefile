@@ -6,7 +6,7 @@ SOURCES := pyproject.toml constraints.txt setup.py $(wildcard csrc/*.*)
 SANITIZED := build/sanitize/_kernel.so
 TSANNED := build/tsan/_kernel.so
 
-.PHONY: demo test test-all check docs torture sanitize tsan fuzz bench clean
+.PHONY: demo test test-all check docs torture sanitize tsan fuzz bench gpu-check clean
 
 demo: .venv/installed
 	rm -rf out/demo
@@ -60,6 +60,11 @@ fuzz: .venv/with-dev
 
 bench: .venv/with-bench
 	$(BIN)/spanformer bench attention --out docs/results/bench
+
+# On a GPU: equality, then times. Without one: Triton's interpreter and the compile gate. docs/gpu.md
+gpu-check: .venv/with-dev
+	$(BIN)/python -m pytest -q tests/ops/test_triton*.py tests/ops/test_flex*.py
+	$(BIN)/spanformer bench gpu --out out/bench/gpu.json
 
 clean:
 	rm -rf .venv build dist out/demo .pytest_cache .ruff_cache .hypothesis src/*.egg-info

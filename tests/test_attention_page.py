@@ -10,11 +10,12 @@ import pytest
 
 from spanformer.ops import Rule
 from spanformer.ops.backends import banded, flex, native
+from spanformer.ops.backends.triton import checks as triton
 from spanformer.ops.lower import Lowered
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "attention.md").read_text(encoding="utf-8")
 ROWS = {row[1]: row[2] for row in re.finditer(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", PAGE, flags=re.MULTILINE)}
-BACKENDS = {"native": native, "flex": flex, "banded": banded}
+BACKENDS = {"native": native, "triton": triton, "flex": flex, "banded": banded}
 
 
 def test_attention_page_lists_every_term() -> None:

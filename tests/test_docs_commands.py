@@ -46,6 +46,7 @@ NOT_RUN = {
     "make tsan": "so it does",
     "make fuzz": "runs for minutes; tests/ops tests the same cases",
     "make bench": "benchmarks have their own test",
+    "make gpu-check": "runs tests, and `bench gpu`, which has its own",
     ".venv/bin/pre-commit install": "writes into .git",
     '.venv/bin/pytest -q -m "not slow"': "runs this test",
     "torchrun --nproc-per-node 2 -m spanformer train runs/enwik8.toml": "tests/train/test_distributed.py does",

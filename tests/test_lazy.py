@@ -14,7 +14,7 @@ import pytest
 
 import spanformer
 
-HEAVY = ("transformers", "matplotlib", "torch.nn.attention.flex_attention", "spanformer.ops.backends.native")
+HEAVY = ("transformers", "matplotlib", "triton", "torch.nn.attention.flex_attention", "spanformer.ops.backends.native")
 
 # Runs in a fresh interpreter. What plain `import torch` has already imported is no fault of ours. Every way python has
 # of loading a shared library by path (ctypes, torch.ops.load_library) raises the audit event ctypes.dlopen.

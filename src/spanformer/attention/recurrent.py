@@ -22,7 +22,8 @@ from spanformer.ops import AnyRule, Attended, Divide, LinearState, Rule, attend_
 from spanformer.ops.linear.call import BY_SUM
 
 Tensors = dict[str, Tensor]
-BACKENDS = {"auto": "auto", "native": "native", "reference": "reference", "banded": "portable", "flex": "portable"}
+BACKENDS = {"auto": "auto", "native": "native", "reference": "reference"}
+BACKENDS |= dict.fromkeys(("triton", "flex", "banded"), "portable")
 """of `attend_linear`, by the backend of `attend` that a model is set to"""
 MOST_FEATURES = 1 << 16
 """a state has D + 1 numbers for each, and random ones are drawn on the CPU"""

@@ -111,9 +111,9 @@ def find_truth(inputs: Inputs, rule: Rule, rows: Tensor | None = None) -> Truth:
 
 
 def check(forward: Callable[[], Tensor], inputs: Inputs, truth: Truth, *, floor: float = 0.0) -> Verdict:
-    """Run a contender once and compare it with the truth.
+    """Run a contender once and compare it with the truth, which is on the CPU.
 
-    forward: computes out [B, H, Tq, D] of `inputs`. floor: relative error that is allowed in any dtype.
+    forward: computes out [B, H, Tq, D] of `inputs`, on any device. floor: relative error that is allowed in any dtype.
     """
     got = _run(forward, inputs, truth)
     verdict = judge(got, truth.exact, truth.dense, inputs.work.torch_dtype, floor=floor)
@@ -145,7 +145,7 @@ def _run(forward: Callable[[], Tensor], inputs: Inputs, truth: Truth) -> dict[st
     rows = truth.rows
     if "dq" not in truth.exact:
         with torch.no_grad():
-            return {"out": forward()[:, :, rows].double()}
+            return {"out": forward()[:, :, rows].double().cpu()}
     names = [name[1:] for name in truth.exact if name != "out"]
     upstream = torch.zeros_like(inputs.grad)
     upstream[:, :, rows] = inputs.grad[:, :, rows]
@@ -155,7 +155,7 @@ def _run(forward: Callable[[], Tensor], inputs: Inputs, truth: Truth) -> dict[st
     others = torch.ones(inputs.work.queries, dtype=torch.bool)
     others[rows] = False
     got["out"], got["elsewhere"], got["dq"] = out.detach()[:, :, rows], got["dq"][:, :, others], got["dq"][:, :, rows]
-    return {name: t if name == "elsewhere" else t.double() for name, t in got.items()}
+    return {name: t if name == "elsewhere" else t.double().cpu() for name, t in got.items()}
 
 
 def _join(name: str, heads: list[Tensor]) -> Tensor:

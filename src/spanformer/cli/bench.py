@@ -61,7 +61,7 @@ def _command(name: str) -> Command:
 ATTENTION, CONTENT = Command(AttentionBench, run_attention), _command("content")
 CONTEXT = _command("context")
 DECISION, DECODE, DEPTH = _command("decision"), _command("decode"), _command("depth")
-FIT_SPANS, GALLERY = _command("fit-spans"), _command("gallery")
+FIT_SPANS, GALLERY, GPU = _command("fit-spans"), _command("gallery"), _command("gpu")
 HF, KNN, LINEAR = _command("hf"), _command("knn"), _command("linear")
 LONGFORMER, MEMORIES = _command("longformer"), _command("memories")
 PATTERNS, PER_TOKEN = _command("patterns"), _command("per-token")

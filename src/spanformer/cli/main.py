@@ -78,6 +78,7 @@ COMMANDS = {
     "bench gallery": Route(
         "spanformer.cli.bench", "GALLERY", "time every mechanism and position; write docs/gallery.md"
     ),
+    "bench gpu": Route("spanformer.cli.bench", "GPU", "check and time the GPU kernels, also without a GPU"),
     "bench hf": Route("spanformer.cli.bench", "HF", "time a Hugging Face model with and without spans"),
     "bench knn": Route("spanformer.cli.bench", "KNN", "measure what a datastore saves a pretrained model"),
     "bench linear": Route("spanformer.cli.bench", "LINEAR", "time attention with a recurrent state against SDPA"),
