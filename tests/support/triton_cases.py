@@ -35,6 +35,7 @@ CASES = [
     Case(b=2, h=4, hkv=1, tq=40, tk=60, terms=("dynamic", "padding", "sink_logits"), causal=False),
     # spans of single queries
     Case(tq=80, tk=90, terms=("jumpy",), spans=(60.0, 60.0), h=2, hkv=1),
+    Case(tq=70, tk=70, terms=("dynamic",), spans=(3.0,), ramp=32.0, h=1, hkv=1),  # a ramp wider than a tile
     Case(tq=10, tk=25, terms=("dynamic", "distance_bias", "key_bias"), paper_compat=True, reach=(8, 64), h=4),
     Case(tq=40, tk=40, terms=("span",), paper_compat=True, spans=(0.0, 7.5)),
     # tables
