@@ -234,7 +234,9 @@ def test_fit_spans(llama, tmp_path, capsys):
     assert "survey:prose: already measured" in capsys.readouterr().out
     rows = bench(tmp_path, "fit-spans", *options, "--parts", "kv:prose")["kv:prose"]
     assert [rows[f"all tokens, {bits} bits"]["rise"] != 0 for bits in (16, 8, 4)] == [False, True, True]
-    assert rows["learned /3, 4 bits"]["share"] < rows["learned /3, 8 bits"]["share"] < 1 / 3
+    shares = [rows[f"learned /3, {bits} bits"]["share"] for bits in (16, 8, 4)]
+    # of heads of 8 numbers: 16 bytes, 8 and a scale of 4, and 16 of a whole group of 32 with its step and low
+    assert shares == pytest.approx([shares[0], shares[0] * 12 / 16, shares[0] * 20 / 16]) and shares[0] < 1 / 3
     found = bench(tmp_path, "fit-spans", *options, "--parts", "far:prose:3", "--far-features", "2")["far:prose:3"]
     assert found["state_bytes"] >= 0 and 0 < found["share"] <= 1 / 3 and found["bits"] > 0 and found["kl"]
     more = ("layered:prose", "layers:prose:3", "exported:prose:3", "long:prose:3", "recall:prose:3")
@@ -291,6 +293,7 @@ def test_published_commands_have_options_that_exist(line, tmp_path):
     for file in ("models.py", "train.txt", "valid.txt"):
         (tmp_path / file).touch()
     (tmp_path / "fla" / "ops").mkdir(parents=True)
+    (tmp_path / "triton").mkdir()
     stands_for = {"CLONE": str(tmp_path), "FOLDER": str(tmp_path), "lagged": "window"}  # CONTRIBUTING's new mechanism
     options = [stands_for.get(word, word) for word in options]
     leaf = getattr(importlib.import_module(COMMANDS[f"bench {name}"].module), COMMANDS[f"bench {name}"].name)
