@@ -18,8 +18,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from spanformer.ops.backends.triton.launch import LONG_TILES, WAVES
-
 BLOCK_CLOCKS = 1500  # to begin and end a block: first loads, the output's store
 EXIT_CLOCKS = 800  # of a block's second part that has nothing to do
 PARTS = 2
@@ -122,6 +120,8 @@ def predict(
 
 def split_from(kernel: Kernel, heads: int, length: int, batch: int, gpu: Gpu = A100) -> int | None:
     """`least` as the launcher of the forward kernel chooses it."""
+    from spanformer.ops.backends.triton.launch import LONG_TILES, WAVES  # triton reads its environment at import
+
     blocks = batch * heads * -(-length // kernel.tile[0])
     few = blocks <= WAVES * 2 * gpu.sms and length > LONG_TILES * kernel.tile[1]
     return LONG_TILES if few else None
