@@ -46,11 +46,12 @@ def variants(head_size: int, arch: str) -> list[Variant]:
     names = ("D", "BM", "BN", "ATOMIC")
     signature = pointers | {"tokens": "i32", "stride": "i32"} | dict.fromkeys(names, "constexpr")
     divisible = frozenset({*pointers, "stride"})
+    large = (256, 256), 2  # as gfx942 has more registers
     made = []
     for name, tile, warps, atomic in (
         ("good", (64, 64), 4, False),
         ("atomic", (64, 64), 4, True),
-        ("spilling", (256, 128), 4, False),
+        ("spilling", *(large if arch == "gfx942" else ((256, 128), 4)), False),
     ):
         constants = dict(zip(names, (head_size, *tile, atomic), strict=True))
         made.append(Variant(name, product, signature, constants, divisible, warps, 3, tile, 1))
