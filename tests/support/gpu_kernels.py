@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
-
-class Variant(NamedTuple):
-    name: str
-    kernel: Any
-    signature: dict[str, str]
-    constants: dict[str, Any]
-    divisible: frozenset[str]
-    warps: int
-    stages: int
-    tile: tuple[int, int]
-    products: int
+from spanformer.ops.backends.triton.variants import Variant
 
 
 @triton.jit
