@@ -22,7 +22,7 @@ from spanformer.model.gates import make_gate
 from spanformer.model.layer import SelfAttention
 from spanformer.model.norm import make_norm
 from spanformer.model.separable_conv import SeparableConv
-from spanformer.position import Position
+from spanformer.position import LogScaled, Position
 
 
 def make_block(config: ModelConfig, specs: list[HeadSpec]) -> Block:
@@ -102,7 +102,8 @@ def make_position(config: ModelConfig, layer: int = 0) -> Position:
         max_distance=a.max_span + (0 if config.paper_compat else math.ceil(a.ramp)), base=p.base, length=p.length,
         clip=p.clip, scaling=p.scaling, factor=p.factor,
     )  # fmt: skip
-    return POSITIONS[p.kind].make()(spec)
+    made = POSITIONS[p.kind].make()(spec)
+    return LogScaled(made, p.log_scale) if p.log_scale else made
 
 
 def make_depth(config: ModelConfig) -> ACT | Exits | None:

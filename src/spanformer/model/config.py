@@ -144,6 +144,11 @@ class ModelConfig:
 
     def _check_parts(self) -> None:
         """Refuse what does not go together."""
+        if self.kind != "lm" and self.position.log_scale:
+            raise ValueError(
+                f"model.position.log_scale is {self.position.log_scale}, which counts the tokens before a query, and "
+                f"model.kind is {self.kind!r}; expected 0, or kind 'lm'"
+            )
         if self.attention.bias and self.depth.kind != "fixed":
             raise ValueError(
                 f"model.attention.bias is set, and model.depth.kind is {self.depth.kind!r}, whose skipped layers "

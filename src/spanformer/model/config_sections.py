@@ -67,6 +67,9 @@ class PositionConfig:
     random_start: int = 0
     """for absolute positions: in training each text begins at a random position below this number, so that a model
     knows positions that only longer texts reach (Universal Transformers); 0: every text begins at 0"""
+    log_scale: int = 0
+    """scale the scores of the query at position i by ln(i + 2) / ln(log_scale), so that heads which find one token in
+    texts of this length find it in longer ones, too; 0: off"""
 
     def __post_init__(self) -> None:
         within("position.base", self.base, 0 < self.base < math.inf, "a positive, finite number")
@@ -88,6 +91,8 @@ class PositionConfig:
                 f"model.position.random_start is {self.random_start}, and {self.kind} positions are distances, which "
                 "do not depend on where a text begins; expected 0, or an absolute kind such as sinusoidal"
             )
+        if self.log_scale:
+            size("position.log_scale", self.log_scale, 2)
         within("position.factor", self.factor, 1 <= self.factor < math.inf, "at least 1")
         if self.factor != 1 and self.scaling == "none":
             raise ValueError(

@@ -5,6 +5,7 @@ from spanformer.position.alibi import Alibi
 from spanformer.position.base import Encode, Places, Position
 from spanformer.position.da_transformer import DATransformer
 from spanformer.position.distance_bias import DistanceBias
+from spanformer.position.log_scaled import LogScaled
 from spanformer.position.rotary import Rotary
 from spanformer.position.shaw import Shaw
 from spanformer.position.t5 import T5
@@ -18,6 +19,7 @@ __all__ = [
     "DistanceBias",
     "Encode",
     "Learned",
+    "LogScaled",
     "Places",
     "Position",
     "Rotary",

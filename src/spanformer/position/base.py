@@ -30,6 +30,11 @@ class Places(Protocol):
         """[Tk] or [B, Tk] integers. Without positions, queries are the last Tq of the keys."""
         ...
 
+    @property
+    def start(self) -> int:
+        """The position of the first key, where none are given."""
+        ...
+
 
 class Position(nn.Module):
     """The base of every encoding; its methods do nothing. Override those that are needed, `encode`

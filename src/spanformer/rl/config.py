@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from spanformer.kinds import POSITIONS
 from spanformer.model.config import ModelConfig
 from spanformer.train.optim import OptimConfig
 
@@ -91,8 +90,14 @@ class RLConfig:
             raise ValueError(
                 "a policy needs model.kind 'lm', a residual or universal stack and no exits; change the [model] section"
             )
-        if POSITIONS[self.model.position.kind].absolute and self.model.position.kind != "none":
+        position = self.model.position
+        if position.absolute and position.kind != "none":
             raise ValueError(
-                f"model.position.kind is {self.model.position.kind!r}; expected a relative one, such as "
-                "transformer_xl or rotary, since episodes begin anywhere in a policy's memory"
+                f"model.position.kind is {position.kind!r}; expected a relative one, such as transformer_xl or "
+                "rotary, since episodes begin anywhere in a policy's memory"
+            )
+        if position.log_scale:
+            raise ValueError(
+                f"model.position.log_scale is {position.log_scale}; expected 0, since episodes begin anywhere in a "
+                "policy's memory"
             )
