@@ -54,9 +54,9 @@ class DepthBench(BenchOptions):
     """Training steps. Default: what the part needs (with --quick: 2)."""
     seed: int = 1
     """Random seed of the weights and of the order of the texts."""
-    positions: tuple[Literal["sinusoids", "from_zero", "shaw"], ...] = ("sinusoids", "shaw")
-    """Positions of words: sinusoids that begin at random places in training (the paper's), sinusoids from 0 on, or
-    distances that end at 2 (shaw)."""
+    positions: tuple[Literal["sinusoids", "from_zero", "shaw", "sharper"], ...] = ("sharper",)
+    """Positions of words: sinusoids that begin at random places in training (the paper's), sinusoids from 0 on,
+    distances that end at 2 (shaw), or these with scores that grow with the logarithm of the position (sharper)."""
     data: str = ""
     """Copy of enwik8 on disk; by default it is downloaded."""
     source: str = "enwik8"
@@ -121,7 +121,7 @@ def words(bench: Bench[DepthBench]) -> dict:
         for (kind, model), (place, position) in itertools.product(models.items(), places(length, o.positions).items()):
             title = f"{name} {kind} {place}"
             model = replace(model, position=position)
-            steps = o.taken(2400)
+            steps = o.taken(5000)
             lm = trained(bench, recipe(bench, model, task, steps), folder(bench, title.replace(" ", "-")), title)
             parameters = sum(p.numel() for p in lm.blocks.parameters())
             asked = (length, 3 * length // 2, 2 * length)
@@ -136,6 +136,7 @@ def places(length: int, names: tuple[str, ...]) -> dict[str, PositionConfig]:
         "sinusoids": PositionConfig(kind="sinusoidal_per_layer", random_start=5 * length),
         "from_zero": PositionConfig(kind="sinusoidal_per_layer"),
         "shaw": PositionConfig(kind="shaw", clip=2),
+        "sharper": PositionConfig(kind="shaw", clip=2, log_scale=max(2, 3 * length // 2)),
     }
     return {name: known[name] for name in names}
 
