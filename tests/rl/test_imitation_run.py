@@ -17,7 +17,7 @@ from spanformer.model.config import AttentionConfig, ModelConfig
 from spanformer.model.folder import open_part
 from spanformer.report.imitation import read_imitation
 from spanformer.rl.decision_config import ImitateConfig, ImitationConfig
-from spanformer.rl.decision_run import imitate
+from spanformer.rl.decision_run import ask, imitate
 from spanformer.rl.decision_saving import Loaded
 from spanformer.rl.envs.gym import make_batch
 from spanformer.rl.recording import random_player, record
@@ -100,6 +100,17 @@ def ImitationRunUntil(config: ImitationConfig, step: int) -> int:
         result = imitate(config, watch=watch)
     assert result.signal == 15 and not result.asked
     return result.steps
+
+
+def test_final_evaluation_draws_actions(tmp_path: Path, data: dict[str, str]) -> None:
+    config = small(tmp_path / "run", data["key_to_door"], sample=True, eval_episodes=40)
+    asked = imitate(config).asked[0]
+    loaded, env = Loaded(tmp_path / "run"), make_batch("key_to_door", 40, 4)
+    drawn, best = (
+        ask(loaded.model, config, env, asked.target, 40, SMALL.seed + 10_000, greedy=greedy) for greedy in (False, True)
+    )
+    assert asked.length == drawn.lengths.mean() and asked.episode_return == drawn.returns.mean()
+    assert not np.array_equal(drawn.lengths, best.lengths)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -33,6 +33,9 @@ class ImitateConfig:
     """returns to ask for in the final evaluation; empty: the best return of the data"""
     eval_episodes: int = 200
     """episodes of the final evaluation for each target; 0: none"""
+    sample: bool = False
+    """in the final evaluation, draw discrete actions by their probabilities, as the recorded policies did, instead of
+    taking the most probable one"""
     log_every: int = 50
     """steps between rows of events.jsonl"""
     save_every: int = 500

@@ -177,7 +177,10 @@ class ImitationRun(LoggedRun):
         if not number and self.env is not None:
             env = self.env
             for target in targets_of(self.config, self.returns):
-                outcome = ask(self.model, self.config, env, target, c.eval_episodes, c.seed + 10_000, watch=self.watch)
+                outcome = ask(
+                    self.model, self.config, env, target, c.eval_episodes, c.seed + 10_000, greedy=not c.sample,
+                    watch=self.watch,
+                )  # fmt: skip
                 asked.append(asked_event(self.steps, env.name, outcome))
                 self.log_event(asked[-1])
         self.log_event(StopEvent(self.steps, reason, self.seconds))
