@@ -15,6 +15,7 @@ from spanformer.core.peak import unsupported
 from spanformer.report.compare_table import HEADER
 from spanformer.report.events import read_run
 from spanformer.report.spans_text import summary
+from spanformer.train.loop import TrainingLoop
 from support.tiny_runs import _words, options, values, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,6 +96,7 @@ def test_encoders_are_compared_by_all_they_cost(tmp_path, capsys):
     shown = capsys.readouterr().out
     header = next(line for line in shown.splitlines() if line.startswith("| run")).strip("| ").split(" | ")
     unknown = {"layers", "test bits"} | (set() if unsupported() is None else {"peak memory"})
+    header = [name for name in header if not name.startswith("bits at ")]  # times may differ
     assert header == ["run", "bits per masked byte", *(name for name in HEADER[2:] if name not in unknown)]
     full, window = sorted(json.loads((tmp_path / "out" / "compare.json").read_text()), key=lambda row: row["run"])
     assert window["flops_per_token"] < full["flops_per_token"] and "FLOPs" in {*full["best_by"], *window["best_by"]}
@@ -225,3 +227,27 @@ def test_kinds_with_semicolons_are_kinds_of_layers(tmp_path):
     one, two = parse("spanformer compare", [file]).runs
     assert (one.model.attention.kind, one.model.attention.stack) == ("full", ())
     assert two.model.attention.stack == ("window(8)", "full") and Path(two.out).name == "window-8-full"
+
+
+def test_runs_that_stop_after_minutes_are_finished_and_compared_at_equal_ones(tmp_path, capsys, monkeypatch):
+    """Settings are equal, with steps and minutes; full attention is slow, and stops first."""
+    step = TrainingLoop._one_step
+
+    def slow(loop) -> str:
+        loop.progress.seconds += 30.0 if loop.config.model.attention.kind == "full" else 1.0
+        return step(loop)
+
+    monkeypatch.setattr(TrainingLoop, "_one_step", slow)
+    more = 'kinds = ["window(8)", "full"]\n'
+    file, out = run_file(tmp_path, "both", {"train.steps": 6, "train.minutes": 1.0}, more), tmp_path / "out"
+    main(["compare", file, "--out", str(out)])
+    assert "| bits per byte | bits at 128 tokens | bits at " in capsys.readouterr().out
+    stops = [read_run(out / name).stop for name in ("window-8", "full")]
+    assert [(stop.step, stop.reason) for stop in stops] == [(6, "all steps done"), (2, "1 minutes have passed")]
+    window, full = json.loads((out / "compare.json").read_text())
+    assert window["equal_tokens"] == full["equal_tokens"] == full["tokens"] == 2 * 4 * 16
+    assert full["bits_at_equal_tokens"] == full["bits"] and window["bits_at_equal_seconds"] == window["bits"]
+    (at_step_2,) = (row.bits for row in read_run(out / "window-8").evals if row.step == 2)
+    assert window["bits_at_equal_tokens"] == at_step_2 != window["bits"]
+    main(["compare", file, "--out", str(out)])
+    assert capsys.readouterr().out.count("already trained") == 2

@@ -67,7 +67,7 @@ def test_many_runs_get_numbers_and_a_list(tmp_path, named):
 def test_table_names_the_costs_by_which_a_run_is_best(named):
     header, rows = side_by_side(list(named.values()), list(named))
     found = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
-    assert header == ["run", "bits per byte", *COLUMNS] and all(len(row) == len(header) for row in rows)
+    assert header == ["run", "bits per byte", "bits at 80 s", *COLUMNS] and all(len(row) == len(header) for row in rows)
     assert found["learned"]["best by"] == "FLOPs, time, memory" and found["small"]["best by"] == "FLOPs"
     assert found["whole"]["best by"] == NOTHING and found["whole"]["FLOPs, of full"] == "100 %"
     assert found["learned"]["FLOPs, of full"] == "32 %" and found["learned"]["peak memory"] == "381 MiB"

@@ -125,7 +125,8 @@ def _measure(runs: list[RunConfig], report: OnProgress) -> None:
 
 def write_comparison(runs: list[RunConfig], out: Path) -> list[str]:
     """Write the report, and its table as Markdown and JSON; returns the lines to print."""
-    from spanformer.report.compare_table import markdown, numbers, side_by_side
+    from spanformer.report.compare_rows import compare_rows
+    from spanformer.report.compare_table import markdown, side_by_side
     from spanformer.report.events import read_run as read_events
     from spanformer.report.page import write_report
 
@@ -133,7 +134,8 @@ def write_comparison(runs: list[RunConfig], out: Path) -> list[str]:
     names = [printable(Path(each.out).name) for each in runs]
     table = markdown(*side_by_side(read, names))
     write_text(out / "compare.md", table + "\n")
-    write_text(out / "compare.json", json.dumps(numbers(read, names), ensure_ascii=False, indent=1) + "\n")
+    rows = [as_dict(row) for row in compare_rows(read, names)]
+    write_text(out / "compare.json", json.dumps(rows, ensure_ascii=False, indent=1) + "\n")
     page = write_report([Path(each.out) for each in runs], out / "report")
     files = ", ".join(printable(out / name) for name in ("compare.md", "compare.json"))
     return ["", table, "", f"table: {files}", f"report: {printable(page)}"]

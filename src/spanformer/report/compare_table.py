@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from spanformer.report.equal import at_equal
 from spanformer.report.events import Run
 from spanformer.report.measures import (
     NOTHING,
@@ -35,10 +36,27 @@ HEADER = ["run", BITS, "test bits", "exactly right", "parameters", "tokens", "ti
 def side_by_side(runs: Sequence[Run], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
     """A header and a row for each run. FLOPs are those of a training step; of full: the same model with full attention.
     Spans: how far heads look back, or in an encoder to either side. Best by: the costs for which no other run is both
-    better and cheaper."""
+    better and cheaper. Where runs read different numbers of tokens, or trained for different times, bits at the
+    smallest of these follow the final ones."""
     best, units = best_by(runs, names), {run.start.bits_unit for run in runs}
     header = [f"bits per {next(iter(units))}" if name == BITS and len(units) == 1 else name for name in HEADER]
-    return telling(header, [_row(run, name, best.get(name, [])) for run, name in zip(runs, names, strict=True)])
+    rows = [_row(run, name, best.get(name, [])) for run, name in zip(runs, names, strict=True)]
+    for at, (name, bits) in enumerate(_equal_columns(runs).items(), HEADER.index(BITS) + 1):
+        header.insert(at, name)
+        for row, value in zip(rows, bits, strict=True):
+            row.insert(at, f"{value:.3f}")
+    return telling(header, rows)
+
+
+def _equal_columns(runs: Sequence[Run]) -> dict[str, list[float]]:
+    """Bits of each run at equal tokens and at equal time, by the name of their column; only what differs."""
+    equal = at_equal(runs)
+    columns = {}
+    if equal.tokens_differ:
+        columns[f"bits at {amount(equal.tokens)} tokens"] = equal.at_tokens
+    if equal.seconds_differ:
+        columns[f"bits at {lasting(equal.seconds)}"] = equal.at_seconds
+    return columns
 
 
 def telling(header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
@@ -56,27 +74,6 @@ def best_by(runs: Sequence[Run], names: Sequence[str]) -> dict[str, list[str]]:
             for name in front:
                 best.setdefault(name, []).append(_short(label))
     return best
-
-
-def numbers(runs: Sequence[Run], names: Sequence[str]) -> list[dict]:
-    """The same as plain numbers; null for a missing value."""
-    best, found = best_by(runs, names), []
-    for run, name in zip(runs, names, strict=True):
-        curve, last = quality(run), run.steps[-1] if run.steps else None
-        values = {
-            "bits": float(curve.bits[-1]) if len(curve.bits) else math.nan,
-            "exact": math.nan if (right := exact(run)) is None else right[1],
-            "seconds": last.seconds if last else math.nan,
-            "seconds_per_step": seconds_per_step(run),
-            "flops_per_token": counted_per_token(run),
-            "peak_bytes": peak_bytes(run),
-            "layers": mean_depth(run),
-        }
-        row: dict = {"run": name, "unit": run.start.bits_unit, "parameters": run.start.parameters}
-        row |= {"steps": last.step if last else 0, "tokens": last.tokens if last else 0}
-        row |= {key: value if math.isfinite(value) else None for key, value in values.items()}
-        found.append(row | {"best_by": best.get(name, [])})
-    return found
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
