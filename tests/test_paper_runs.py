@@ -47,7 +47,7 @@ def test_comparison_is_valid_and_may_be_interrupted(file: Path) -> None:
 def test_every_arm_takes_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     fake_digits(tmp_path / "packages", monkeypatch)
     runs = [shrink(run, tmp_path) for run in parse("spanformer compare", [str(file)]).runs]
-    train_many(runs)
+    train_many(runs, tmp_path)
     for run in runs:
         (row,) = read_run(Path(run.out)).steps
         assert row.step == 1 and row.loss > 0

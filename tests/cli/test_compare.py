@@ -16,6 +16,7 @@ from spanformer.report.compare_table import HEADER
 from spanformer.report.events import read_run
 from spanformer.report.spans_text import summary
 from spanformer.train.loop import TrainingLoop
+from spanformer.train.run_folder import hold_folder
 from support.tiny_runs import _words, options, values, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -215,7 +216,7 @@ def test_shipped_comparisons_train(tmp_path, file):
     comparison = parse("spanformer compare", [str(file), *_words(small, "")])
     if not comparison.different:
         check_alike(comparison.runs)
-    train_many(comparison.runs)
+    train_many(comparison.runs, tmp_path / "out")
     found = [read_run(Path(run.out)) for run in comparison.runs]
     assert len(found) == len(comparison.runs) and all(
         run.steps[-1].step == 2 and run.steps[-1].loss > 0 for run in found
@@ -251,3 +252,23 @@ def test_runs_that_stop_after_minutes_are_finished_and_compared_at_equal_ones(tm
     assert window["bits_at_equal_tokens"] == at_step_2 != window["bits"]
     main(["compare", file, "--out", str(out)])
     assert capsys.readouterr().out.count("already trained") == 2
+
+
+def test_two_processes_train_kinds_of_one_comparison(tmp_path, capsys, monkeypatch):
+    """The second begins and ends while the first trains; a run that another process trains is refused."""
+    file, out = run_file(tmp_path, "both", {"train.steps": 2}), tmp_path / "out"
+    whole = train_many
+
+    def meanwhile(runs, folder) -> None:
+        monkeypatch.setattr("spanformer.cli.compare.train_many", whole)
+        main(["compare", file, "--out", str(out), "--kinds", "full"])
+        capsys.readouterr()
+        with hold_folder(out / "window-8"):
+            said = refused(capsys, file, "--out", out, "--kinds", "window(8)")
+        assert f"{out / 'window-8'} is in use by process" in said
+        whole(runs, folder)
+
+    monkeypatch.setattr("spanformer.cli.compare.train_many", meanwhile)
+    main(["compare", file, "--out", str(out), "--kinds", "window(8)", "full"])
+    assert "2 of 2: full, already trained" in capsys.readouterr().out
+    assert [row["run"] for row in json.loads((out / "compare.json").read_text())] == ["window-8", "full"]

@@ -99,15 +99,14 @@ def run(comparison: Comparison) -> None:
         report("counting parameters", 0, 0)
         if not comparison.different:
             check_alike(runs)
-    with hold_out(comparison.out):
-        train_many(runs)
-        with Progress(transient=True) as report:
-            if comparison.again:
-                _measure(runs, report)
-            with reporting(comparison.out, "the same command, which does not train finished runs again"):
-                report("drawing the report", 0, 0)
-                for line in write_comparison(runs, comparison.out):
-                    print(line)
+    train_many(runs, comparison.out)
+    again = "the same command, which does not train finished runs again"
+    with reporting(comparison.out, again), hold_out(comparison.out), Progress(transient=True) as report:
+        if comparison.again:
+            _measure(runs, report)
+        report("drawing the report", 0, 0)
+        for line in write_comparison(runs, comparison.out):
+            print(line)
 
 
 def _measure(runs: list[RunConfig], report: OnProgress) -> None:

@@ -39,13 +39,12 @@ def run(config: SweepConfig) -> None:
 
     runs, out = [one_run(config, kind, limit) for limit in config.limits for kind in config.kinds], Path(config.out)
     again = shlex.join(["spanformer", "report", *(each.out for each in runs), "--out", str(out / "report")])
-    with hold_out(out):
-        train_many(runs)
-        with reporting(out, again):
-            with Progress(transient=True) as report:
-                report("drawing the report", 0, 0)
-                page = write_report([Path(each.out) for each in runs], out / "report")
-            print(f"report: {printable(page)}")
+    train_many(runs, out)
+    with reporting(out, again):
+        with hold_out(out), Progress(transient=True) as report:
+            report("drawing the report", 0, 0)
+            page = write_report([Path(each.out) for each in runs], out / "report")
+        print(f"report: {printable(page)}")
 
 
 def one_run(config: SweepConfig, kind: str, limit: int) -> RunConfig:

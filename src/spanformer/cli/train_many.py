@@ -21,10 +21,16 @@ OF_THE_MACHINE = {"out", "resume", "data.cache", "data.from", "model.vocab"} | {
 """settings that do not change the result of a run"""
 
 
-def train_many(runs: Sequence[RunConfig]) -> None:
-    """Train all runs in this order. Finished runs with `resume` are skipped."""
+def train_many(runs: Sequence[RunConfig], out: Path) -> None:
+    """Train all runs in this order. Finished runs with `resume` are skipped.
+
+    out: the folder of them all, which must not be in use now. It is not held while runs train, each of which holds its
+    own folder: another process may train other runs of it.
+    """
     from spanformer.train.run import train
 
+    with hold_out(out):
+        pass
     for number, each in enumerate(runs, 1):
         done = each.resume and finished(each)
         print(f"{number} of {len(runs)}: {printable(Path(each.out).name)}" + (", already trained" if done else ""))
