@@ -10,11 +10,15 @@ import pytest
 from spanformer.cli.compare import COMPARE, check_alike, parameters, parse
 from spanformer.cli.main import main
 from spanformer.cli.train_many import train_many
-from spanformer.core.fields import as_dict
+from spanformer.core.fields import as_dict, build
 from spanformer.core.peak import unsupported
+from spanformer.data import prepare
+from spanformer.model.load import load, load_meta
 from spanformer.report.compare_table import HEADER
 from spanformer.report.events import read_run
 from spanformer.report.spans_text import summary
+from spanformer.train.config import RunConfig
+from spanformer.train.evaluate import evaluate
 from spanformer.train.loop import TrainingLoop
 from spanformer.train.run_folder import hold_folder
 from support.tiny_runs import _words, options, values, write_text
@@ -46,11 +50,11 @@ def run_file(folder: Path, name: str, changes: dict | None = None, more: str = "
     return str(path)
 
 
-def refused(capsys, *arguments) -> str:
+def refused(capsys, *arguments, code: int = 2) -> str:
     with pytest.raises(SystemExit) as end:
         main(["compare", *map(str, arguments)])
     error = capsys.readouterr().err
-    assert end.value.code == 2 and error.count("\n") == 1
+    assert end.value.code == code and error.count("\n") == 1
     return error
 
 
@@ -272,3 +276,33 @@ def test_two_processes_train_kinds_of_one_comparison(tmp_path, capsys, monkeypat
     main(["compare", file, "--out", str(out), "--kinds", "window(8)", "full"])
     assert "2 of 2: full, already trained" in capsys.readouterr().out
     assert [row["run"] for row in json.loads((out / "compare.json").read_text())] == ["window-8", "full"]
+
+
+def test_bits_of_the_test_split_are_measured_once(tmp_path, capsys):
+    file = run_file(tmp_path, "both", more='kinds = ["window(8)", "full"]\n')
+    out = tmp_path / "out"
+    main(["compare", file, "--out", str(out), "--test-tokens", "300"])
+    said = capsys.readouterr().out
+    assert "testing 2 of 2: full" in said and "| test bits |" in said
+    for row, name in zip(json.loads((out / "compare.json").read_text()), ("window-8", "full"), strict=True):
+        (test,) = (found for found in read_run(out / name).evals if found.split == "test")
+        assert (row["test_bits"], row["test_tokens"], test.tokens) == (test.bits, 300, 300)
+        lm, data = load(out / name), prepare(read_config(out / name).data)
+        assert test.bits == pytest.approx(evaluate(lm, data.splits["test"].ids[:300], lanes=2, block=16).bits)
+        assert test.step == load_meta(out / name)["step"]
+    written = (out / "full" / "events.jsonl").read_bytes()
+    main(["compare", file, "--out", str(out), "--test-tokens", "300"])
+    assert (out / "full" / "events.jsonl").read_bytes() == written
+    main(["compare", file, "--out", str(out), "--test-tokens", "1000000"])  # all of them
+    assert {row["test_tokens"] for row in json.loads((out / "compare.json").read_text())} == {
+        read_run(out / "full").start.tokens["test"]
+    }
+    assert "test_tokens is -1; expected 0 or more" in refused(capsys, file, "--test-tokens", "-1")
+    (tmp_path / "text.txt").write_text("another text " * 500)
+    assert "was trained beside another test split than" in refused(
+        capsys, file, "--out", out, "--test-tokens", "100", code=1
+    )
+
+
+def read_config(out: Path) -> RunConfig:
+    return build(RunConfig, read_run(out).start.config, str(out))

@@ -4,6 +4,7 @@ report the quality and cost of each."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -51,6 +52,13 @@ class CompareConfig(RunConfig):
     """compare even if data, training time or (by more than 2 %) the numbers of parameters differ"""
     again: bool = False
     """after training, measure the cost of a step of each run again; the machine should be idle by then"""
+    test_tokens: int = 0
+    """after training, measure bits on this many tokens of the test split with each run's best checkpoint; 0: do not"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.test_tokens < 0:
+            raise ValueError(f"test_tokens is {self.test_tokens}; expected 0 or more")
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ class Comparison:
     runs: list[RunConfig]
     different: bool
     again: bool
+    test_tokens: int
 
 
 def parse(program: str, arguments: list[str]) -> Comparison:
@@ -77,7 +86,7 @@ def parse(program: str, arguments: list[str]) -> Comparison:
                 f"{files[0] if files else 'the run'} lists neither kinds nor positions nor depths; expected at least "
                 "one of them (--kinds full window(128)), or several run files"
             )
-        return Comparison(out, _product(config, out), config.different, config.again)
+        return Comparison(out, _product(config, out), config.different, config.again, config.test_tokens)
     read = [read_run(CompareConfig, program, [file, *arguments], known) for file in files]
     if listed := [file for file, config in zip(files, read, strict=True) if _listed(config)]:
         raise ValueError(f"{listed[0]} lists kinds, positions or depths; compare it by itself, or name run files only")
@@ -88,7 +97,7 @@ def parse(program: str, arguments: list[str]) -> Comparison:
         raise ValueError(f"{', '.join(files)} names a run file twice; expected each once")
     out = Path(read[0].out or Path("out") / f"compare-{'-'.join(names)}"[:80])
     runs = [_run(config, out / name, config.model) for config, name in zip(read, names, strict=True)]
-    return Comparison(out, runs, read[0].different, read[0].again)
+    return Comparison(out, runs, read[0].different, read[0].again, read[0].test_tokens)
 
 
 def run(comparison: Comparison) -> None:
@@ -104,6 +113,8 @@ def run(comparison: Comparison) -> None:
     with reporting(comparison.out, again), hold_out(comparison.out), Progress(transient=True) as report:
         if comparison.again:
             _measure(runs, report)
+        if comparison.test_tokens:
+            _test(runs, comparison.test_tokens, report)
         report("drawing the report", 0, 0)
         for line in write_comparison(runs, comparison.out):
             print(line)
@@ -122,9 +133,19 @@ def _measure(runs: list[RunConfig], report: OnProgress) -> None:
             measure_again(each, found.steps[-1].step)
 
 
+def _test(runs: list[RunConfig], tokens: int, report: OnProgress) -> None:
+    from spanformer.report.events import read_run as read_events
+    from spanformer.train.remeasure import measure_test
+
+    for number, each in enumerate(runs, 1):
+        found = read_events(Path(each.out))
+        print(f"testing {number} of {len(runs)}: {found.name}")
+        measure_test(each, tokens, found.evals, functools.partial(report, f"reading test with {found.name}"))
+
+
 def write_comparison(runs: list[RunConfig], out: Path) -> list[str]:
     """Write the report, and its table as Markdown and JSON; returns the lines to print."""
-    from spanformer.report.compare_rows import compare_rows
+    from spanformer.report.compare_rows import FILE, compare_rows
     from spanformer.report.compare_table import markdown, side_by_side
     from spanformer.report.events import read_run as read_events
     from spanformer.report.page import write_report
@@ -134,9 +155,9 @@ def write_comparison(runs: list[RunConfig], out: Path) -> list[str]:
     table = markdown(*side_by_side(read, names))
     write_text(out / "compare.md", table + "\n")
     rows = [as_dict(row) for row in compare_rows(read, names)]
-    write_text(out / "compare.json", json.dumps(rows, ensure_ascii=False, indent=1) + "\n")
+    write_text(out / FILE, json.dumps(rows, ensure_ascii=False, indent=1) + "\n")
     page = write_report([Path(each.out) for each in runs], out / "report")
-    files = ", ".join(printable(out / name) for name in ("compare.md", "compare.json"))
+    files = ", ".join(printable(out / name) for name in ("compare.md", FILE))
     return ["", table, "", f"table: {files}", f"report: {printable(page)}"]
 
 

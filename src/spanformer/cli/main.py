@@ -104,6 +104,7 @@ COMMANDS = {
     "report attention": Route(
         "spanformer.cli.report", "ATTENTION", "print and draw the results of an attention benchmark"
     ),
+    "report seeds": Route("spanformer.cli.report", "SEEDS", "print one table of comparisons with different seeds"),
 }
 """Two words are looked up before one: `report attention FILE` and `report RUN` can both be commands."""
 ABOUT = "spanformer: attention heads that learn how far to look back, at a cost that shrinks with their spans."

@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from spanformer.cli.command import Command
 from spanformer.cli.progress import Progress
+from spanformer.core.files import write_text
 from spanformer.core.text import printable
 from spanformer.report import attention as report
 from spanformer.report import attention_pictures as pictures
@@ -32,6 +33,35 @@ class RunsReport:
     """folders of runs, or their events.jsonl"""
     out: str = ""
     """output folder; by default `report` in the run's folder, or out/report-A-B for several runs A and B"""
+
+
+@dataclass(frozen=True)
+class SeedsReport:
+    """Print one table of several comparisons that differ in their seed: the mean and the range of each run.
+
+    spanformer report seeds out/headline-1 out/headline-2
+    """
+
+    comparisons: tyro.conf.Positional[tuple[str, ...]]
+    """folders of comparisons (spanformer compare), or their compare.json"""
+    out: str = ""
+    """file to write the table to, as Markdown"""
+
+
+def show_seeds(options: SeedsReport) -> None:
+    from spanformer.report.compare_rows import read_rows
+    from spanformer.report.compare_table import markdown
+    from spanformer.report.seeds import NOTES, seeds_table
+
+    if not options.comparisons:
+        raise ValueError("no comparison is given; expected the folder of at least one")
+    if len({Path(path).resolve() for path in options.comparisons}) < len(options.comparisons):
+        raise ValueError(f"comparisons is {list(options.comparisons)}; expected each once")
+    table = markdown(*seeds_table({path: read_rows(Path(path)) for path in options.comparisons}))
+    text = "\n\n".join((table, *NOTES)) + "\n"
+    print(text, end="")
+    if options.out:
+        write_text(Path(options.out), text)
 
 
 def show_runs(options: RunsReport) -> None:
@@ -68,4 +98,5 @@ def show_attention(path: Path) -> None:
 
 
 RUNS = Command(RunsReport, show_runs)
+SEEDS = Command(SeedsReport, show_seeds)
 ATTENTION = Command(AttentionReport, lambda options: show_attention(options.path))

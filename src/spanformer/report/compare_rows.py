@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from spanformer.core.fields import build
+from spanformer.core.paths import check_regular
 from spanformer.report.compare_table import best_by
 from spanformer.report.equal import at_equal
 from spanformer.report.events import Run
-from spanformer.report.measures import counted_per_token, exact, mean_depth, peak_bytes, quality, seconds_per_step
+from spanformer.report.measures import (
+    counted_attention_share,
+    counted_per_token,
+    evals,
+    exact,
+    looks_back,
+    mean_depth,
+    peak_bytes,
+    predicted_attention_share,
+    quality,
+    seconds_per_step,
+)
+
+FILE = "compare.json"
 
 
 @dataclass(frozen=True)
@@ -17,6 +34,9 @@ class CompareRow:
     """None: not known. Times are in seconds, bits are per unit."""
 
     run: str
+    attention: str
+    """kind of attention, or with semicolons the kinds of layers"""
+    seed: int
     unit: str
     """byte, character, word, masked byte, …"""
     parameters: int
@@ -31,6 +51,10 @@ class CompareRow:
     equal_seconds: float | None
     """training time of the run that trained for the shortest"""
     bits_at_equal_seconds: float | None
+    test_bits: float | None
+    """of the test split, by the best checkpoint"""
+    test_tokens: int
+    """tokens of that split that were read"""
     exact: float | None
     """share predicted exactly, where such a share is measured"""
     seconds: float | None
@@ -38,8 +62,15 @@ class CompareRow:
     seconds_per_step: float | None
     flops_per_token: float | None
     """counted in a training step"""
+    attention_share: float | None
+    """operations of attention, as counted, relative to those of full attention"""
+    predicted_attention_share: float | None
+    """the same by arithmetic, from the heads' reaches; a pattern may need far fewer"""
     peak_bytes: float | None
     """peak memory of a training step"""
+    span_average: float | None
+    """mean over all heads; tokens that a head sees if it learns no span"""
+    span_longest: float | None
     layers: float | None
     """mean layers of a token, if tokens differ"""
     best_by: tuple[str, ...]
@@ -50,17 +81,64 @@ def compare_rows(runs: Sequence[Run], names: Sequence[str]) -> list[CompareRow]:
     best, equal, found = best_by(runs, names), at_equal(runs), []
     for at, (run, name) in enumerate(zip(runs, names, strict=True)):
         curve, last, right = quality(run), run.steps[-1] if run.steps else None, exact(run)
+        test, spans = next(reversed(evals(run, "test")), None), None if last is None else looks_back(last)
         row = CompareRow(
-            run=name, unit=run.start.bits_unit, parameters=run.start.parameters, steps=last.step if last else 0,
-            tokens=last.tokens if last else 0, bits=_known(curve.bits[-1] if len(curve.bits) else None),
+            run=name, attention=attention_of(run), seed=seed_of(run), unit=run.start.bits_unit,
+            parameters=run.start.parameters, steps=last.step if last else 0, tokens=last.tokens if last else 0,
+            bits=_known(curve.bits[-1] if len(curve.bits) else None),
             equal_tokens=_known(equal.tokens), bits_at_equal_tokens=_known(equal.at_tokens[at]),
             equal_seconds=_known(equal.seconds), bits_at_equal_seconds=_known(equal.at_seconds[at]),
+            test_bits=_known(test.bits if test else None), test_tokens=test.tokens if test else 0,
             exact=_known(right[1] if right else None), seconds=_known(last.seconds if last else None),
             seconds_per_step=_known(seconds_per_step(run)), flops_per_token=_known(counted_per_token(run)),
-            peak_bytes=_known(peak_bytes(run)), layers=_known(mean_depth(run)), best_by=tuple(best.get(name, ())),
+            attention_share=_known(counted_attention_share(run)),
+            predicted_attention_share=_known(predicted_attention_share(run)), peak_bytes=_known(peak_bytes(run)),
+            span_average=_known(None if spans is None else spans.mean()),
+            span_longest=_known(None if spans is None else spans.max()),
+            layers=_known(mean_depth(run)), best_by=tuple(best.get(name, ())),
         )  # fmt: skip
         found.append(row)
     return found
+
+
+def attention_of(run: Run) -> str:
+    """The run file's kind of attention, or the kinds of its layers."""
+    attention = _section(_section(run.start.config, "model"), "attention")
+    stack, kind = attention.get("stack"), attention.get("kind")
+    if isinstance(stack, list) and stack:
+        return "; ".join(map(str, stack))
+    return kind if isinstance(kind, str) else "attention"
+
+
+def seed_of(run: Run) -> int:
+    """0: not recorded."""
+    seed = _section(run.start.config, "train").get("seed")
+    return seed if isinstance(seed, int) else 0
+
+
+def _section(config: dict, name: str) -> dict:
+    found = config.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def read_rows(path: Path) -> list[CompareRow]:
+    """The rows of a compare.json, or of the one in a comparison's folder."""
+    file = path / FILE if path.is_dir() else path
+    if not file.exists():
+        raise ValueError(
+            f"{file} does not exist; expected the folder of a comparison (spanformer compare … --out {path})"
+        )
+    check_regular(file, "the file of a comparison")
+    try:
+        rows = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):
+        rows = None
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{file} is not a list of runs in JSON; expected the {FILE} of a comparison")
+    try:
+        return [build(CompareRow, row, str(file)) for row in rows]
+    except ValueError as error:
+        raise ValueError(f"{error}; repeat the command of the comparison, which writes {FILE} again") from None
 
 
 def _known(value: float | None) -> float | None:

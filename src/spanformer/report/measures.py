@@ -175,6 +175,25 @@ def counted_share(run: Run) -> float:
     return counted[-1] if counted else math.nan
 
 
+def predicted_attention_share(run: Run) -> float:
+    """How much of full attention's operations is left by arithmetic, from the heads' reaches; NaN when unknown. A
+    pattern reaches far with few pairs, and is counted as if it saw all of them."""
+    costs = predicted(run)
+    return share(costs[0].by_span, costs[1].by_span) if costs else math.nan
+
+
+def counted_attention_share(run: Run) -> float:
+    """How much of full attention's operations is left as counted, where whole blocks are computed; the products of a
+    step that no span changes are taken off. NaN when they were not counted."""
+    costs, counted = predicted(run), [row for row in run.costs if row.flops]
+    if costs is None or not counted:
+        return math.nan
+    per_token = (costs[1].total - costs[1].by_span) / run.start.shape.tokens
+    others = per_token * (counted[-1].tokens or run.start.shape.tokens)
+    learned, whole = (counted[-1].flops[which] - others for which in ("learned", "full"))
+    return share(learned, whole) if learned >= 0 and whole > 0 else math.nan
+
+
 def peak_bytes(run: Run) -> float:
     """Peak memory of a training step above what was there before it, measured; NaN when it was not."""
     measured = [row.peak_bytes["learned"] for row in run.costs if row.peak_bytes]
