@@ -55,6 +55,21 @@ def test_rows_hold_what_the_table_needs(tmp_path):
     assert read_rows(tmp_path / "a") == read_rows(tmp_path / "a" / "compare.json") == rows
 
 
+def test_parts_of_a_step_and_the_saving(tmp_path):
+    """Synthetic steps: a fifth attention, two fifths other products, three tenths the optimiser."""
+    learned, full = comparison(tmp_path / "a", 1)
+    parts = [getattr(learned, f"{part}_seconds") for part in measures.TIME_PARTS]
+    assert parts == pytest.approx([0.04, 0.08, 0.06, 0.02]) and sum(parts) == pytest.approx(learned.seconds_per_step)
+    assert learned.saving == pytest.approx((0.6 - 0.2) / (0.6 - 0.6 * (1 - 0.2))) and full.saving is None
+    runs = [read_run(tmp_path / "a" / name) for name in KINDS]
+    assert compare_rows(runs[:1], ["adaptive_span"])[0].saving is None  # no full attention beside it
+    assert compare_rows([*runs, runs[1]], ["a", "b", "c"])[0].saving is None  # two: which?
+    unmeasured = replace(runs[1], costs=[])
+    assert compare_rows([runs[0], unmeasured], list(KINDS))[0].saving is None
+    layers = replace(runs[1].start, config={"model": {"attention": {"kind": "x", "stack": ["full", "full"]}}})
+    assert compare_rows([runs[0], replace(runs[1], start=layers)], list(KINDS))[0].saving == learned.saving
+
+
 def test_operations_of_attention_are_unknown_without_a_count(tmp_path):
     run = read_run(synthetic.write(tmp_path, synthetic.events(layers=2, heads=2, steps=20)))
     less = [replace(row, flops={"learned": 1.0, "full": 1.9e11}) for row in run.costs]
@@ -74,6 +89,8 @@ def test_means_and_ranges(both):
     assert (low, high) == ("1.700", "1.800")
     assert cells["test bits, 5 M tokens"] == f"1.750 ({low} … {high})"
     assert cells["a step"] == "200 ms" and cells["peak memory"] == "486 MiB"
+    assert [cells[name] for name in measures.TIME_PARTS.values()] == ["40 ms", "80 ms", "60 ms", "20 ms"]
+    assert cells["saving"] == "333 %" and dict(zip(header, rows[1], strict=True))["saving"] == "–"
     assert dict(zip(header, rows[1], strict=True))["by arithmetic"] == "100 %"
     for name, column in (("average span", "span_average"), ("longest span", "span_longest")):
         values = [getattr(row, column) for row in (one, two)]
@@ -94,7 +111,13 @@ def test_a_cell_says_how_far_seeds_differ(values, expected):
 
 def test_run_of_one_comparison_only_has_one_seed(both):
     both["out-2"] = both["out-2"][:1]
-    assert [row[1] for row in seeds_table(both)[1]] == ["2", "1"]
+    header, rows = seeds_table(both)
+    assert [row[1] for row in rows] == ["2", "1"]
+    without = {place: found[:1] for place, found in both.items()}
+    assert "saving" in header and len(seeds.notes(header)) == 4
+    rows = [replace(row, saving=None) for found in without.values() for row in found]
+    header = seeds_table({"out-1": rows[:1], "out-2": rows[1:]})[0]
+    assert "saving" not in header and len(seeds.notes(header)) == 3
 
 
 def test_command_prints_and_writes_the_table(tmp_path, both, capsys):

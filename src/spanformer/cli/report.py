@@ -51,14 +51,14 @@ class SeedsReport:
 def show_seeds(options: SeedsReport) -> None:
     from spanformer.report.compare_rows import read_rows
     from spanformer.report.compare_table import markdown
-    from spanformer.report.seeds import NOTES, seeds_table
+    from spanformer.report.seeds import notes, seeds_table
 
     if not options.comparisons:
         raise ValueError("no comparison is given; expected the folder of at least one")
     if len({Path(path).resolve() for path in options.comparisons}) < len(options.comparisons):
         raise ValueError(f"comparisons is {list(options.comparisons)}; expected each once")
-    table = markdown(*seeds_table({path: read_rows(Path(path)) for path in options.comparisons}))
-    text = "\n\n".join((table, *NOTES)) + "\n"
+    header, rows = seeds_table({path: read_rows(Path(path)) for path in options.comparisons})
+    text = "\n\n".join((markdown(header, rows), *notes(header))) + "\n"
     print(text, end="")
     if options.out:
         write_text(Path(options.out), text)

@@ -14,6 +14,7 @@ from spanformer.report.compare_table import best_by
 from spanformer.report.equal import at_equal
 from spanformer.report.events import Run
 from spanformer.report.measures import (
+    TIME_PARTS,
     counted_attention_share,
     counted_per_token,
     evals,
@@ -24,6 +25,8 @@ from spanformer.report.measures import (
     predicted_attention_share,
     quality,
     seconds_per_step,
+    share,
+    step_times,
 )
 
 FILE = "compare.json"
@@ -60,6 +63,14 @@ class CompareRow:
     seconds: float | None
     """training time"""
     seconds_per_step: float | None
+    attention_seconds: float | None
+    """of a step; with products, optimizer and rest they are all of it"""
+    products_seconds: float | None
+    """matrix products outside attention"""
+    optimizer_seconds: float | None
+    rest_seconds: float | None
+    saving: float | None
+    """share of the possible saving that is realised: (t_full − t) / time in attention of the run with full attention"""
     flops_per_token: float | None
     """counted in a training step"""
     attention_share: float | None
@@ -79,9 +90,12 @@ class CompareRow:
 
 def compare_rows(runs: Sequence[Run], names: Sequence[str]) -> list[CompareRow]:
     best, equal, found = best_by(runs, names), at_equal(runs), []
+    whole = full_run(runs)
     for at, (run, name) in enumerate(zip(runs, names, strict=True)):
         curve, last, right = quality(run), run.steps[-1] if run.steps else None, exact(run)
         test, spans = next(reversed(evals(run, "test")), None), None if last is None else looks_back(last)
+        times = step_times(run)
+        parts = {} if times is None else times["learned"]
         row = CompareRow(
             run=name, attention=attention_of(run), seed=seed_of(run), unit=run.start.bits_unit,
             parameters=run.start.parameters, steps=last.step if last else 0, tokens=last.tokens if last else 0,
@@ -90,7 +104,10 @@ def compare_rows(runs: Sequence[Run], names: Sequence[str]) -> list[CompareRow]:
             equal_seconds=_known(equal.seconds), bits_at_equal_seconds=_known(equal.at_seconds[at]),
             test_bits=_known(test.bits if test else None), test_tokens=test.tokens if test else 0,
             exact=_known(right[1] if right else None), seconds=_known(last.seconds if last else None),
-            seconds_per_step=_known(seconds_per_step(run)), flops_per_token=_known(counted_per_token(run)),
+            seconds_per_step=_known(seconds_per_step(run)),
+            **{f"{part}_seconds": _known(parts.get(part)) for part in TIME_PARTS},
+            saving=_known(None if whole is None else saving(run, whole)),
+            flops_per_token=_known(counted_per_token(run)),
             attention_share=_known(counted_attention_share(run)),
             predicted_attention_share=_known(predicted_attention_share(run)), peak_bytes=_known(peak_bytes(run)),
             span_average=_known(None if spans is None else spans.mean()),
@@ -99,6 +116,22 @@ def compare_rows(runs: Sequence[Run], names: Sequence[str]) -> list[CompareRow]:
         )  # fmt: skip
         found.append(row)
     return found
+
+
+def full_run(runs: Sequence[Run]) -> Run | None:
+    """The run with full attention in every layer; None if there is none, or more than one."""
+    found = [run for run in runs if set(attention_of(run).split("; ")) == {"full"}]
+    return found[0] if len(found) == 1 else None
+
+
+def saving(run: Run, whole: Run) -> float:
+    """By how much a step is shorter than that of full attention, as a share of the time which that spends in attention.
+    NaN for that run itself, and when times were not measured."""
+    times, full_times = step_times(run), step_times(whole)
+    if run is whole or times is None or full_times is None:
+        return math.nan
+    t, t_full = (sum(each["learned"].values()) for each in (times, full_times))
+    return share(t_full - t, full_times["learned"]["attention"])
 
 
 def attention_of(run: Run) -> str:

@@ -12,11 +12,20 @@ from spanformer.report.measures import NOTHING, amount, lasting, percent, size, 
 
 Show = Callable[[float], str]
 """a value in words"""
-NOTES = (
-    "Means over seeds; in brackets the smallest and the largest.",
-    "Attention FLOPs are relative to full attention: as counted, where whole blocks are computed, and by arithmetic "
-    "from how far heads reach, which is too much for a pattern with gaps.",
-)
+NOTES = {
+    "seeds": "Means over seeds; in brackets the smallest and the largest.",
+    "by arithmetic": "Attention FLOPs are relative to full attention: as counted, where whole blocks are computed, and "
+    "by arithmetic from how far heads reach, which is too much for a pattern with gaps.",
+    "attention": "A step is the time of attention, of other products of matrices, of the optimiser and of the rest.",
+    "saving": "Saving: by how much a step is shorter than that of full attention, as a share of the time which that "
+    "spends in attention; 100 % would be a step without attention.",
+}
+"""what columns mean"""
+
+
+def notes(header: Sequence[str]) -> list[str]:
+    """The sentences below a table with these columns."""
+    return [text for column, text in NOTES.items() if column in header]
 
 
 def seeds_table(comparisons: Mapping[str, Sequence[CompareRow]]) -> tuple[list[str], list[list[str]]]:
@@ -76,6 +85,11 @@ def _columns(rows: Sequence[CompareRow]) -> dict[str, tuple[Callable[[CompareRow
         "attention FLOPs, counted": (lambda row: row.attention_share, percent),
         "by arithmetic": (lambda row: row.predicted_attention_share, percent),
         "a step": (lambda row: row.seconds_per_step, lasting),
+        "attention": (lambda row: row.attention_seconds, lasting),
+        "other products": (lambda row: row.products_seconds, lasting),
+        "optimiser": (lambda row: row.optimizer_seconds, lasting),
+        "the rest": (lambda row: row.rest_seconds, lasting),
+        "saving": (lambda row: row.saving, percent),
         "peak memory": (lambda row: row.peak_bytes, size),
     }
 
