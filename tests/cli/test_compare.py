@@ -165,7 +165,7 @@ def test_invalid_comparison_is_refused_before_training(tmp_path, capsys, changes
         (lambda folder: [], "no file is given; expected a comparison file or several run files"),
         (lambda folder: [run_file(folder, "a")], "a.toml lists neither kinds nor positions nor depths"),
         (lambda folder: [run_file(folder, "a"), run_file(folder, "k", more='kinds = ["full"]\n')],
-         "k.toml lists kinds, positions or depths; compare it by itself"),
+         "k.toml lists kinds, positions, depths or values to vary; compare it by itself"),
         (lambda folder: [run_file(folder, "a"), "--kinds", "full", "full"], "full is listed twice"),
         (lambda folder: [run_file(folder, "a")] * 2, "names a run file twice"),
         (lambda folder: [run_file(folder, "a"), "--kinds", "fool"], "fool"),

@@ -14,6 +14,7 @@ from spanformer.report import compare_pictures as compare
 from spanformer.report import drawing
 from spanformer.report.cost_pictures import cost_picture
 from spanformer.report.dynamic_pictures import dynamic_picture
+from spanformer.report.equal import at_equal
 from spanformer.report.events import read_run
 from spanformer.report.measures import attention_per_token, looks_back, predicted
 from spanformer.report.run_pictures import loss_picture, run_pictures
@@ -188,8 +189,21 @@ def test_sweep_groups_by_limit_and_kind(tmp_path):
     assert bits.lines[0].get_ydata()[0] == pytest.approx(np.mean(finals))
     assert list(spans.lines[1].get_ydata()) == [128, 512]
     assert flops.lines[1].get_ydata()[0] == pytest.approx(attention_per_token(runs[4]))
-    assert "full: from a limit of 128 to 512" in picture.sentence
+    assert "full: from a limit of 128 to 512 bits per byte at the end go from" in picture.sentence
     assert compare.sweep_picture(runs[:2]) is None
+
+
+def test_sweep_compares_bits_at_equal_tokens(tmp_path):
+    """Full attention stopped after a number of minutes, before its last steps."""
+    runs = [made(tmp_path, f"{kind}-{limit}", kind=kind, max_span=limit, steps=40 - 10 * (kind == "full"))
+            for kind in ("adaptive_span", "full") for limit in (128, 512)]  # fmt: skip
+    picture = compare.sweep_picture(runs)
+    bits = picture.figure.axes[0]
+    assert bits.get_title(loc="left") == "bits per byte after 614 k tokens (lower is better)"
+    assert list(bits.lines[0].get_ydata()) == at_equal(runs).at_tokens[:2]
+    assert bits.lines[0].get_ydata()[0] > compare.quality(runs[0]).bits[-1]
+    assert "128 to 512 bits per byte after 614 k tokens go from" in picture.sentence
+    assert "Spans and costs are those at the end of each run." in " ".join(words(picture.figure))
 
 
 @pytest.mark.parametrize("cost, said", [(True, "tokens and a step costs 1 times as much."), (False, " tokens.")])

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +15,7 @@ from spanformer.cli.command import Command
 from spanformer.cli.progress import Progress
 from spanformer.cli.runfile import read_run
 from spanformer.cli.train_many import differing, hold_out, train_many
+from spanformer.cli.vary import UNCHANGED, file_name, variations
 from spanformer.core.fields import as_dict, build
 from spanformer.core.files import write_text
 from spanformer.core.progress import OnProgress
@@ -36,8 +36,9 @@ class CompareConfig(RunConfig):
         spanformer compare runs/cpu/enwik8.toml runs/cpu/modern.toml --different
 
     A comparison file is a run file that also lists `kinds` (as in model.attention.kind), `positions` or `depths`: every
-    combination is a run. Several run files are compared as they are. Options apply to all runs. Finished runs
-    are not trained again: repeat the command to continue after an interruption or to add kinds.
+    combination is a run. `vary` lists values of settings, one of which differs in each further run. Several run files
+    are compared as they are. Options apply to all runs. Finished runs are not trained again: repeat the command to
+    continue after an interruption or to add kinds.
     """
 
     kinds: tuple[str, ...] = ()
@@ -48,6 +49,9 @@ class CompareConfig(RunConfig):
     depths: tuple[Literal["fixed", "exits", "universal", "act"], ...] = ()
     """stacks to train each of them with: fixed, all layers for every token; exits; universal, one block for all layers;
     act, one block that each token runs through until it halts; none: the run file's stack"""
+    vary: tuple[str, ...] = ()
+    """settings and their values, such as "optim.span_lr = 0.01, 0.02" "model.attention.init = 0.5": each of them is run
+    once for every value, with all others as in the run file"""
     different: bool = False
     """compare even if data, training time or (by more than 2 %) the numbers of parameters differ"""
     again: bool = False
@@ -83,15 +87,15 @@ def parse(program: str, arguments: list[str]) -> Comparison:
         out = Path(config.out or Path("out") / f"compare-{Path(files[0]).stem if files else 'run'}")
         if not _listed(config):
             raise ValueError(
-                f"{files[0] if files else 'the run'} lists neither kinds nor positions nor depths; expected at least "
-                "one of them (--kinds full window(128)), or several run files"
+                f"{files[0] if files else 'the run'} lists neither kinds nor positions nor depths nor values to "
+                "vary; expected at least one of them (--kinds full window(128)), or several run files"
             )
         return Comparison(out, _product(config, out), config.different, config.again, config.test_tokens)
     read = [read_run(CompareConfig, program, [file, *arguments], known) for file in files]
     if listed := [file for file, config in zip(files, read, strict=True) if _listed(config)]:
-        raise ValueError(f"{listed[0]} lists kinds, positions or depths; compare it by itself, or name run files only")
+        raise ValueError(f"{listed[0]} lists kinds, positions, depths or values to vary; compare it by itself")
     names = [Path(file).stem for file in files]
-    names = [name if names.count(name) == 1 else _name(str(Path(file).with_suffix("")))
+    names = [name if names.count(name) == 1 else file_name(str(Path(file).with_suffix("")))
              for name, file in zip(names, files, strict=True)]  # fmt: skip
     if len(set(names)) < len(names):
         raise ValueError(f"{', '.join(files)} names a run file twice; expected each once")
@@ -192,7 +196,7 @@ def parameters(config: RunConfig) -> int:
 
 
 def _listed(config: CompareConfig) -> bool:
-    return bool(config.kinds or config.positions or config.depths)
+    return bool(config.kinds or config.positions or config.depths or config.vary)
 
 
 def _product(config: CompareConfig, out: Path) -> list[RunConfig]:
@@ -210,11 +214,21 @@ def _product(config: CompareConfig, out: Path) -> list[RunConfig]:
             decided = dataclasses.replace(model.depth, kind="fixed" if depth == "universal" else depth)
             stack = "universal" if depth in ("universal", "act") else "residual"
             model = dataclasses.replace(model, stack=stack, depth=decided)
-        name = "-".join(map(_name, named))
+        name = "-".join(map(file_name, named))
         if name in runs:
             raise ValueError(f"{' and '.join(named)} is listed twice; expected each once")
         runs[name] = _run(config, out / name, model)
-    return list(runs.values())
+    return _varied(runs, out, config.vary) if config.vary else list(runs.values())
+
+
+def _varied(runs: dict[str, RunConfig], out: Path, entries: tuple[str, ...]) -> list[RunConfig]:
+    """Each run with all its variations, in folders such as full-span_lr-0.02."""
+    found = []
+    for name, run in runs.items():
+        for ending, varied in variations(run, entries).items():
+            folder = name if name and ending == UNCHANGED else "-".join(filter(None, (name, ending)))
+            found.append(dataclasses.replace(varied, out=str(out / folder)))
+    return found
 
 
 def _attention(attention: AttentionConfig, kind: str) -> AttentionConfig:
@@ -226,11 +240,6 @@ def _attention(attention: AttentionConfig, kind: str) -> AttentionConfig:
 
 def _run(config: CompareConfig, out: Path, model) -> RunConfig:
     return RunConfig(str(out), resume=True, data=config.data, model=model, optim=config.optim, train=config.train)
-
-
-def _name(kind: str) -> str:
-    """A folder's name: window(128) → window-128."""
-    return re.sub(r"[^A-Za-z0-9_.]+", "-", kind).strip("-")
 
 
 COMPARE = Command(CompareConfig, run, parse)

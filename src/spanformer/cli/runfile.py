@@ -26,15 +26,15 @@ def read_run(cls: type[T], program: str, arguments: list[str], known: Collection
     """
     path = arguments[0] if arguments and not arguments[0].startswith("-") else None
     if path is None:
-        return _check_kind(parse_options(cls, f"{program} [RUN.toml]", arguments, cls()))
+        return check_kind(parse_options(cls, f"{program} [RUN.toml]", arguments, cls()))
     try:
         loaded = build(cls, _read(path, known), path)
     except RecursionError:
         raise ValueError(f"{path} is not a run file: its tables or lists are nested too deeply") from None
-    return _check_kind(parse_options(cls, f"{program} {path}", arguments[1:], loaded))
+    return check_kind(parse_options(cls, f"{program} {path}", arguments[1:], loaded))
 
 
-def _check_kind(config: T) -> T:
+def check_kind(config: T) -> T:
     """Refuse a kind of attention beside a stack of kinds, which would silently win."""
     attention = getattr(getattr(config, "model", None), "attention", None)
     if isinstance(attention, AttentionConfig) and attention.stack and attention.kind != AttentionConfig.kind:

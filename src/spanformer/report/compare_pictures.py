@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from spanformer.report.drawing import (
     time_unit,
     whole_steps,
 )
+from spanformer.report.equal import at_equal
 from spanformer.report.events import Run
 from spanformer.report.measures import amount, lasting, looks_back, quality, tokens
 from spanformer.report.pareto import COUNTED, PREDICTED, Axis, known, pareto_picture
@@ -72,17 +74,21 @@ def bits_picture(named: dict[str, Run]) -> Picture:
 
 def sweep_picture(runs: list[Run]) -> Picture | None:
     """The paper's Figure 3: quality, average span and, where it is known, cost against the span limit, by kind of
-    attention. The cost is predicted for attention; if it cannot be, it is the counted cost of the whole step."""
+    attention. Quality is the final one, or that at equal tokens if runs differ in them. The cost is predicted for
+    attention; if it cannot be, it is the counted cost of the whole step."""
+    runs = [run for run in runs if run.steps]
     kinds: dict[str, list[Run]] = {}
     for run in runs:
-        if run.steps:
-            kinds.setdefault(kind_of(run), []).append(run)
+        kinds.setdefault(kind_of(run), []).append(run)
     if len({limit_of(run) for some in kinds.values() for run in some}) < 2:
         return None
     unit = runs[0].start.bits_unit
-    cost = next((axis for axis in (PREDICTED, COUNTED) if known(axis, [run for run in runs if run.steps])), None)
+    cost = next((axis for axis in (PREDICTED, COUNTED) if known(axis, runs)), None)
+    equal = at_equal(runs)
+    bits = {run.path: at for run, at in zip(runs, equal.at_tokens, strict=True)}
+    when = f"after {amount(equal.tokens)} tokens" if equal.tokens_differ else "at the end"
     panels = {
-        f"final bits per {unit} (lower is better)": lambda run: float(quality(run).bits[-1]),
+        f"bits per {unit} {when} (lower is better)": lambda run: bits[run.path],
         "average span (tokens)": lambda run: float(looks_back(run.steps[-1]).mean()),
     }
     panels |= {} if cost is None else {cost[0]: cost[1]}
@@ -106,20 +112,23 @@ def sweep_picture(runs: list[Run]) -> Picture | None:
         axes[0, 2].set_yscale("log")
         log_ticks(axes[0, 2].yaxis, values[2], amount)
     below = "Where several runs share a limit and a kind, their mean."
+    below += " Spans and costs are those at the end of each run." * equal.tokens_differ
     frame(figure, "What a larger span limit brings, and what it costs", below, beside=1.15)
     for axis in axes[0]:
         label_ends(axis, [(axis.get_xlim()[1], *end) for end in axis.ends])
-    return Picture("sweep", "Sweep over the span limit", _sweep_sentence(kinds, unit, cost), figure)
+    return Picture(
+        "sweep", "Sweep over the span limit", _sweep_sentence(kinds, bits, f"bits per {unit} {when}", cost), figure
+    )
 
 
-def _sweep_sentence(kinds: dict[str, list[Run]], unit: str, cost: Axis | None) -> str:
+def _sweep_sentence(kinds: dict[str, list[Run]], bits_of: dict[Path, float], bits_when: str, cost: Axis | None) -> str:
     said = []
     for kind, some in kinds.items():
-        limits, bits = _by_limit(some, lambda run: float(quality(run).bits[-1]))
+        limits, bits = _by_limit(some, lambda run: bits_of[run.path])
         _, spans = _by_limit(some, lambda run: float(looks_back(run.steps[-1]).mean()))
         if len(limits) > 1:
             said.append(
-                f"{kind}: from a limit of {limits[0]:,.0f} to {limits[-1]:,.0f} bits per {unit} go from {bits[0]:.3f} "
+                f"{kind}: from a limit of {limits[0]:,.0f} to {limits[-1]:,.0f} {bits_when} go from {bits[0]:.3f} "
                 f"to {bits[-1]:.3f}, the average span from {tokens(spans[0])} to {tokens(spans[-1])} tokens"
             )
             if cost is not None:
