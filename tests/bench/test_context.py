@@ -152,7 +152,8 @@ def test_mistakes_are_one_sentence(folder: Path, tmp_path: Path, capsys: Any) ->
     assert "context is 1024, and" in refused(folder / "llama", "--context", 1024, "--out", out, "--code", prose)
     assert "was made for 512 tokens" in refused(folder / "llama", "--context", 1024, "--out", out, "--code", prose)
     assert "asks for uniform windows in a model of this" in refused(f"{folder}/run@0.5", "--out", out, "--code", prose)
-    assert "tokens from character 0 on" in refused(folder / "run", "--context", 9000, "--out", out, "--code", prose)
+    said = refused(folder / "run", "--context", 9000, "--out", out, "--code", prose)
+    assert "tokens from character 0 on, and positions up to 9,000 are asked for; give a longer text" in said
     assert "distances is [512]; expected 1 … 256" in refused(folder / "run", "--distances", 512)
     assert "text and code are both empty" in refused(folder / "run", "--code", "")
     assert "expected each model once" in refused("a", "a")
@@ -171,3 +172,8 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     write_folder(tmp_path / "bare", {"model": lm.state_dict()}, {"model": as_dict(lm.config)})
     with pytest.raises(ValueError, match="bare has no vocabulary; bench context expects a model that can"):
         open_model(str(tmp_path / "bare"), ContextBench(models=("bare",)))
+    save_byte_llama(tmp_path / "llama", 512)
+    for file in (tmp_path / "llama").glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(ValueError, match=r"llama has no tokenizer; expected tokenizer\.json or the like beside"):
+        open_model(str(tmp_path / "llama"), ContextBench(models=("llama",)))

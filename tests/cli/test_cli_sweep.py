@@ -39,3 +39,16 @@ def test_nothing_to_sweep(tmp_path: Path, capsys: pytest.CaptureFixture) -> None
         main(["sweep", *options(tmp_path), "--limits"])
     assert end.value.code == 2
     assert "limits or kinds is empty; expected at least one of each" in capsys.readouterr().err
+
+
+def test_limit_shorter_than_a_block_is_refused_before_training(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A block of the attention; a limit shorter than train.block, 16, is none of that."""
+    out = tmp_path / "sweep"
+    words = ["sweep", *options(tmp_path, {"out": str(out), "train.steps": 1}), "--limits", "24", "8", "--kinds"]
+    with pytest.raises(SystemExit) as end:
+        main([*words, "full", "fixed(12, 2)"])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error == "spanformer: size is 12 and max_span 8; expected a block within max_span\n"
+    assert not out.exists()
+    main([*words, "full", "fixed(8, 2)"])
+    assert read_run(out / "full-8").steps[-1].step == 1 and (out / "fixed(8, 2)-8").exists()

@@ -58,6 +58,16 @@ def test_zero_argument_is_not_the_default(kind: str, said: str) -> None:
         model(kind)
 
 
+BLOCKS = {"fixed": "size", "fixed_heads": "size", "strided": "step", "strided_heads": "step", "big_bird": "block"}
+
+
+@pytest.mark.parametrize("kind, name", BLOCKS.items())
+def test_block_that_the_limit_would_cut_is_refused(kind: str, name: str) -> None:
+    assert max(model(f"{kind}(64)").distances()[0]) == 64
+    with pytest.raises(ValueError, match=f"^{name} is 65 and max_span 64; expected a block within max_span$"):
+        model(f"{kind}(65)")
+
+
 def test_pattern_may_begin_with_a_bracket() -> None:
     layers = [
         parse_layer(f"{count}{text}", 4) for text in ("(Window(4) | Every(8)) & Window(20)",) for count in ("", "4 ")

@@ -99,6 +99,14 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "balance": ({"model.feedforward.balance": "nan"}, "model.feedforward.balance is nan; expected 0 or more (see "),
     "window": ({"model.attention.window": 0}, "model.attention.window is 0; expected at least 1 (see "),
     "max_span": ({"model.attention.max_span": 0}, "model.attention.max_span is 0; expected at least 1 (see "),
+    "a budget below the ramp": (
+        {"model.attention.budget": 0.1},
+        "model.attention.budget is 0.1, 3.2 of 32 tokens a head, but the ramps of the spans take 4.0; expected 0.125 "
+        "or more, or a shorter model.attention.ramp",
+    ),
+    "a limit shorter than a block": (
+        {"model.attention.kind": "fixed(40, 2)"}, "size is 40 and max_span 32; expected a block within max_span",
+    ),
     "backend": ({"model.attention.backend": "natve"}, "model.attention.backend is 'natve'; expected one of auto, nati"),
     "share": ({"data.valid": "nan"}, "valid is nan; expected a share of the text, between 0 and 1 (see "),
     "a wrong name": ({"optim.learning_rate": 1}, "there is no option --optim.learning-rate; did you mean --optim.lr? "),

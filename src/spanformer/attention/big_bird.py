@@ -12,7 +12,7 @@ the block's number only, so they stay the same as the text grows; see pattern.Ra
 from __future__ import annotations
 
 from spanformer.attention.pattern import Block, Global, Random
-from spanformer.attention.patterned import Patterned
+from spanformer.attention.patterned import Patterned, check_limit
 from spanformer.kinds import HeadSpec
 
 
@@ -44,6 +44,7 @@ class BigBird(Patterned):
     @classmethod
     def build(cls, spec: HeadSpec) -> BigBird:
         p = spec.p
+        check_limit("block", p.block, spec.section.max_span)
         return cls(
             spec.heads, p.block, window=p.window, tokens=p.tokens, random=p.random, causal=spec.causal,
             longest=spec.section.max_span,

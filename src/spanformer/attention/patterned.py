@@ -16,6 +16,12 @@ from spanformer.kinds import HeadSpec
 from spanformer.ops import Rule, Union
 
 
+def check_limit(name: str, tokens: int, max_span: int) -> None:
+    """Refuse blocks that max_span would cut: the pattern would be another one."""
+    if tokens > max_span:
+        raise ValueError(f"{name} is {tokens} and max_span {max_span}; expected a block within max_span")
+
+
 class Patterned(Attention):
     """pattern: one, or one for each head. longest: the most tokens back that a head sees, itself included;
     without it, a pattern that sees everything needs unlimited memory. size: positions per block, if it runs by

@@ -12,7 +12,7 @@ each with j ≤ i if causal. The paper's three uses: layers alternate (interleav
 from __future__ import annotations
 
 from spanformer.attention.pattern import Fixed, Pattern, Strided
-from spanformer.attention.patterned import Patterned
+from spanformer.attention.patterned import Patterned, check_limit
 from spanformer.kinds import HeadSpec
 
 USES = ("merged", "heads", "layers")
@@ -31,6 +31,7 @@ class StridedSparse(Patterned):
 
     @classmethod
     def build(cls, spec: HeadSpec, use: str = "merged") -> StridedSparse:
+        check_limit("step", spec.p.step, spec.section.max_span)
         return cls(spec.heads, spec.p.step, use=use, causal=spec.causal, longest=spec.section.max_span)
 
     @classmethod
@@ -51,6 +52,7 @@ class FixedSparse(Patterned):
 
     @classmethod
     def build(cls, spec: HeadSpec, use: str = "merged") -> FixedSparse:
+        check_limit("size", spec.p.size, spec.section.max_span)
         return cls(spec.heads, spec.p.size, spec.p.last, use=use, causal=spec.causal, longest=spec.section.max_span)
 
     @classmethod

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spanformer.cli.command import Command
+from spanformer.cli.compare import parameters
 from spanformer.cli.progress import Progress
 from spanformer.cli.runfile import read_run
 from spanformer.cli.train_many import hold_out, train_many
@@ -39,6 +40,8 @@ def run(config: SweepConfig) -> None:
 
     runs, out = [one_run(config, kind, limit) for limit in config.limits for kind in config.kinds], Path(config.out)
     again = shlex.join(["spanformer", "report", *(each.out for each in runs), "--out", str(out / "report")])
+    for each in runs:
+        parameters(each)  # a limit that a kind of attention does not take is refused before any training
     train_many(runs, out)
     with reporting(out, again):
         with hold_out(out), Progress(transient=True) as report:

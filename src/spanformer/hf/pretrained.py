@@ -24,6 +24,7 @@ PER_BYTE = 16  # most parameters per byte of a file: 8 of one bit, and tied ones
 SPARE = 1 << 20  # parameters that no file holds, as a new output layer
 SPARE_TENSORS = 1000
 LEAST_ENTRY = 8  # bytes that a tensor or a value takes at least in the header of a GGUF file
+TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 WEIGHTS = ("*.safetensors", "*.bin")
 
 
@@ -33,7 +34,15 @@ def load_config(where: str | Path) -> PreTrainedConfig:
 
 def load_tokenizer(where: str | Path, *, gguf: str = "") -> Any:
     """gguf: the name of a file in the folder that holds it."""
-    return _load(AutoTokenizer, where, "tokenizer", {"gguf_file": gguf} if gguf else {})
+    try:
+        return _load(AutoTokenizer, where, "tokenizer", {"gguf_file": gguf} if gguf else {})
+    except ValueError:
+        if gguf or not Path(where).is_dir() or any(file for name in TOKENIZERS for file in Path(where).glob(name)):
+            raise
+        raise ValueError(
+            f"{where} has no tokenizer; expected tokenizer.json or the like beside its weights: copy the model's own "
+            "into the folder"
+        ) from None
 
 
 def load_causal_lm(
@@ -91,7 +100,7 @@ def _reason(error: Exception) -> str:
         return "it comes with its own code, which is never run; give a model that transformers supports"
     if isinstance(error, pickle.UnpicklingError):
         return "its weights are a pickle of more than tensors, which is never run; convert them to safetensors"
-    first, _, rest = said.partition("\n")
+    first, rest = (part.strip() for part in said.partition("\n")[::2])
     return f"{first} {rest.strip().partition(chr(10))[0]}" if first.endswith(":") else first or type(error).__name__
 
 
