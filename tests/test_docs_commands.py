@@ -87,6 +87,9 @@ REDUCED = {
         "--imitate.steps 2 --imitate.batch 4 --imitate.eval-episodes 4 --imitate.tensorboard off --model.dim 16"
     ),
     r"rl eval": "--episodes 4",
+    r"compare runs/paper/(headline|dynamic)": f"{TRAIN} --test-tokens 100 --kinds full adaptive_span",
+    r"compare runs/paper/moves": TRAIN + " --model.attention.ramp 1",
+    r"sweep runs/paper": f"{TRAIN} --limits 16 32",
     r"compare .*--kinds": f"{TRAIN} --model.kv-heads 0",
     r"compare runs/compare/depth": f"{TRAIN} --model.kv-heads 0",
     r"compare runs/compare/etc": f"{TRAIN} --train.block 64 --kinds full 'etc(16, 16)'",
