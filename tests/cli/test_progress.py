@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import sys
 import threading
@@ -130,6 +131,20 @@ with Progress(interval=0.05) as progress:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     lines = done.stderr.splitlines()
     assert 2 <= len(lines) <= 8 and set(lines) == {"one slow step · 0 % · 0 s"} and done.stdout == ""
+
+
+def test_bar_in_a_terminal_leaves_piped_output_alone():
+    """As in `spanformer score … --jsonl - > rows`."""
+    script = """
+from spanformer.cli.progress import Progress
+with Progress(transient=True) as progress:
+    print("a row")
+"""
+    screen, terminal = os.openpty()
+    with open(screen, "rb"), open(terminal, "wb") as shown:
+        done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=shown,
+                              env=os.environ | {"TERM": "xterm"}, check=True)  # fmt: skip
+    assert done.stdout == b"a row\n"
 
 
 @pytest.mark.parametrize(

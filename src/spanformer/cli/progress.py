@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -70,7 +71,11 @@ class Progress:
             rich.TaskProgressColumn(),
             _Times(self),
         )
-        self.bar = rich.Progress(*columns, console=self.console, transient=transient, disable=not (shown and terminal))
+        piped = sys.stdout is None or not sys.stdout.isatty()  # rich would print its text on the console instead
+        self.bar = rich.Progress(
+            *columns, console=self.console, transient=transient, disable=not (shown and terminal),
+            redirect_stdout=not piped,
+        )  # fmt: skip
         self._task = self.bar.add_task("starting", total=None)
         self._clock, self._interval, self._said = clock, interval, clock()
         self.stage = Stage("starting", began=self._said, reported=self._said)
