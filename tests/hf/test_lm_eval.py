@@ -59,6 +59,24 @@ def test_greedy_and_stops(harness: HarnessLM) -> None:
         harness.generate_until(ask("generate_until", ("a", {"until": [], "do_sample": True})))
 
 
+def test_options_of_greedy_tasks(harness: HarnessLM) -> None:
+    """Those that do not change the likeliest token, under the names that tasks use."""
+    plain = {"until": [], "max_gen_toks": 5}
+    others = [
+        {"until": [], "max_new_tokens": 5, "num_beams": 1}, plain | {"do_sample": False, "temperature": 0.7},
+        plain | {"top_p": 0.95, "temperature": 0.0},
+    ]  # fmt: skip
+    texts = harness.generate_until(ask("generate_until", *(("Once", options) for options in [plain, *others])))
+    assert len(set(texts)) == 1
+    for wrong in ({"num_beams": 4}, {"temperature": 0.7}, {"repetition_penalty": 1.2}):
+        with pytest.raises(ValueError, match=r"this task asks for .*; expected greedy generation"):
+            harness.generate_until(ask("generate_until", ("Once", plain | wrong)))
+
+
+def test_continuation_that_is_the_start_alone(harness: HarnessLM) -> None:
+    assert harness.loglikelihood(ask("loglikelihood", ("", "\n"))) == [(0.0, True)]
+
+
 @pytest.mark.slow  # the harness brings much with it
 def test_task_of_the_harness(harness: HarnessLM, tmp_path, monkeypatch) -> None:
     """From end to end, on a task of three questions in a file."""
