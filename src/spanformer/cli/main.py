@@ -58,6 +58,7 @@ COMMANDS = {
     ),
     "fit-spans": Route("spanformer.cli.fit_spans", "FIT", "learn spans for a pretrained model within a KV budget"),
     "probe": Route("spanformer.cli.probe", "PROBE", "measure what a model recalls from far back in a text"),
+    "lm-eval": Route("spanformer.cli.lm_eval", "LM_EVAL", "run tasks of EleutherAI's evaluation harness on a model"),
     "export-gguf": Route(
         "spanformer.cli.export_gguf", "EXPORT_GGUF", "write learned windows into a quantised GGUF file, for llama.cpp"
     ),
