@@ -61,7 +61,7 @@ NOT_RUN = {
     "SPANFORMER_VLLM=out/vllm/bin/python pytest tests/hf/test_vllm.py -rP": "needs that environment",
     "SPANFORMER_ORIGINAL=path/to/adaptive-span pytest tests/convert/test_original.py -k theirs -rP": "needs that code",
 }
-BENCHMARKS = r"spanformer bench "  # they have their own test
+BENCHMARKS = r"spanformer (bench|lm-eval) "  # they have their own tests
 
 TRAIN = (
     "--data.limit 20000 --model.dim 16 --model.layers 2 --model.heads 2 --model.attention.max-span 32 "
