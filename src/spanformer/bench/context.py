@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any, Literal
 
 import tyro
 
-from spanformer.bench.context_models import ContextModel, HuggingFaceModel, OurModel
+from spanformer.bench.context_models import ContextModel, HuggingFaceModel, OurModel, named_model
 from spanformer.bench.context_tasks import copied, found_facts, loss_by_position, read_source
 from spanformer.bench.session import Bench, BenchOptions
 from spanformer.core.processor import named_dtype
@@ -33,9 +32,9 @@ class ContextBench(BenchOptions):
         spanformer bench context SMOLLM2 SMOLLM2@0.33 out/fit --text wikitext.txt --threads 1
 
     Models are run or model folders of this project, folders in Hugging Face's format (those of fit-spans included),
-    .gguf files, or names on the hub; NAME@0.33 has uniform windows that keep that share of the KV cache. All get the
-    same texts and facts, one at a time. A model's row stays in the result file until it is measured again, so a later
-    command adds rows. --budget has no effect.
+    .gguf files, or names on the hub; NAME@0.33 has uniform windows that keep that share of the KV cache, and
+    NAME@preset:PRESET the spans of a preset. All get the same texts and facts, one at a time. A model's row stays in
+    the result file until it is measured again, so a later command adds rows. --budget has no effect.
     """
 
     models: tyro.conf.Positional[tuple[str, ...]] = ()
@@ -122,16 +121,15 @@ def equal_settings(o: ContextBench, texts: dict[str, str]) -> Row:
 def open_model(name: str, o: ContextBench) -> ContextModel:
     from spanformer.model.folder import META
 
-    path, share = name, 0.0
-    if found := re.fullmatch(r"(.+)@(0?\.\d+)", name):
-        path, share = found[1], float(found[2])
+    path, share, preset = named_model(name)
     if (Path(path) / META).exists() or (Path(path) / "checkpoints").is_dir():
-        if share:
+        if share or preset:
             raise ValueError(
-                f"{name} asks for uniform windows in a model of this project; train it with window(…) instead"
+                f"{name} asks for {preset or 'uniform windows'} in a model of this project; train it with window(…) "
+                "instead"
             )
         return OurModel(path)
-    return HuggingFaceModel(path, named_dtype(o.dtype), share, o.longest, o.sink_tokens)
+    return HuggingFaceModel(path, named_dtype(o.dtype), share, o.longest, o.sink_tokens, preset)
 
 
 def measure(bench: Bench[ContextBench], name: str, model: ContextModel, texts: dict[str, str]) -> Row:

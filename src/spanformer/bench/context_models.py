@@ -6,6 +6,7 @@ Shapes: T tokens of a text, n = T − start targets.
 
 from __future__ import annotations
 
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -104,32 +105,51 @@ class OurModel:
         return Cost(cache.bytes(), token_cost(shape, self.lm.distances(), context, shape.layers).total, seconds)
 
 
+class Named(NamedTuple):
+    """A model on the command line: PATH, PATH@0.33 (uniform windows that keep this share) or PATH@preset:NAME."""
+
+    path: str
+    share: float
+    preset: str
+
+
+def named_model(name: str) -> Named:
+    found = re.fullmatch(r"(.+)@(?:(0?\.\d+)|(preset:[^@]+))", name)
+    return Named(found[1], float(found[2] or 0), found[3] or "") if found else Named(name, 0.0, "")
+
+
 class HuggingFaceModel:
     """A causal model in Hugging Face's format, whole or with what `fit-spans` left in its folder; or with uniform
-    windows that keep a share of the KV cache of `context` tokens."""
+    windows that keep a share of the KV cache of `context` tokens, or with the spans of a preset."""
 
-    def __init__(self, name: str, dtype: torch.dtype, share: float, context: int, sink_tokens: int) -> None:
+    def __init__(
+        self, name: str, dtype: torch.dtype, share: float, context: int, sink_tokens: int, preset: str = ""
+    ) -> None:
         from spanformer.hf.attach import attach
         from spanformer.hf.baselines import uniform
         from spanformer.hf.fit import budget_of, check_layers, set_windows
         from spanformer.hf.retrieval_heads import retrieve
         from spanformer.hf.saved import fitted_retrieval, load_fitted
+        from spanformer.hf.span_file import load_spans
         from spanformer.hf.spans import head_spans
         from spanformer.hf.text import check_logits
 
         self.model, self.tokenizer, fitted = load_fitted(name, dtype)
         self.model.requires_grad_(False).eval()
         self.retrieves = bool(found := fitted_retrieval(name) if fitted else {})
+        if fitted and (share or preset):
+            asked = preset or f"windows of @{share:g}"
+            raise ValueError(f"{name} has spans of its own; expected a model without for {asked}")
+        if preset:
+            load_spans(self.model, preset)
         if share:
-            if fitted:
-                raise ValueError(f"{name} has spans of its own; expected a model without for windows of @{share:g}")
             attach(self.model, max_span=context, sink_tokens=sink_tokens)
             layers = list(head_spans(self.model).values())
             check_layers(layers)
             set_windows(
                 self.model, uniform(len(layers), layers[0].groups, budget_of(layers, share, context, sink_tokens))
             )
-        self.spans = bool(fitted or share)
+        self.spans = bool(fitted or share or preset)
         if self.retrieves:
             retrieve(self.model, **found)
         self.longest = getattr(self.model.config, "max_position_embeddings", None) or 0

@@ -94,6 +94,7 @@ COMMANDS = {
     "bench retrieval": Route("spanformer.cli.bench", "RETRIEVAL", "measure retrieval heads of a Hugging Face model"),
     "bench reversible": Route("spanformer.cli.bench", "REVERSIBLE", "measure deep stacks that keep no activations"),
     "bench rl": Route("spanformer.cli.bench", "RL", "time policies with memory against sb3-contrib's RecurrentPPO"),
+    "bench ruler": Route("spanformer.cli.bench", "RULER", "ask a model RULER's questions with a smaller KV cache"),
     "bench search": Route("spanformer.cli.bench", "SEARCH", "time exact search over keys against faiss"),
     "bench tasks": Route("spanformer.cli.bench", "TASKS", "train tiny models to recall, copy and find"),
     "bench train-step": Route("spanformer.cli.bench", "TRAIN_STEP", "time a training step against the paper's code"),
