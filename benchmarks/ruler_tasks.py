@@ -23,6 +23,8 @@ import tempfile
 import types
 from pathlib import Path
 
+PATIENCE = 2000
+"""prompts, one after another, that may be too long before none is expected to fit"""
 NEEDED = ("long_context_eval", "wonderwords", "punkt", "tokenizers", "scipy", "yaml", "tqdm")
 
 
@@ -81,7 +83,7 @@ def package_folder() -> Path:
 
 
 def write_task(name: str, task: dict, tokenizer: Path, options: argparse.Namespace) -> bool:
-    """Whether it worked. The generators try shorter texts for ever if none fits, so each has a process of its own."""
+    """Whether it worked. A generator may try for ever, so each has a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = {
             "save_dir": folder, "save_name": name, "tokenizer_path": tokenizer, "tokenizer_type": "hf",
@@ -90,18 +92,19 @@ def write_task(name: str, task: dict, tokenizer: Path, options: argparse.Namespa
         }  # fmt: skip
         words = [word for key, value in arguments.items() for word in (f"--{key}", str(value))]
         script = package_folder() / "data" / "synthetic" / f"{task['task']}.py"
-        process = multiprocessing.get_context("spawn").Process(target=generate, args=(script, words, folder))
+        most = options.length - task["new_tokens"], PATIENCE + 10 * options.samples
+        process = multiprocessing.get_context("spawn").Process(target=generate, args=(script, words, folder, most))
         process.start()
         process.join(options.timeout)
         if process.is_alive():
             process.kill()
             process.join()
-            print(f"{name}: nothing after {options.timeout:g} s; at {options.length} tokens its texts may not fit")
+            print(f"{name}: not done after {options.timeout:g} s; raise --timeout, or ask for fewer --samples")
             return False
         made = Path(folder, name, "validation.jsonl")
         if process.exitcode or not made.is_file():
             log = Path(folder, "log")
-            print(f"{name}: the generator failed: {log.read_text() if log.is_file() else 'no message'}")
+            print(f"{name}: {log.read_text(encoding='utf-8') if log.is_file() else 'the generator failed'}")
             return False
         rows = [json.loads(line) for line in made.read_text(encoding="utf-8").splitlines()]
     for row in rows:
@@ -115,15 +118,25 @@ def write_task(name: str, task: dict, tokenizer: Path, options: argparse.Namespa
     return True
 
 
-def generate(script: Path, arguments: list[str], folder: str) -> None:
-    """Run a generator as a program, with our tokenizer and without NLTK, whose data would be downloaded."""
+def generate(script: Path, arguments: list[str], folder: str, most: tuple[int, int]) -> None:
+    """Run a generator as a program, with our tokenizer and without NLTK, whose data would be downloaded. most: tokens
+    of a prompt, and prompts that may be longer one after another."""
     import punkt
     from tokenizers import Tokenizer
 
-    core = Tokenizer.from_file(arguments[arguments.index("--tokenizer_path") + 1])
+    core, longer = Tokenizer.from_file(arguments[arguments.index("--tokenizer_path") + 1]), 0
+
+    def text_to_tokens(text: str) -> list[str]:
+        nonlocal longer
+        tokens = core.encode(text, add_special_tokens=False).tokens
+        longer = longer + 1 if len(tokens) > most[0] else 0
+        if longer > most[1]:  # the generators catch every exception and try again
+            Path(folder, "log").write_text("a question fits into no text so short; raise --length, or lower --samples")
+            os._exit(1)
+        return tokens
 
     def select_tokenizer(*_: object) -> object:
-        return types.SimpleNamespace(text_to_tokens=lambda text: core.encode(text, add_special_tokens=False).tokens)
+        return types.SimpleNamespace(text_to_tokens=text_to_tokens)
 
     for name in ("tokenizer", "long_context_eval.data.tokenizer"):
         sys.modules[name] = types.ModuleType(name)
@@ -138,7 +151,8 @@ def generate(script: Path, arguments: list[str], folder: str) -> None:
         with contextlib.redirect_stdout(log), contextlib.redirect_stderr(log):
             runpy.run_path(str(script), run_name="__main__")
     except BaseException as error:
-        Path(folder, "log").write_text(f"{log.getvalue()[-1000:]}{type(error).__name__}: {error}")
+        said = f"the generator failed: {log.getvalue()[-1000:]}{type(error).__name__}: {error}"
+        Path(folder, "log").write_text(said, encoding="utf-8")
         raise SystemExit(1) from None
 
 

