@@ -23,6 +23,7 @@ from spanformer.bench.ruler_models import RulerModel
 from spanformer.bench.ruler_questions import CONTROL, Question, read_tasks, score
 from spanformer.cli.main import main
 from spanformer.hf.text import bits_per_byte, load_model, make_chunks
+from spanformer.report.ruler_picture import short_names
 from spanformer.report.ruler_table import ceiling_of, check_rows, kv_bytes, mean_score, over, table
 from support.byte_llama import PROSE, save_byte_llama
 
@@ -244,6 +245,8 @@ def test_table_shows_the_full_models_score_beside_each() -> None:
     rows["fit"] = a_row([1.0] * 4, 9, of="fit")
     assert [ceiling_of(name, rows) for name in rows] == ["m", "m", "n", None]
     assert "| fit | 0.00 | 100 | 100.0 | – |" in table(rows)
+    assert list(short_names({"m": rows["m"], "Snap, bytes of m@0.3": rows["SnapKV"]})) == ["m", "Snap, bytes of @0.3"]
+    assert list(short_names(rows)) == list(rows)
     one = {"m": a_row([1.0], 1, full=True), "x": a_row([0.0], 1)}
     assert "| -100.0 |" in table(one)  # one question: no error can be told
 

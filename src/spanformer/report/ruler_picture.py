@@ -8,12 +8,19 @@ from pathlib import Path
 from spanformer.report.drawing import DPI, GREY, colours, grid, plain, save_figure, subplots
 from spanformer.report.ruler_table import Row, ceiling_of, kv_bytes, mean_score, task_score
 
-NAME = 46
+NAME = 72
 """characters of a row's name"""
+
+
+def short_names(rows: Mapping[str, Row]) -> dict[str, Row]:
+    """The rows of one model without its name before their windows: "@0.33"."""
+    of = {row["of"] for row in rows.values()}
+    return dict(rows) if len(of) > 1 else {name.replace(f"{min(of)}@", "@"): row for name, row in rows.items()}
 
 
 def draw_ruler(rows: Mapping[str, Row], path: Path) -> Path:
     """rows: those of `bench ruler`, in the order in which they are drawn."""
+    rows = short_names(rows)
     tasks = list(next(iter(rows.values()))["tasks"])
     high = 0.46 * len(rows) + 1.5
     figure, axes = subplots(
@@ -72,7 +79,7 @@ def _cells(axis, rows: Mapping[str, Row], tasks: list[str]) -> None:
 
 def draw_needles(rows: Mapping[str, Row], path: Path) -> Path:
     """Pass keys found by depth and length: a panel for each row that was asked for them."""
-    asked = {name: row["needles"] for name, row in rows.items() if row.get("needles")}
+    asked = {name: row["needles"] for name, row in short_names(rows).items() if row.get("needles")}
     columns = min(3, len(asked))
     lines = -(-len(asked) // columns)
     figure, axes = subplots(lines, columns, width=4.3 * columns, height=2.1 * lines + 0.9)
