@@ -126,7 +126,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def opened(folder: Path, name: str, bits: Any = 16) -> RulerModel:
-    return RulerModel(f"{folder}/{name}", bits, torch.float32, longest=300, context=200, sink_tokens=4)
+    return RulerModel(f"{folder}/{name}", bits, torch.float32, context=200, sink_tokens=4)
 
 
 def written(model: Any, tokenizer: Any, prompt: str, new: int, **options: Any) -> str:

@@ -87,11 +87,10 @@ def keep_row(bench: Bench[RulerBench], name: str, bits: Literal[16, 8, 4], tasks
 
     o, title = bench.options, name if bits == 16 else f"{name}, {bits} bits"
     bench.report(f"loading {title}", 0, 0)
-    longest = max(question.length for task in tasks.values() for question in task.questions)
-    context, dtype = o.context or longest, named_dtype(o.dtype)
-    model = RulerModel(
-        name, bits, dtype, longest=max(longest, context), context=context, sink_tokens=o.sink_tokens
-    )  # fmt: skip
+    questions = [question for task in tasks.values() for question in task.questions]
+    context, dtype = o.context or max(question.length for question in questions), named_dtype(o.dtype)
+    model = RulerModel(name, bits, dtype, context=context, sink_tokens=o.sink_tokens)
+    model.check_lengths(questions, context)
     texts = _texts(o, model.tokenizer, context) if o.text else None
     contexts = tuple(sorted({max(1, context // n) for n in (4, 2, 1)}))
     settings = {

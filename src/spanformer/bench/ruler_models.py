@@ -6,7 +6,7 @@ in 16, 8 or 4 bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -28,31 +28,37 @@ class Answer(NamedTuple):
 
 
 class RulerModel:
-    """name: as `named_model` takes it; longest: tokens of the longest text that it will read; context: that of uniform
-    windows."""
+    """name: as `named_model` takes it; context: tokens for which uniform windows keep their share."""
 
-    def __init__(
-        self, name: str, bits: Bits, dtype: torch.dtype, *, longest: int, context: int, sink_tokens: int
-    ) -> None:
+    def __init__(self, name: str, bits: Bits, dtype: torch.dtype, *, context: int, sink_tokens: int) -> None:
         from spanformer.hf.attach import attach
 
         self.path, share, preset = named_model(name)
         held = HuggingFaceModel(self.path, dtype, share, context, sink_tokens, preset)
         self.model, self.tokenizer, self.retrieves = held.model, held.tokenizer, held.retrieves
-        if held.longest and longest > held.longest:
-            raise ValueError(
-                f"the longest text has {longest:,} tokens, and {name} was made for {held.longest:,}; ask for shorter "
-                "tasks, or a shorter --context"
-            )
         if self.retrieves and bits != 16:
             raise ValueError(f"{name} has retrieval heads, whose KV cache has 16 bits here; leave out --kv-bits {bits}")
         self.full = not held.spans
         self.bits: Bits = bits
         if self.full and bits != 16:  # with spans that change nothing, for a SpanCache
-            attach(self.model, max_span=longest, sink_tokens=sink_tokens)
+            attach(self.model, sink_tokens=sink_tokens)
         self.spans = held.spans or bits != 16
         ends = getattr(self.model.generation_config, "eos_token_id", None)
         self.ends = {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+
+    def check_lengths(self, questions: Iterable[Question], context: int) -> None:
+        """Refuse texts that are longer than those for which the model was made."""
+        prompts = ((len(self._ids(question)[0]) + question.new_tokens) for question in questions)
+        longest, most = max(context, *prompts), getattr(self.model.config, "max_position_embeddings", None)
+        if most and longest > most:
+            raise ValueError(
+                f"the longest text has {longest:,} tokens, and {self.path} was made for {most:,}; ask for shorter "
+                "tasks, or a shorter --context"
+            )
+
+    def _ids(self, question: Question) -> torch.Tensor:
+        """[1, T]"""
+        return self.tokenizer(question.prompt, return_tensors="pt", verbose=False)["input_ids"]
 
     @torch.no_grad()
     def answer(self, question: Question) -> Answer:
@@ -60,8 +66,7 @@ class RulerModel:
         from spanformer.bench.hf import held_bytes
 
         cache, found = self._cache(), list[int]()
-        ids = self.tokenizer(question.prompt, return_tensors="pt", verbose=False)["input_ids"]
-        logits = self.model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
+        logits = self.model(input_ids=self._ids(question), past_key_values=cache, logits_to_keep=1).logits
         kv_bytes, reached = held_bytes(cache), 0.0
         while (token := int(logits[0, -1].argmax())) not in self.ends:
             found.append(token)
