@@ -144,6 +144,7 @@ def test_answers_are_those_of_generate(folder: Path, name: str) -> None:
     whole = found.answer(question(said, prompt=prompt))
     assert whole.score == 1.0 and whole.kv_bytes == found.kv_bytes(len(prompt.encode()))
     assert found.answer(question(said, f"{said}!", prompt=prompt)).score == 0.5
+    assert found.answer(question(said[0], said, prompt=prompt)).score == 1.0  # the first is found before the second
     assert found.answer(question(said, prompt=prompt, new=1)).score < 1.0
 
 
