@@ -96,6 +96,7 @@ REDUCED = {
     r"generate out/digits": "",
     r"train .*attention.budget": TRAIN + " --model.attention.ramp 2",
     r"train runs/(seq2seq|hard|masked|etc)": TRAIN.replace("--data.limit 20000 ", "").replace("block 32", "block 72"),
+    r"train .*strided\(64\)": TRAIN.replace("max-span 32", "max-span 64"),
     r"train": TRAIN,
     r"rl train": (
         "--env.count 4 --ppo.updates 2 --ppo.window 16 --env.length 4 --ppo.eval-episodes 4 --ppo.tensorboard off "
