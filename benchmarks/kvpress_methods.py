@@ -56,8 +56,10 @@ def main() -> None:
     if like is None:
         parser.error(f"like is {options.like!r}, which is no row of {options.results}")
     dtype = DTYPES[like["settings"]["dtype"]]
-    model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype, attn_implementation="sdpa")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        options.model, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+    )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, trust_remote_code=False)
     run = Run(model.eval().requires_grad_(False), tokenizer, like, options.question_seen)
     questions = {name: read_questions(options.tasks / f"{name}.jsonl", name, like, parser) for name in like["tasks"]}
     windows = None

@@ -412,7 +412,7 @@ def test_tasks(tmp_path, capsys):
 def test_depth(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the cat sat on the mat; " * 2000)
-    found = bench(tmp_path, "depth", "--source", str(text))
+    found = bench(tmp_path, "depth", "--source", str(text), "--positions", "sinusoids", "sharper")
     assert all(part.endswith(", seed 1") for part in found)
     found = {part.removesuffix(", seed 1"): each for part, each in found.items()}
     assert found["chase"]["ratio"] == found["chase"]["layers"]["6"] / found["chase"]["layers"]["1"]

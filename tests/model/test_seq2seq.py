@@ -351,7 +351,8 @@ def _check_directions(kind: str, place: str) -> None:
     small = (
         KINDS[kind].tested[0] if kind in ("linformer", "low_rank", "sinkhorn") else kind
     )  # their sizes must fit the text
-    attention = AttentionConfig(kind=small, max_span=32, window=8)
+    blocks = kind.startswith(("strided", "fixed"))  # of 64 tokens
+    attention = AttentionConfig(kind=small, max_span=64 if blocks else 32, window=8)
     position = PositionConfig(kind=place)
     try:
         model = Encoder(replace(ENCODER, attention=attention, position=position, layers=1)).double().eval()
