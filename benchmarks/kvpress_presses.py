@@ -38,7 +38,7 @@ class Duo(kvpress.DuoAttentionPress):
 
 
 def make_press(method: str, model: torch.nn.Module, tokens: int, kept: int) -> kvpress.BasePress:
-    """One that keeps this many of so many tokens in each KV head, on average."""
+    """A press that keeps `kept` of `tokens` tokens in each KV head, on average."""
     kept = min(kept, tokens)
     ratio = 0.0 if kept == tokens else 1 - (kept + 0.5) / tokens  # kvpress rounds down
     window = max(1, min(OBSERVED, kept // 2))

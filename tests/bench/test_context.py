@@ -162,7 +162,7 @@ def test_mistakes_are_one_sentence(folder: Path, tmp_path: Path, capsys: Any) ->
         tmp_path / "run", "--code", prose, "--out", out
     )
     main(["bench", "context", str(folder / "run"), *SMALL, "--out", str(out), "--code", str(prose)])
-    assert "measured with other texts or settings" in refused(
+    assert "measured with other questions, texts or settings" in refused(
         folder / "llama", "--code", prose, "--seed", 3, "--out", out
     )
 

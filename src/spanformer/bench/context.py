@@ -100,12 +100,7 @@ def keep_row(bench: Bench[ContextBench], name: str, model: ContextModel) -> None
     o = bench.options
     texts = {part: read_source(source) for part, source in (("text", o.text), ("code", o.code)) if source}
     settings = equal_settings(o, texts)
-    for other, part in bench.file.parts.items():
-        if other != name and part["found"]["settings"] != settings:
-            raise ValueError(
-                f"{bench.file.path} holds {other}, measured with other texts or settings; expected the same for all "
-                "rows: repeat its options, measure it again, or choose another --out"
-            )
+    bench.file.check_settings(name, settings)
     bench.keep(name, measure(bench, name, model, texts) | {"settings": settings})
 
 

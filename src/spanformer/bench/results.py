@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from spanformer.core.files import write_text
+from spanformer.core.text import printable
 
 KIND = "spanformer attention benchmark"
 FORMAT = 1
@@ -105,6 +106,15 @@ class PartsFile:
     def all_found(self) -> dict[str, Any]:
         """What was found in each part, by its name."""
         return {name: part.get("found") for name, part in self.parts.items()}
+
+    def check_settings(self, row: str, settings: dict) -> None:
+        """Refuse a row whose settings are not those of all other rows."""
+        for other, part in self.parts.items():
+            if other != row and part["found"]["settings"] != settings:
+                raise ValueError(
+                    f"{self.path} holds {printable(other)}, measured with other questions, texts or settings; expected "
+                    "the same for all rows: repeat its options, measure it again, or choose another --out"
+                )
 
     def keep(self, part: str, found: object, options: dict, machine: dict) -> None:
         """found: any JSON value."""

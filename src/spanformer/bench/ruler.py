@@ -33,7 +33,7 @@ class RulerBench(BenchOptions):
     tasks: str = ""
     """the questions: a folder of .jsonl files, one file, or a glob; all of one length"""
     samples: int = 0
-    """the first so many questions of each task. Default: all (with --quick: 1)"""
+    """number of questions of each task, the first of its file. Default: all (with --quick: 1)"""
     kv_bits: tuple[Literal[16, 8, 4], ...] = (16,)
     """bits of a number in the KV cache; each is a row"""
     text: str = ""
@@ -98,12 +98,7 @@ def keep_row(bench: Bench[RulerBench], name: str, bits: Literal[16, 8, 4], tasks
         "dtype": str(dtype).removeprefix("torch."), "text": texts and _described(texts),
         "needles": {"tasks": o.needles, "depths": o.depths, "seed": o.seed} if o.needles else None,
     }  # fmt: skip
-    for other, part in bench.file.parts.items():
-        if other != title and part["found"]["settings"] != settings:
-            raise ValueError(
-                f"{bench.file.path} holds {printable(other)}, measured with other questions, texts or settings; "
-                "expected the same for all rows: repeat its options, measure it again, or choose another --out"
-            )
+    bench.file.check_settings(title, settings)
     bench.keep(title, measure(bench, title, model, tasks, texts, contexts) | {"settings": settings})
 
 

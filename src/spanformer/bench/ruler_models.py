@@ -104,7 +104,7 @@ class RulerModel:
         return found
 
     def kv_bytes(self, tokens: int) -> int:
-        """Of a text of so many tokens."""
+        """Size of the KV cache that holds a text of `tokens` tokens."""
         from spanformer.hf.spans import cache_bytes
 
         if self.spans:

@@ -47,7 +47,8 @@ def score(answer: str, question: Question) -> float:
 
 
 def read_tasks(source: str, samples: int = 0) -> dict[str, Task]:
-    """Tasks by name. source: a file, a folder or a glob; samples: the first so many questions of each (0: all)."""
+    """Tasks by name. source: a file, a folder or a glob; samples: number of questions of each, the first of
+    its file; 0: all."""
     path = Path(source)
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [Path(name) for name in sorted(glob.glob(source))]
     if not files:
