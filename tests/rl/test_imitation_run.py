@@ -13,7 +13,7 @@ import torch
 from spanformer.bench.decision import METHODS, recipe
 from spanformer.cli.main import main
 from spanformer.cli.runfile import read_run
-from spanformer.model.config import AttentionConfig, ModelConfig
+from spanformer.model.config import AttentionConfig, ModelConfig, PositionConfig
 from spanformer.model.folder import open_part
 from spanformer.report.imitation import read_imitation
 from spanformer.rl.decision_config import ImitateConfig, ImitationConfig
@@ -284,6 +284,10 @@ REFUSED = {
     "clone": (lambda: ImitateConfig(targets=(1.0,), method="cloning"), "'cloning', which is asked for nothing"),
     "scale": (lambda: ImitateConfig(scale=-1.0), "imitate.scale is -1.0; expected a finite number, 0 or more"),
     "encoder": (lambda: ImitationConfig(model=ModelConfig(kind="encoder")), "a Decision Transformer needs model.kind"),
+    "log_scale": (
+        lambda: ImitationConfig(model=ModelConfig(position=PositionConfig(log_scale=64))),
+        "model.position.log_scale is 64; expected 0, since episodes begin anywhere in the rows",
+    ),
     "bias": (
         lambda: ModelConfig(attention=AttentionConfig(bias=True), depth=replace(ModelConfig().depth, kind="act")),
         "model.attention.bias is set, and model.depth.kind is 'act'",

@@ -82,3 +82,8 @@ class ImitationConfig:
                 "a Decision Transformer needs model.kind 'lm', a residual or universal stack and no exits; change the "
                 "[model] section"
             )
+        if self.model.position.log_scale:
+            raise ValueError(
+                f"model.position.log_scale is {self.model.position.log_scale}; expected 0, since episodes begin "
+                "anywhere in the rows that are learned from"
+            )
