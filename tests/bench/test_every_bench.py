@@ -427,7 +427,8 @@ def test_depth(tmp_path):
         and set(ponder["pass"]) == set(ponder["steps"])
     )
     cells = found["span_depth"]
-    assert len(cells["neither"]) == len(cells["span"]) == 1 and len(cells["both"]) == len(cells["depth"]) > 5
+    assert len(cells["neither"]) == 1 and len(cells["both"]) == len(cells["depth"]) == len(cells["both_by_span"]) > 5
+    assert [at["price"] for at in cells["span"]] == [0.1, 1.0, 10.0]
     assert cells["ratio"]["neither"] == 1 and cells["neither"][0]["layers"] == 6
     assert cells["span"][0]["keys"] < cells["neither"][0]["keys"] == 16
     assert list(found["exits"]["static"]) == list("12345678") == list(found["pairs"]["static"])
@@ -467,6 +468,7 @@ def test_operations_at_equal_bits():
     assert found["ratio"] == {"neither": 1.0, "span": 0.75, "depth": pytest.approx(0.375), "both": 0.25}
     assert found["both_by_better_single"] == pytest.approx(2 / 3)
     assert found["both_by_product"] == pytest.approx(0.25 / (0.75 * 0.375))
+    assert found["both_by_span"] == [{"bits": 3.0, "ratio": pytest.approx(2 / 6)}]
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ from spanformer.train.optim import OptimConfig
 from spanformer.train.run_events import model_shape
 
 STEPS, LANES = 500, 8
-PRICE = 0.1
-"""nats per million operations"""
+PRICE, DEARER = 0.1, (1.0, 10.0)
+"""nats per million operations, and what spans alone are also trained with, to save as much as exits do"""
 THRESHOLDS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 CELLS = {
     "neither": ("full", "fixed"),
@@ -85,7 +85,7 @@ def bias_for(lm: LM, x: Tensor, steps: float) -> float:
     return (low + high) / 2
 
 
-def config(bench: Bench[DepthBench], kind: str, depth: str) -> RunConfig:
+def config(bench: Bench[DepthBench], kind: str, depth: str, price: float) -> RunConfig:
     o = bench.options
     span = o.size(512, 16)
     decided = DepthConfig(kind=depth, classifier="geometric", oracle="likelihood")  # pyright: ignore[reportArgumentType]
@@ -96,7 +96,7 @@ def config(bench: Bench[DepthBench], kind: str, depth: str) -> RunConfig:
     )  # fmt: skip
     settings = TrainConfig(
         batch=o.size(8, 2), block=o.size(256, 16), steps=o.taken(STEPS), eval_every=0, save_every=0, measure=False,
-        eval_tokens=o.size(32_768, 256), threads=o.threads, tensorboard="off", seed=o.seed, flop_price=PRICE,
+        eval_tokens=o.size(32_768, 256), threads=o.threads, tensorboard="off", seed=o.seed, flop_price=price,
     )  # fmt: skip
     data = DataConfig(source=o.source, copy=o.data, limit=o.size(10_000_000, 0))
     optim = OptimConfig(kind="muon", lr=5e-3, warmup=min(100, o.taken(STEPS)), weight_decay=0.0)
@@ -104,13 +104,16 @@ def config(bench: Bench[DepthBench], kind: str, depth: str) -> RunConfig:
 
 
 def measure_span_depth(bench: Bench[DepthBench]) -> dict:
-    """Bits and operations per token of {full, dynamic span} × {all layers, exits} under one price."""
-    found: dict = {"price": PRICE, "steps": bench.options.taken(STEPS)}
+    """Bits and operations per token of {full, dynamic span} × {all layers, exits} under one price; spans alone also
+    under higher ones."""
+    found: dict = {"steps": bench.options.taken(STEPS)}
     for name, (kind, depth) in CELLS.items():
-        each = config(bench, kind, depth)
-        lm = trained(bench, each, folder(bench, f"span-depth-{name}"), name)
-        ids = prepare(each.data, on_progress=bench.report).splits["valid"].ids
-        found[name] = curve(bench, lm, ids)
+        found[name] = []
+        for price in (PRICE, *DEARER) if name == "span" else (PRICE,):
+            each = config(bench, kind, depth, price)
+            lm = trained(bench, each, folder(bench, f"span-depth-{name}-{price:g}"), f"{name}, price {price:g}")
+            ids = prepare(each.data, on_progress=bench.report).splits["valid"].ids
+            found[name] += [{"price": price} | at for at in curve(bench, lm, ids)]
     return found | at_equal_bits({name: found[name] for name in CELLS})
 
 
@@ -160,14 +163,16 @@ def operations(lm: LM, ids: np.ndarray, block: int) -> dict[str, float]:
 
 def at_equal_bits(found: dict[str, list[dict]]) -> dict:
     """Operations where each cell has the bits of the model that adapts neither, or its nearest point, and how many bits
-    that is away."""
+    that is away; and the operations of each point of both by those of spans alone that have its bits or fewer."""
     wanted = found["neither"][0]["bits"]
     each = {name: cheapest(points, wanted) for name, points in found.items()}
     base = each["neither"]["operations"]
     ratio = {name: at["operations"] / base for name, at in each.items()}
     single = min(ratio["span"], ratio["depth"])
+    beside = [{"bits": at["bits"], "ratio": at["operations"] / cheapest(found["span"], at["bits"])["operations"]}
+              for at in found["both"]]  # fmt: skip
     return {"equal": each, "ratio": ratio, "both_by_better_single": ratio["both"] / single,
-            "both_by_product": ratio["both"] / (ratio["span"] * ratio["depth"])}  # fmt: skip
+            "both_by_product": ratio["both"] / (ratio["span"] * ratio["depth"]), "both_by_span": beside}  # fmt: skip
 
 
 def cheapest(points: list[dict], wanted: float) -> dict[str, float]:
