@@ -91,7 +91,10 @@ def read_questions(path: Path, task: str, like: dict, parser: argparse.ArgumentP
     lines = lines[: len(like["tasks"][task]["scores"])]
     if digest("\n".join(lines)) != like["settings"]["questions"][task]:
         parser.error(f"{path} holds other questions than the row answered; give the same files")
-    return [json.loads(line) for line in lines]
+    rows = [json.loads(line) for line in lines]
+    if rows[0]["match"] == "choice":
+        parser.error(f"{path} asks for a choice; these methods are measured by answers they write: leave it out")
+    return rows
 
 
 def digest(text: str) -> str:

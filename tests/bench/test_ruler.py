@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import importlib.util
 import json
 import subprocess
@@ -86,7 +87,9 @@ def test_questions_are_read_from_files_and_folders(tmp_path: Path) -> None:
         (lines("vt", 1, input=""), "line 1: input is ''; expected a prompt"),
         (lines("vt", 1, outputs=["a", ""]), r"line 1: outputs is \['a', ''\]; expected a list of texts"),
         (lines("vt", 1, outputs=[]), "expected a list of texts, none of them empty: write the file by"),
-        (lines("vt", 1, match="some"), "match is 'some'; expected 'all' or 'any'"),
+        (lines("vt", 1, match="some"), "match is 'some'; expected 'all', 'any' or 'choice'"),
+        (lines("vt", 1, match="choice"), "right is None; expected the index of an output"),
+        (lines("vt", 1, match="choice", right=2), "right is 2; expected the index of an output"),
         (lines("vt", 1, new_tokens=10**9), "new_tokens is 1000000000; expected a number from 1 to 4096"),
         (lines("vt", 1, new_tokens=True), "new_tokens is True; expected a number"),
         (lines("vt", 1, length=0.5), "length is 0.5; expected a number of tokens"),
@@ -132,6 +135,29 @@ def opened(folder: Path, name: str, bits: Any = 16) -> RulerModel:
 def written(model: Any, tokenizer: Any, prompt: str, new: int, **options: Any) -> str:
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     return tokenizer.decode(model.generate(ids, max_new_tokens=new, do_sample=False, **options)[0, ids.shape[1] :])
+
+
+@pytest.mark.parametrize(("name", "bits"), [("llama", 16), ("llama@0.3", 16), ("llama@0.3", 8)])
+def test_choice_is_the_likeliest_continuation(folder: Path, name: str, bits: Any) -> None:
+    found, prompt, outputs = opened(folder, name, bits), PROSE * 2, (" ab", " a longer one", ".")
+    cache = hf.SpanCache(found.model, bits=0 if bits == 16 else bits) if found.spans else None
+    start, rates = found.tokenizer(prompt, return_tensors="pt")["input_ids"].shape[1], []
+    with torch.no_grad():
+        for output in outputs:  # token by token, from a KV cache
+            likely, kept = 0.0, copy.deepcopy(cache)
+            ids = found.tokenizer(prompt + output, return_tensors="pt")["input_ids"]
+            logits = found.model(input_ids=ids[:, :start], past_key_values=kept, use_cache=True)
+            for t in range(start, ids.shape[1]):
+                likely += float(logits.logits[0, -1].float().log_softmax(-1)[ids[0, t]])
+                kept = logits.past_key_values
+                logits = found.model(input_ids=ids[:, t : t + 1], past_key_values=kept)
+            rates.append(likely / len(output))
+    best = rates.index(max(rates))
+    assert sorted(rates)[-1] - sorted(rates)[-2] > 0.01
+    for right in range(3):
+        asked = Question("piqa", prompt, outputs, "choice", 1, 300, right)
+        assert found.answer(asked).score == (right == best)
+    assert found.answer(asked).kv_bytes == found.kv_bytes(start) > 0
 
 
 @pytest.mark.parametrize("name", ["llama", "llama@0.3"])

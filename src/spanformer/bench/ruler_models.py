@@ -56,12 +56,31 @@ class RulerModel:
                 "tasks, or a shorter --context"
             )
 
-    def _ids(self, question: Question) -> torch.Tensor:
+    def _ids(self, question: Question, output: str = "") -> torch.Tensor:
         """[1, T]"""
-        return self.tokenizer(question.prompt, return_tensors="pt", verbose=False)["input_ids"]
+        return self.tokenizer(question.prompt + output, return_tensors="pt", verbose=False)["input_ids"]
+
+    def answer(self, question: Question) -> Answer:
+        return self.choose(question) if question.match == "choice" else self.write(question)
 
     @torch.no_grad()
-    def answer(self, question: Question) -> Answer:
+    def choose(self, question: Question) -> Answer:
+        """The continuation with the largest log-likelihood for each character."""
+        start, found = self._ids(question).shape[1], list[float]()
+        for output in question.outputs:
+            ids = self._ids(question, output)
+            kept = ids.shape[1] - start
+            if kept < 1:
+                raise ValueError(f"{question.task}: {output!r} adds no token to its prompt; leave the question out")
+            with self._rounded():
+                logits = self.model(input_ids=ids, logits_to_keep=kept + 1).logits[0, :-1].float()
+            likely = logits.log_softmax(-1).gather(1, ids[0, start:, None]).sum()
+            found.append(float(likely) / len(output))
+        best = max(range(len(found)), key=found.__getitem__)
+        return Answer(float(best == question.right), self.kv_bytes(start))
+
+    @torch.no_grad()
+    def write(self, question: Question) -> Answer:
         """Generate greedily. An answer that holds all it should cannot lose its score, so it ends there."""
         from spanformer.bench.hf import held_bytes
 

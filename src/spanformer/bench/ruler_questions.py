@@ -1,4 +1,4 @@
-"""RULER's questions, as benchmarks/ruler_tasks.py writes them, and the score of an answer.
+"""Questions as benchmarks/ruler_tasks.py and benchmarks/short_tasks.py write them, and the score of an answer.
 
 A file holds one task, a line one question. The files come from another program: every field is checked.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-Match = Literal["all", "any"]
+Match = Literal["all", "any", "choice"]
 CONTROL = re.compile(r"[\x00-\x1f]")
 MOST_NEW = 4096
 """tokens of an answer"""
@@ -25,10 +25,13 @@ class Question:
     prompt: str
     outputs: tuple[str, ...]
     match: Match
-    """all: the score is the share of outputs that the answer holds; any: 1 if it holds one of them"""
+    """all: the score is the share of outputs that the answer holds; any: 1 if it holds one of them; choice: outputs are
+    continuations of the prompt, and the score is 1 if the right one is the likeliest"""
     new_tokens: int
     length: int
     """tokens of the prompt and of the longest answer, as the program counted them that wrote the file"""
+    right: int = 0
+    """of a choice: the index of the right output"""
 
 
 @dataclass(frozen=True)
@@ -97,11 +100,13 @@ def _question(line: str, where: str) -> Question:
     outputs, match = row.get("outputs"), row.get("match")
     texts = isinstance(outputs, list) and bool(outputs) and all(isinstance(each, str) and each for each in outputs)
     number = {name: type(row.get(name)) is int and row[name] > 0 for name in ("new_tokens", "length")}
+    right = texts and type(row.get("right")) is int and 0 <= row["right"] < len(row["outputs"])
     return Question(
         field("task", isinstance(row.get("task"), str) and bool(row["task"]), "a name"),
         field("input", isinstance(row.get("input"), str) and bool(row["input"]), "a prompt"),
         tuple(field("outputs", texts, "a list of texts, none of them empty")),
-        field("match", match in ("all", "any"), "'all' or 'any'"),
+        field("match", match in ("all", "any", "choice"), "'all', 'any' or 'choice'"),
         field("new_tokens", number["new_tokens"] and row["new_tokens"] <= MOST_NEW, f"a number from 1 to {MOST_NEW}"),
         field("length", number["length"], "a number of tokens"),
+        field("right", right, "the index of an output") if match == "choice" else 0,
     )
