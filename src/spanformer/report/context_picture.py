@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from spanformer.report.drawing import DPI, GREY, colours, grid, plain, save_figure, subplots
+from spanformer.report.drawing import DPI, GREY, colours, grid, log_ticks, plain, save_figure, subplots
 from spanformer.report.pareto import pareto_front
 
 ASKED = {"key": "pass key", "pair": "recall", "copy": "copy"}
@@ -41,7 +41,9 @@ def _losses(axis, rows, colour, part: str, title: str) -> None:
     axis.set_xscale("log", base=2)
     for name, row in rows.items():
         found = row.get(part, [])
-        axis.plot([each["to"] for each in found], [each["bits"] for each in found], "o-", color=colour[name], ms=4)
+        at = [each["to"] for each in found]
+        axis.plot(at, [each["bits"] for each in found], "o-", color=colour[name], ms=4)
+        axis.set_xticks(at, [f"{n:,}" for n in at])
     axis.set_xlabel("position in tokens, up to")
     axis.set_ylabel("bits per byte (lower is better)")
     if not any(part in row for row in rows.values()):
@@ -55,6 +57,7 @@ def _facts(axis, rows, colour, task: str, title: str) -> None:
     for name, row in rows.items():
         at = sorted(map(int, row[task]))
         axis.plot(at, [100 * row[task][str(n)] for n in at], "o-", color=colour[name], ms=4)
+        axis.set_xticks(at, [f"{n:,}" for n in at])
     axis.set_ylim(-3, 103)
     axis.set_xlabel("distance in tokens")
     axis.set_ylabel("right, %")
@@ -79,6 +82,7 @@ def _front(axis, rows, colour, missed: dict[str, float], cost: str) -> None:
         axis.scatter([x], [y], s=60, edgecolor=colour[name], color=colour[name] if name in front else "white", zorder=3)
     axis.set_title("Pareto front (filled): left and down is better", fontsize=10)
     axis.set_xscale("log")
+    log_ticks(axis.xaxis, [x for x, _ in points.values()], lambda value: f"{value:,.4g}")
     axis.set_ylim(-3, 103)
     axis.set_xlabel(label)
     axis.set_ylabel("facts missed, %")

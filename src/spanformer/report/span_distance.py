@@ -68,9 +68,10 @@ def draw_distributions(models: Mapping[str, Spans], limit: int, path: Path) -> P
     all_heads.set_xlabel("span in tokens")
     all_heads.set_ylabel("heads with at most this span, %")
     by_layer.set_yticks(np.log2(1 + np.array(ticks)), [f"{tick:,}" for tick in ticks])
+    by_layer.set_xticks(range(1, max(len(octaves(spans)) for spans in models.values()) + 1))
     by_layer.set_xlabel("layer with spans, the first one nearest to the text")
     by_layer.set_ylabel("mean span of the layer in tokens")
     for axis in (all_heads, by_layer):
         grid(axis)
-    all_heads.legend(fontsize=8, frameon=False, loc="upper left")
+    all_heads.legend(fontsize=8, frameon=False, loc="lower right")
     return save_figure(figure, path, DPI)

@@ -16,9 +16,8 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from spanformer.core.files import replace_file
-from spanformer.data.tasks.needle import FIRST_KEY, FIRST_VALUE, words
+from spanformer.data.tasks.needle import FACTS, FIRST_FACT, FIRST_KEY, FIRST_VALUE, words
 
-FIRST_FACT, FACTS = 128, 96
 TOKENS = {"train": 4_000_000, "valid": 200_000, "test": 200_000}
 """tokens of each split"""
 

@@ -2,9 +2,9 @@
 
     gobi ru T7 lana … lana ki gobi … K4 … ru bano … K[4] T[7]
 
-A fact is a capital letter and its value, a digit or sign. Facts are at random places among random words, at most
-`distance` tokens before the questions and at least half as many. Their letters come again at the end in another order;
-the values are the answers.
+A fact is a key and its value, a digit or sign. Keys are capital letters, or with more than 26 of them bytes from 128 on
+as in the stream `facts`. Facts are at random places among random words, at most `distance` tokens before the questions
+and at least half as many. Their keys come again at the end in another order; the values are the answers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 
 from spanformer.data.tasks.base import DistanceTask, put, without_repeats
 
-FIRST_VALUE, FIRST_KEY, KEYS = 33, 65, 26
+FIRST_VALUE, FIRST_KEY, LETTERS = 33, 65, 26
+FIRST_FACT, FACTS = 128, 96
 WORDS, LONGEST = 256, 7
 """words of the language, and the letters of the longest"""
 
@@ -25,9 +26,11 @@ class Needle(DistanceTask):
     name = "needle"
 
     facts: int = 4
+    keys: int = LETTERS
 
     def __post_init__(self) -> None:
-        self.require(1 <= self.facts <= KEYS, "facts", f"1 … {KEYS}, as there are {KEYS} letters")
+        self.require(1 <= self.keys <= FACTS, "keys", f"1 … {FACTS}")
+        self.require(1 <= self.facts <= self.keys, "facts", f"1 … {self.keys}, as there are {self.keys} keys")
         self.check_distances(4 * self.facts)
 
     @property
@@ -40,7 +43,8 @@ class Needle(DistanceTask):
 
     def draw(self, draw: np.random.Generator, count: int) -> np.ndarray:
         texts = np.stack([words(draw, self.length) for _ in range(count)])
-        keys = FIRST_KEY + without_repeats(draw, count, KEYS, self.facts)
+        first = FIRST_KEY if self.keys <= LETTERS else FIRST_FACT
+        keys = first + without_repeats(draw, count, self.keys, self.facts)
         facts = np.stack([keys, draw.integers(FIRST_VALUE, FIRST_KEY, keys.shape)], -1)
         distances = self.distances(draw, count)
         order = draw.random((count, self.distance // 4))  # every second place of the first half
