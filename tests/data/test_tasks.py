@@ -13,7 +13,7 @@ from spanformer.data.tasks import TASKS, DistanceTask, Task, written
 from spanformer.data.tasks.chase import Chase
 from spanformer.data.tasks.copy import Copy
 from spanformer.data.tasks.duplicate import Duplicate
-from spanformer.data.tasks.needle import Needle
+from spanformer.data.tasks.needle import FACTS, FIRST_FACT, Needle
 from spanformer.data.tasks.recall import FIRST_FILLER, Recall
 from spanformer.data.tasks.words import Repeat, Reverse
 
@@ -84,6 +84,17 @@ def test_facts_are_in_the_far_half() -> None:
         assert len(capitals) == 4 and capitals.max() < 50
         rest = np.delete(text[:100], [*capitals, *(capitals + 1)])
         assert all(chr(token).islower() or token == ord(" ") for token in rest)
+
+
+def test_more_keys_than_letters_are_those_of_the_stream() -> None:
+    task, asked = Needle(distance=64, facts=4, keys=FACTS), set()
+    for text in task.draw(np.random.default_rng(0), 200):
+        questions = text[task.distance :].reshape(-1, 2)
+        asked |= set(questions[:, 0].tolist())
+        for key, value in questions:
+            (place,) = np.flatnonzero(text[: task.distance] == key)
+            assert place < 32 and text[place + 1] == value < ord("A")
+    assert asked == set(range(FIRST_FACT, FIRST_FACT + FACTS))
 
 
 def test_duplicate_is_the_papers() -> None:
@@ -164,7 +175,8 @@ def test_notation(name: str) -> None:
         ("chase(fewest=7)", "fewest of the task chase is 7; expected 1 … hops, 6"),
         ("reverse(symbols=128)", "symbols of the task reverse is 128; expected 1 … 127, as none comes twice"),
         ("repeat(symbols=5, fewest=6)", "fewest of the task repeat is 6; expected 0, .* or 1 … 5"),
-        ("needle(facts=27)", "facts of the task needle is 27; expected 1 … 26, as there are 26 letters"),
+        ("needle(facts=27)", "facts of the task needle is 27; expected 1 … 26, as there are 26 keys"),
+        ("needle(keys=97)", "keys of the task needle is 97; expected 1 … 96"),
         ("needle(facts=4, distance=15)", "distance of the task needle is 15; expected 16 … 65,536"),
     ],
 )
