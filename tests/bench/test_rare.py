@@ -53,6 +53,22 @@ def test_both_trainings_and_the_picture(tmp_path: Path, monkeypatch: pytest.Monk
     assert out.with_suffix(".png").stat().st_size > 5000 and "one answer in     100" in capsys.readouterr().out
 
 
+def test_floor_is_placed_where_the_head_that_answers_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four heads the third answers most, and becomes the first, which has no price."""
+    right, swapped = [0.9, 0.8, 0.1, 0.9], []
+    shares = iter([*right, 0.9, 0.7])
+    monkeypatch.setenv("SPANFORMER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("spanformer.data.tasks.facts.TOKENS", {"train": 20_000, "valid": 4000, "test": 4000})
+    monkeypatch.setattr("spanformer.bench.rare.share", lambda *_: next(shares))
+    monkeypatch.setattr("spanformer.bench.rare.swap_heads", lambda _layer, *heads: swapped.append(heads))
+    out = tmp_path / "rare.json"
+    main(["bench", "rare", "--quick", "--threads", "1", "--out", str(out), "--kinds", "placed_floor", "--rates", "100",
+          "--penalties", "1e-4"])  # fmt: skip
+    found = json.loads(out.read_text())["parts"]["placed_floor"]["found"]
+    assert swapped == [(0, 2)] and found["without"] == right and found["arms"]["100 0.0001"]["right"] == 0.7
+    assert (tmp_path / "rare" / "placed-floor-placed").is_dir()
+
+
 def test_map_before_learn_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = ["bench", "rare", "--parts", "map", "--kinds", "static", "--out", str(tmp_path / "rare.json")]
     assert "run `spanformer bench rare --parts learn --kinds static` before map" in refusal(words, capsys)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from spanformer.bench.session import Bench, BenchOptions, check_parts
 from spanformer.bench.training import trained
+from spanformer.core.fields import as_dict
 from spanformer.data.config import DataConfig
 from spanformer.data.tasks import Facts, written
 from spanformer.data.tasks.needle import FACTS, Needle
 from spanformer.kinds.notation import parse_layer
 from spanformer.model.config import AttentionConfig, EmbeddingConfig, FeedForwardConfig, ModelConfig, PositionConfig
+from spanformer.model.folder import write_folder
+from spanformer.model.heads import swap_heads, without_head
+from spanformer.model.layer import SelfAttention
 from spanformer.model.lm import LM
 from spanformer.report.rare_picture import draw_rare
 from spanformer.train.config import RunConfig, TrainConfig
@@ -26,15 +30,31 @@ NEAR = Needle(distance=256, nearest=16, keys=FACTS)
 """what the first training asks for: the same keys and words, nearer by"""
 RATES = (100, 1000, 10_000, 100_000)
 PENALTIES = (0.0, 1e-7, 1e-6, 1e-5)
-KINDS = {
-    "static": "adaptive_span",
-    "dynamic": "dynamic_span",
-    "hybrid": "2 window(64) + 2 adaptive_span",
-    "floor": "1 window(2048) + 3 adaptive_span",
-    "retrieval": "1 retrieval(64, 16, 2048, 64) + 3 adaptive_span",
-}
-"""of the last layer; floor and retrieval are remedies: one head whose reach has no price"""
 LANES, SEED = 4, 12
+
+
+class Heads(NamedTuple):
+    """Of the last layer."""
+
+    attention: str
+    placed: bool = False
+    """whether the head that answers becomes the first one before the second training"""
+
+
+FLOOR = "1 window(2048) + 3 adaptive_span"
+KINDS = {
+    "static": Heads("adaptive_span"),
+    "dynamic": Heads("dynamic_span"),
+    "hybrid": Heads("2 window(64) + 2 adaptive_span"),
+    "floor": Heads(FLOOR),
+    "placed_floor": Heads(FLOOR, placed=True),
+    "retrieval": Heads("1 retrieval(64, 16, 2048, 64) + 3 adaptive_span"),
+}
+"""From hybrid on they are remedies: heads whose reach has no price, beside learned spans."""
+
+
+def heads_of(kind: str) -> Heads:
+    return KINDS.get(kind) or Heads(kind)
 
 
 @dataclass(frozen=True)
@@ -56,8 +76,9 @@ class RareBench(BenchOptions):
     """learn: the first training; map: the second, for all rates and penalties; table: print and draw again. Default:
     learn and map, of which each uses the runs beside the result file."""
     kinds: tuple[str, ...] = tuple(KINDS)
-    """Heads of the last layer by these names: static, dynamic, hybrid (two short windows), floor (one head sees 2,048
-    tokens) and retrieval (one head retrieves); or a kind of your own, such as "window(2048)"."""
+    """Heads of the last layer by these names: static, dynamic, hybrid (two short windows), floor (the first head
+    sees 2,048 tokens), placed_floor (the same, and the head that answers most after the first training changes places
+    with it) and retrieval (one head retrieves); or a kind of your own, such as "window(2048)"."""
     rates: tuple[int, ...] = RATES
     """Tokens for each answer in the second training."""
     penalties: tuple[float, ...] = PENALTIES
@@ -77,7 +98,7 @@ class RareBench(BenchOptions):
         super().__post_init__()
         check_parts(self.parts, dict.fromkeys(["learn", "map", "table"]))
         for kind in self.kinds:
-            parse_layer(KINDS.get(kind, kind), HEADS, "kinds")
+            parse_layer(heads_of(kind).attention, HEADS, "kinds")
         for rate in self.rates:
             Facts(rate, DISTANCE)
         for name in ("learn_steps", "steps"):
@@ -92,13 +113,13 @@ def run(bench: Bench[RareBench]) -> None:
         if not o.parts or "learn" in o.parts:
             found |= learn(bench, kind)
             bench.keep(kind, found)
-            bench.say(f"{kind:10} learned: {100 * found['learned']:5.1f} % right, spans {found['spans']}")
+            bench.say(f"{kind:12} learned: {100 * found['learned']:5.1f} % right, spans {found['spans']}")
         if not o.parts or "map" in o.parts:
             for rate in o.rates:
                 for penalty in o.penalties:
                     arm = found["arms"][f"{rate} {penalty:g}"] = go_on(bench, kind, rate, penalty)
                     bench.keep(kind, found)
-                    bench.say(f"{kind:10} one answer in {rate:>7,}, penalty {penalty:g}: {100 * arm['right']:5.1f} % "
+                    bench.say(f"{kind:12} one answer in {rate:>7,}, penalty {penalty:g}: {100 * arm['right']:5.1f} % "
                               f"right, spans {arm['spans']}")  # fmt: skip
     maps = {kind: found for kind in [*KINDS, *o.kinds] if (found := bench.file.found(kind)) and found["arms"]}
     if maps:
@@ -110,12 +131,32 @@ def learn(bench: Bench[RareBench], kind: str) -> dict:
     config = recipe(bench, kind, written(near), 0.0)
     config = replace(config, train=replace(config.train, batch=bench.options.size(16, 2), block=near.length))
     lm = trained(bench, config, folder(bench, kind), f"{kind}, near by")
-    return {"attention": KINDS.get(kind, kind), "learned": share(bench, lm), "spans": longest(lm)}
+    found: dict[str, Any] = {"attention": heads_of(kind).attention}
+    if heads_of(kind).placed:
+        found["without"] = place(bench, lm, placed(bench, kind))
+    return found | {"learned": share(bench, lm), "spans": longest(lm)}
+
+
+def place(bench: Bench[RareBench], lm: LM, out: Path) -> list[float]:
+    """Let the head of the last layer that answers become its first, and save the model. Returns the share of answers
+    that are right without each head."""
+    layer, right = lm.blocks[-1].attention, []
+    assert isinstance(layer, SelfAttention)
+    for head in range(HEADS):
+        with without_head(layer, head):
+            right.append(share(bench, lm))
+    swap_heads(layer, 0, min(range(HEADS), key=right.__getitem__))
+    write_folder(out, {"model": lm.state_dict()}, {"model": as_dict(lm.config)}, replace=True)
+    return right
+
+
+def placed(bench: Bench[RareBench], kind: str) -> Path:
+    return folder(bench, f"{kind} placed")
 
 
 def go_on(bench: Bench[RareBench], kind: str, rate: int, penalty: float) -> dict:
     """Train the learned model on with rarer facts and a price of spans."""
-    o, start = bench.options, folder(bench, kind)
+    o, start = bench.options, placed(bench, kind) if heads_of(kind).placed else folder(bench, kind)
     if not start.exists():
         raise ValueError(f"{start} does not exist; run `spanformer bench rare --parts learn --kinds {kind}` before map")
     config = recipe(bench, kind, written(Facts(rate, DISTANCE)), penalty)
@@ -135,7 +176,7 @@ def recipe(bench: Bench[RareBench], kind: str, source: str, penalty: float) -> R
     model = ModelConfig(
         dim=o.size(128, 32), layers=2, heads=HEADS,
         attention=AttentionConfig(
-            stack=("window(2)", KINDS.get(kind, kind)), max_span=2048, ramp=32, init=1.0, penalty=penalty
+            stack=("window(2)", heads_of(kind).attention), max_span=2048, ramp=32, init=1.0, penalty=penalty
         ),
         position=PositionConfig(kind="none"), feedforward=FeedForwardConfig(kind="relu", dim=o.size(256, 32)),
         embedding=EmbeddingConfig(tied=True),
