@@ -275,7 +275,11 @@ def test_table_shows_the_full_models_score_beside_each() -> None:
     rows["fit"] = a_row([1.0] * 4, 9, of="fit")
     assert [ceiling_of(name, rows) for name in rows] == ["m", "m", "n", None]
     assert "| fit | 0.00 | 100 | 100.0 | – |" in table(rows)
-    assert list(short_names({"m": rows["m"], "Snap, bytes of m@0.3": rows["SnapKV"]})) == ["m", "Snap, bytes of @0.3"]
+    long = ["m", "m, 8 bits", "m@0.3, 8 bits", "Snap, bytes of m@preset:small", "Snap, bytes of m"]
+    assert list(short_names(dict.fromkeys(long, rows["m"]))) == [
+        "everything", "everything, 8 bits", "uniform windows, 0.3, 8 bits", "Snap, bytes of learned spans small",
+        "Snap, bytes of everything",
+    ]  # fmt: skip
     assert list(short_names(rows)) == list(rows)
     one = {"m": a_row([1.0], 1, full=True), "x": a_row([0.0], 1)}
     assert "| -100.0 |" in table(one)  # one question: no error can be told

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from spanformer.report.drawing import DPI, GREY, colours, grid, plain, save_figure, subplots
+from spanformer.report.drawing import DPI, GREY, colours, grid, log_ticks, plain, save_figure, subplots
 from spanformer.report.ruler_table import Row, ceiling_of, kv_bytes, mean_score, task_score
 
 NAME = 72
 """characters of a row's name"""
+KEPT = {"@preset:": "learned spans ", "@": "uniform windows, ", "": "everything"}
+"""by what follows the model in a row's name"""
 
 
 def short_names(rows: Mapping[str, Row]) -> dict[str, Row]:
-    """The rows of one model without its name before their windows: "@0.33"."""
-    of = {row["of"] for row in rows.values()}
-    return dict(rows) if len(of) > 1 else {name.replace(f"{min(of)}@", "@"): row for name, row in rows.items()}
+    """The rows of one model by what they keep: "everything, 8 bits", "uniform windows, 0.33"."""
+    if len({row["of"] for row in rows.values()}) > 1:
+        return dict(rows)
+    return {_short(name, row["of"]): row for name, row in rows.items()}
+
+
+def _short(name: str, model: str) -> str:
+    own = re.compile(f"(^|bytes of ){re.escape(model)}(@preset:|@|(?=,)|$)")
+    return own.sub(lambda found: found[1] + KEPT[found[2]], name)
 
 
 def draw_ruler(rows: Mapping[str, Row], path: Path) -> Path:
@@ -38,6 +47,7 @@ def draw_ruler(rows: Mapping[str, Row], path: Path) -> Path:
     ]
     axes[1, 0].set_ylabel("mean score, %")
     axes[1, 0].set_xlabel("KV cache of the prompts, MB")
+    sizes = [kv_bytes(row) / 1e6 for row in rows.values()]
     measured = {name: row["loss"] for name, row in rows.items() if "kv_bytes" in (row.get("loss") or {})}
     for name, loss in measured.items():
         axes[1, 1].scatter([loss["kv_bytes"] / 1e6], [loss["bits_per_byte"]], s=60, color=colour[name], zorder=3)
@@ -46,6 +56,8 @@ def draw_ruler(rows: Mapping[str, Row], path: Path) -> Path:
     axes[1, 1].set_ylabel("bits per byte (lower is better)")
     axes[1, 1].set_xlabel("KV cache of the texts, MB")
     for axis in axes[1]:
+        axis.set_xscale("log")
+        log_ticks(axis.xaxis, sizes, lambda value: f"{value:,.3g}")
         grid(axis)
     figure.legend(marks, [plain(name, NAME) for name in rows], loc="outside lower center", ncols=2, fontsize=8,
                   frameon=False)  # fmt: skip
