@@ -9,10 +9,12 @@ from pathlib import Path
 from spanformer.report.drawing import DPI, GREY, colours, grid, log_ticks, plain, save_figure, subplots
 from spanformer.report.ruler_table import Row, ceiling_of, kv_bytes, mean_score, task_score
 
-NAME = 72
+NAME = 84
 """characters of a row's name"""
 KEPT = {"@preset:": "learned spans ", "@": "uniform windows, ", "": "everything"}
 """by what follows the model in a row's name"""
+MARKERS = {"everything": "o", "learned spans": "s", "uniform windows": "^"}
+"""of points, by how the row's name begins; others have a D: there are fewer colours than rows"""
 
 
 def short_names(rows: Mapping[str, Row]) -> dict[str, Row]:
@@ -41,16 +43,13 @@ def draw_ruler(rows: Mapping[str, Row], path: Path) -> Path:
         axis.remove()
     _cells(above, rows, tasks)
     colour = dict(zip(rows, colours(len(rows)), strict=True))
-    marks = [
-        axes[1, 0].scatter([kv_bytes(row) / 1e6], [mean_score(row)], s=60, color=colour[name], zorder=3)
-        for name, row in rows.items()
-    ]
+    marks = [_point(axes[1, 0], name, kv_bytes(row), mean_score(row), colour[name]) for name, row in rows.items()]
     axes[1, 0].set_ylabel("mean score, %")
     axes[1, 0].set_xlabel("KV cache of the prompts, MB")
     sizes = [kv_bytes(row) / 1e6 for row in rows.values()]
     measured = {name: row["loss"] for name, row in rows.items() if "kv_bytes" in (row.get("loss") or {})}
     for name, loss in measured.items():
-        axes[1, 1].scatter([loss["kv_bytes"] / 1e6], [loss["bits_per_byte"]], s=60, color=colour[name], zorder=3)
+        _point(axes[1, 1], name, loss["kv_bytes"], loss["bits_per_byte"], colour[name])
     if not measured:
         axes[1, 1].text(0.5, 0.5, "not measured", ha="center", transform=axes[1, 1].transAxes, color=GREY)
     axes[1, 1].set_ylabel("bits per byte (lower is better)")
@@ -63,6 +62,11 @@ def draw_ruler(rows: Mapping[str, Row], path: Path) -> Path:
                   frameon=False)  # fmt: skip
     figure.suptitle("RULER from a smaller KV cache", fontweight="bold", fontsize=13)
     return save_figure(figure, path, DPI)
+
+
+def _point(axis, name: str, held: float, y: float, colour: str):
+    marker = next((mark for begin, mark in MARKERS.items() if name.startswith(begin)), "D")
+    return axis.scatter([held / 1e6], [y], s=55, color=colour, marker=marker, zorder=3)
 
 
 def _cells(axis, rows: Mapping[str, Row], tasks: list[str]) -> None:
