@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from spanformer import LM, ModelConfig
+from spanformer import LM, ModelConfig, hf
 from spanformer.bench.context import ContextBench, open_model
 from spanformer.bench.context_models import Cost, HuggingFaceModel, OurModel, Predicted
 from spanformer.bench.context_tasks import copied, copy_task, found_facts, loss_by_position, ranges
@@ -118,6 +118,18 @@ def test_cost_is_that_of_the_tokens_that_are_seen(folder: Path) -> None:
     assert full.flops == dense + 4 * 8 * 2 * 4 * 513 and half.flops == dense + 4 * 8 * 2 * 4 * 128
     own = OurModel(str(folder / "run")).cost(512, 1)
     assert own.flops and 0 < own.kv_bytes < full.kv_bytes
+
+
+def test_windows_that_grow_are_counted_at_the_length_of_the_text(folder: Path) -> None:
+    model = HuggingFaceModel(str(folder / "llama"), torch.float32, 0.0, 512, 4)
+    hf.attach(model.model, max_span=128, ramp=1, sink_tokens=0)
+    model.spans = True
+    for spans in hf.head_spans(model.model).values():
+        spans.growth.fill_(0.25)
+        torch.nn.init.constant_(spans.ratio, 31 / 128)
+    seen = 129  # of 513 tokens: 31 + 0.25 · (513 − 128) and the ramp of 1, rounded up
+    dense = 2 * 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 2 * 32 * 256
+    assert model.cost(512, 1).flops == dense + 4 * 8 * 2 * 4 * seen
 
 
 def test_rows_add_up_and_are_equal_twice(folder: Path, tmp_path: Path, capsys: Any) -> None:

@@ -1,4 +1,4 @@
-"""Spans that grow with the text, w(n) = w(S) + b·(n − S), and unlimited heads (b = 1)."""
+"""Spans that grow with the text, w(n) = w(S) + b·(max(n, S/2) − S), and unlimited heads (b = 1)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def seen(model, length: int) -> Tensor:
     for spans in hf.head_spans(model).values():
         group = spans.heads // spans.kv_heads
         z, b = (t.detach().double().repeat_interleave(group)[:, None] for t in (spans.ratio, spans.growth))
-        z = (z * S + b * (i + 1 - S)).clamp(min=0)[..., None]
+        z = (z * S + b * ((i + 1).clamp(min=S // 2) - S)).clamp(min=0)[..., None]
         m = ((z + RAMP - d) / RAMP).clamp(0, 1)
         m = torch.where((b[..., None] == 0) & (d >= S), 0, m)
         m = torch.where((b[..., None] == 1) | (i < SINKS), 1.0, m)
@@ -95,7 +95,7 @@ def test_bytes_equal_a_hand_count_and_the_cache_s_own(length: int) -> None:
     kept = 0
     for spans in hf.head_spans(model).values():
         for rho, b in zip(spans.ratio.tolist(), spans.growth.tolist(), strict=True):
-            span = max(0.0, rho * S + b * (length - S)) + RAMP
+            span = max(0.0, rho * S + b * (max(length, S // 2) - S)) + RAMP
             kept += length if b == 1 else min(length, SINKS + min(-(-span // 1), 1 << 40 if b else S))
     assert hf.cache_bytes(model, length) == (kept * 2 * 8 * 4, 6 * length * 2 * 8 * 4)
     if length <= 100:

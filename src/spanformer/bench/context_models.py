@@ -203,7 +203,8 @@ class HuggingFaceModel:
         seen = c.num_hidden_layers * heads * (context + 1)
         if self.spans:
             layers = head_spans(self.model).values()
-            seen = sum(min(n + s.sink_tokens, context + 1) * heads // s.groups for s in layers for n in s.keeps())
+            kept = ((s, n) for s in layers for n in s.keeps(context + 1))
+            seen = sum(min(n + s.sink_tokens, context + 1) * heads // s.groups for s, n in kept)
         return 2.0 * weights + 2.0 * c.hidden_size * c.vocab_size + FORWARD * size * seen
 
 

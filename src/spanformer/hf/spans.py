@@ -5,8 +5,9 @@ centred on z = ρ·S + R/2. It sees ⌈z + R/2⌉ tokens, at most S, and the tex
 these are in its KV cache. At ρ = 1 every key within S has weight 1. With `far` some heads also have a linear state for
 what lies beyond (far.py).
 
-A span may grow with the text: for a query that is the n-th token, ρ·S + b·(n − S) takes the place of ρ·S, with b from 0
-(fixed) to 1 (unlimited: such a head sees everything). As b ≤ 1, a key that a head no longer sees never returns.
+A span may grow with the text: for a query that is the n-th token, ρ·S + b·(max(n, S/2) − S) takes the place of ρ·S,
+with b from 0 (fixed) to 1 (unlimited: such a head sees everything). As b ≤ 1, a key that a head no longer sees never
+returns.
 
 Shapes: H query heads, Hkv key/value heads.
 """
@@ -99,7 +100,8 @@ class HeadSpans(AdaptiveSpan):
                 if positions is None:
                     raise ValueError("positions are missing; spans that grow with the text need those of the queries")
                 grown = grown[:, None]
-                more = (positions.to(span.device)[:, None] + 1 - self.max_span).to(span.dtype)
+                length = (positions.to(span.device)[:, None] + 1).clamp(min=self.grows_from)
+                more = (length - self.max_span).to(span.dtype)
                 span = (span[:, None] + grown * more).clamp(min=0)
             if not self.growth.requires_grad:
                 span = torch.where(grown >= 1, EVERYTHING, span)
@@ -127,6 +129,12 @@ class HeadSpans(AdaptiveSpan):
             self._grown = change, self.growth.detach().tolist()
         return self._grown[1]
 
+    @property
+    def grows_from(self) -> int:
+        """tokens of a text below which spans have the length that they have there: a line through later lengths would
+        leave nothing at the beginning"""
+        return self.max_span // 2
+
     def elastic(self) -> bool:
         """Whether the span of any head depends on the position of the query."""
         return self.growth.requires_grad or any(0 < b < 1 for b in self.growths())
@@ -136,10 +144,9 @@ class HeadSpans(AdaptiveSpan):
         rounded."""
         read_spans([self])
         length = self.max_span if length is None else length
+        more = max(length, self.grows_from) - self.max_span
         return [
-            float(max(1, length - self.sink_tokens))
-            if b >= 1
-            else max(0.0, z + b * (length - self.max_span)) + self.ramp
+            float(max(1, length - self.sink_tokens)) if b >= 1 else max(0.0, z + b * more) + self.ramp
             for z, b in zip(self._read[1], self.growths(), strict=True)
         ]
 
